@@ -10,6 +10,7 @@ The loop has one thread: an agent forks, and a fork keeps only the thread that f
 from __future__ import annotations
 
 import json
+import logging
 import os
 import selectors
 import signal
@@ -33,6 +34,8 @@ from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
 STOOD_STILL_S = 3.0
@@ -192,7 +195,7 @@ class Agent:
     def _beat(self) -> None:
         now = time.monotonic()
         if self._on_beat():
-            print("a newer attempt has begun; this one ends", flush=True)
+            log.info("a newer attempt has begun; this one ends")
             self._over = True
             return
         self._workers.report_unresponsive()
@@ -310,7 +313,7 @@ class Agent:
 
     def _take_over(self) -> None:
         gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}
-        print(f"this agent coordinates; gone before it: {sorted(gone) or 'none'}", flush=True)
+        log.info("this agent coordinates; lost before it: %s", sorted(gone) or "none")
         self._coordinator = Coordinator(self._spec, gone)
         self._coordinator.joined(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():

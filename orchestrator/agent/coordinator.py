@@ -8,6 +8,7 @@ arrives with each agent's first message, so any agent can take over.
 
 from __future__ import annotations
 
+import logging
 import signal
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -40,6 +41,8 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State
 from orchestrator.rundir.warnings import warn_of
+
+log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """For the workers that a failed one leaves behind, to write down what they saw."""
@@ -513,7 +516,7 @@ class Coordinator:
         if self._replacements.pending:
             return
         if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
-            print("the other nodes continue without this one; its agent ends", flush=True)
+            log.info("the other nodes continue without this one; its agent ends")
             self._command(None, "end")
             return
         state, culprit = self._settled()
@@ -524,7 +527,7 @@ class Coordinator:
         try:
             write_json(path, self.outcome)
         except OSError as error:  # a full disk: the agents' output informs the launcher
-            print(f"the outcome could not be written: {error}", flush=True)
+            log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
 
     def _is_evicted(self) -> bool:

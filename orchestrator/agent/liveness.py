@@ -6,6 +6,7 @@ process that uses a processor is busy, not dead, in code that holds Python's int
 
 from __future__ import annotations
 
+import logging
 import os
 import time
 from collections.abc import Callable, Mapping
@@ -17,6 +18,8 @@ from orchestrator.agent.processes import stat_of
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.status import BEAT_BYTES
+
+log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
@@ -227,4 +230,4 @@ def write_beat(path: Path, beat: int) -> None:
         finally:
             os.close(descriptor)
     except OSError as error:  # a full disk: the heartbeat file alone decides nothing
-        print(f"no heartbeat could be written: {error.strerror}", flush=True)
+        log.warning("no heartbeat could be written: %s", error.strerror)

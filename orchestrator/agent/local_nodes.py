@@ -135,7 +135,7 @@ class NodeProcesses:
         signal.set_wakeup_fd(-1)
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spec = self._specs[index]
-        send_output_to(spec.log_of(spec.index))
+        send_output_to(spec.log_of(spec.index), spec.name)
         os.environ.update(self._environments[index])
         name_process(spec.name)
         try:

@@ -1,13 +1,13 @@
-"""A rank's log: where its output goes, that of C++ and of children included.
+"""Log of a rank or a node: all output of its process, that of C++ and of children included.
 
-A disk that is full must not end a training whose job prints a line. So what Python writes passes
-through here: what cannot be written is counted, not raised, and the loss is said in the log as
-soon as there is room again.
+A full disk must not end a training whose job prints a line. So Python's output passes through a
+file that counts what it cannot write, and notes the loss as soon as there is room.
 """
 
 from __future__ import annotations
 
 import io
+import logging
 import os
 import sys
 from pathlib import Path
@@ -17,7 +17,7 @@ from orchestrator.rundir.files import APPENDING, open_nofollow
 
 
 class LossyFile(io.RawIOBase):
-    """A file that takes what it is given, and says later what it could not keep."""
+    """A file that never raises; it notes later how much it could not write."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -34,8 +34,8 @@ class LossyFile(io.RawIOBase):
         content = bytes(data)
         try:
             if self._lost:
-                word = f"[{self._lost} bytes of this log were lost: {self._why}]\n".encode()
-                os.write(self._descriptor, word)
+                note = f"[{self._lost} bytes of this log were lost: {self._why}]\n".encode()
+                os.write(self._descriptor, note)
                 self._lost = 0
             written = os.write(self._descriptor, content)
         except OSError as error:
@@ -46,8 +46,12 @@ class LossyFile(io.RawIOBase):
         return written
 
 
-def send_output_to(path: Path) -> None:
-    """Make `path` this process's standard output and error, in whole lines."""
+def send_output_to(path: Path, process: str) -> None:
+    """Make `path` this process's standard output and error, and our loggers write there.
+
+    Args:
+        process: the name of this process in our loggers' lines: node and rank.
+    """
     path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = open_nofollow(path, APPENDING)
     os.dup2(descriptor, 1)
@@ -55,6 +59,11 @@ def send_output_to(path: Path) -> None:
     os.close(descriptor)
     sys.stdout = _lines(1)
     sys.stderr = _lines(2)
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {process} %(levelname)s: %(message)s"))
+    logger = logging.getLogger("orchestrator")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def _lines(descriptor: int) -> io.TextIOWrapper:

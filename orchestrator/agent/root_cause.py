@@ -1,4 +1,4 @@
-"""Who failed first, and why: from exit statuses, the ranks' failure records, and their logs."""
+"""Root cause of a failure: from exit statuses, the ranks' failure records, and their logs."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MOST_NAMED = 4
 WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
 IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
 TAKEN_AWAY = frozenset({signal.SIGKILL, signal.SIGTERM})
-"""How a process ends that somebody took away, the kernel for want of memory included. All other
-ends are the work of the job's own code (an exception, a bad pointer), and would come back."""
+"""Signals by which a process is ended from outside, by the kernel for lack of memory included. All
+other ends are due to the job's own code (an exception, a bad pointer), and would come back."""
 MEMORY = "more accumulation.steps make the micro-batches smaller"
 OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE

@@ -26,7 +26,7 @@ from orchestrator.rundir.files import read_end
 
 ASKS = signal.SIGQUIT
 STACK_S = 0.3
-"""How long who is asked for its stack has to write it down."""
+"""Time limit for a process to write its stack on request."""
 MOST_FRAMES = 40
 MOST_TOLD = 2  # processes of one rank, each with its place
 DUMP_BYTES = 32 * 1024

@@ -1,6 +1,6 @@
-"""Checkpoints of a loop that is not ours: accumulators, and what the user adds, as any run's are.
+"""Checkpoints of a user's own loop: accumulators, and further state of the user.
 
-Files, digests and names are those of a job's checkpoints: what is torn or damaged is passed over.
+Files, digests and names are those of a job's checkpoints; torn or damaged ones are passed over.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from orchestrator.rundir.warnings import warn
 
 
 class Saved:
-    """The checkpoints of some accumulators.
+    """Checkpoints of some accumulators.
 
     Args:
         folder: that all ranks see.
-        run: the run's identity, if there is one.
-        decided: what a training keeps: see `decided_by`.
-        keep: how many stay.
-        state: the user's own.
+        run: the run's identity, in a run.
+        decided: options that must not change; see `decided_by`.
+        keep: number of checkpoints to keep.
+        state: further objects with `state_dict`, by name.
     """
 
     def __init__(
@@ -48,12 +48,14 @@ class Saved:
         self._model = _one_module([one.model for one in accumulators])
 
     def load(self) -> tuple[int, int]:
-        """Take the newest sound checkpoint, the same on every rank; give its updates and samples,
-        0 where there is none. Collective.
+        """Load the newest sound checkpoint, the same on every rank. Collective.
+
+        Returns:
+            Its updates and samples; 0, 0 without one.
 
         Raises:
             ConfigError: it was made with another batch, order or number of accumulators.
-            RunFolderError: there are some, and none can be used.
+            RunFolderError: there are checkpoints, but none can be used.
         """
         first = self._group.rank == 0
         if first:
@@ -99,9 +101,9 @@ class Saved:
             part.load_state_dict(saved[f"state {name}"])
 
     def save(self, updates: int, samples: int) -> bool:
-        """Write what there is after so many updates. Collective; whether this rank wrote it."""
+        """Write a checkpoint after `updates`; return whether this rank wrote it. Collective."""
         for one in self._all:
-            one.check_replicas()  # nothing is kept of which ranks do not agree what it is
+            one.check_replicas()  # ranks that disagree about the state must not save it
         states = [one.optimizer_state() for one in self._all]
         if self._group.rank:
             return False
@@ -123,13 +125,13 @@ class Saved:
         self._unsaved = None
         return True
 
-    def need(self) -> None:
+    def require_saved(self) -> None:
         """Raise `RunFolderError` if the last checkpoint could not be written."""
         if self._unsaved is not None:
             raise RunFolderError(f"{self._unsaved}; make room, and go on")
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """For `checkpoint.save`."""
+        """Write the state into `folder`; see `rundir.checkpoints.Saves`."""
         return {
             "model": save_model(self._model, folder),
             "optimizer": save_optimizer(self._optimizers, folder),

@@ -12,13 +12,13 @@ from orchestrator.client.run import current_run
 # A framework writes the files of a checkpoint one after the other, and may be killed before the
 # last; a mark next to it says that it was finished.
 MARK = ".whole"
-OTHERS = ("loss", "samples", "update", "self")  # arguments of `report` that are no figures
+NOT_FIGURES = ("loss", "samples", "update", "self")  # other arguments of `report`
 
 
 def mark(checkpoint: Path) -> None:
     """Mark a checkpoint as complete. For rank 0, once all ranks have written their parts.
 
-    Wait until what was reported before is on the disk: the next start goes on after it.
+    Wait until all earlier lines are on the disk, after which the next start continues.
     """
     current_run.flush()
     checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
@@ -39,7 +39,7 @@ def figures_of(logged: Mapping[str, Any] | None) -> dict[str, Any]:
     found = {
         name: value
         for name, value in (logged or {}).items()
-        if name not in OTHERS and len(name) <= LONGEST_NAME and _is_number(value)
+        if name not in NOT_FIGURES and len(name) <= LONGEST_NAME and _is_number(value)
     }
     return dict(list(found.items())[:MOST_FIGURES])
 

@@ -1,4 +1,4 @@
-"""What `run.windows` may be told, and the plan that it comes to, in the words of a call."""
+"""Options of `run.windows`, and their plan, with messages in the words of a call."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class WindowOptions:
 
     Attributes:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
-        updates, epochs: how long, over all starts; `updates` wins; one epoch where neither is said.
-        ragged: what becomes of an epoch's last samples: "update", "drop" or "carry".
+        updates, epochs: length, over all starts; `updates` wins; by default one epoch.
+        ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
-        first: the update to begin with, where you keep checkpoints of your own.
+        first: the update to begin with, if you keep checkpoints of your own.
         checkpoints: a folder that all ranks see. By default the run's; without a run nothing is
-            saved, and SIGTERM is what it was.
-        checkpoint_every: updates between checkpoints; 0: only where the loop ends; None: at the
-            ends of epochs as well.
-        keep_checkpoints: how many of the newest stay.
-        state: what else belongs in them, by name: anything with `state_dict()` and
-            `load_state_dict()`, a learning-rate scheduler say.
+            saved, and SIGTERM keeps its effect.
+        checkpoint_every: updates between checkpoints; 0: only at the end of the loop; None: at
+            the ends of epochs as well.
+        keep_checkpoints: number of the newest that stay.
+        state: further objects to save, by name: any with `state_dict()` and
+            `load_state_dict()`, such as a learning-rate scheduler.
     """
 
     global_batch: int | None = None
@@ -55,23 +55,23 @@ class WindowOptions:
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
-    def of(cls, told: Mapping[str, Any]) -> WindowOptions:
-        """From the arguments of a call.
+    def of(cls, given: Mapping[str, Any]) -> WindowOptions:
+        """Return the options in the arguments of a call.
 
         Raises:
             TypeError: there is no option of such a name.
             ConfigError: a value is of another kind, or two exclude each other.
         """
         known = [one.name for one in fields(cls)]
-        for name in told:
+        for name in given:
             if name not in known:
                 raise TypeError(
                     f"there is no option '{name}' of run.windows(){did_you_mean(name, known)}"
                 )
-        checked: dict[str, Any] = dict(told)
+        checked: dict[str, Any] = dict(given)
         for name, least in _LEAST.items():
-            if name in told and not (told[name] is None and getattr(cls, name) is None):
-                checked[name] = whole_number(name, told[name], least=least)
+            if name in given and not (given[name] is None and getattr(cls, name) is None):
+                checked[name] = whole_number(name, given[name], least=least)
         if checked.get("epochs") is not None:
             checked["epochs"] = _number("epochs", checked["epochs"])
         options = cls(**checked)
@@ -98,7 +98,7 @@ class WindowOptions:
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:
-    """`value` as an int, from `least`. Raises `ConfigError` for anything else."""
+    """Return `value` as an int, at least `least`. Raises `ConfigError` for anything else."""
     try:
         number = operator.index(value)
     except TypeError:

@@ -1,4 +1,4 @@
-"""What rank 0 of a program records: figures taken when they are told, lines written by a thread."""
+"""Record of a program's rank 0: figures as they are when reported, lines written by a thread."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ Line = dict[str, Any]
 Figure = float | Callable[[], float] | None
 
 
-def figures(call: str, told: Mapping[str, Any]) -> dict[str, Figure]:
-    """Each figure as it is now, whatever becomes of a tensor afterwards.
+def figures(call: str, given: Mapping[str, Any]) -> dict[str, Figure]:
+    """Return each figure as it is now, whether or not a tensor changes afterwards.
 
-    One on a device is copied there, and is a number once the returned function is called.
+    One on a device is copied there, and becomes a number when the returned function is called.
 
     Raises:
-        JobError: something told is no number, or there is too much of it for a line.
+        JobError: a value is no number, or there are too many for a line.
     """
-    if len(told) > MOST_FIGURES or any(len(name) > LONGEST_NAME for name in told):
+    if len(given) > MOST_FIGURES or any(len(name) > LONGEST_NAME for name in given):
         raise JobError(
             f"{call} takes at most {MOST_FIGURES} figures, with names of at most {LONGEST_NAME} "
             f"characters; it is a line that people read"
         )
-    return {name: _figure(call, name, value) for name, value in told.items()}
+    return {name: _figure(call, name, value) for name, value in given.items()}
 
 
 def _figure(call: str, name: str, value: Any) -> Figure:
@@ -74,7 +74,7 @@ def _short(value: Any) -> str:
 
 
 class Lines:
-    """Lines of metrics.jsonl on their way to the disk; whoever records one waits for nothing."""
+    """Writer of metrics.jsonl in a thread: recording a line never waits for the disk."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +88,7 @@ class Lines:
         self._lines.put(record)
 
     def flush(self) -> None:
-        """Wait until what was recorded before is written: a checkpoint is not to be ahead of it."""
+        """Wait until all earlier lines are written, so that no checkpoint is ahead of them."""
         written = threading.Event()
         self._lines.put(written)
         written.wait(FLUSH_S)
@@ -113,7 +113,7 @@ class Lines:
                 file.write(json.dumps(self._plain(record)))
             except OSError as error:  # the lines are kept, and follow as soon as there is room
                 self._say(f"metrics.jsonl could not be written: {error.strerror}")
-        with contextlib.suppress(OSError):  # told above
+        with contextlib.suppress(OSError):  # reported above
             file.close()
 
     def _plain(self, value: Any) -> Any:

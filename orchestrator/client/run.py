@@ -1,6 +1,6 @@
-"""`from orchestrator import current_run`: what a program's own loop may know of its run, and say.
+"""`from orchestrator import current_run`: the run as its program's own loop sees it.
 
-Under plain Python or torchrun the same lines do nothing: nothing is recorded, nothing ever stops.
+Under plain Python or torchrun the same lines do nothing: nothing is recorded, nothing stops.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ FEW = 8  # updates, after which rank 0 has reported one if it ever does
 
 
 class Run:
-    """The run that this process is a rank of; false where it is none.
+    """The run that this process is a rank of; false outside any run.
 
     Attributes:
         folder: of the run; the working folder without one.
-        checkpoint_dir: where checkpoints belong; `checkpoints` in the working folder without a run.
-        attempt: how often the run was started before.
+        checkpoint_dir: folder for checkpoints; `checkpoints` in the working folder without a run.
+        attempt: number of earlier starts of the run.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -47,11 +47,11 @@ class Run:
         self._lines: Lines | None = None
         self._lock = threading.Lock()  # of the first line, which any thread may report
         self._latest, self._reported, self._reports = time.perf_counter(), -1, 0
-        self._told, self._pid = False, 0
+        self._warned_of_order, self._pid = False, 0
         self._windows: Any = None
         self._stopping = False
         if self._is and signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
-            faulthandler.register(signal.SIGQUIT, file=2)  # where a rank that hangs is asked: where
+            faulthandler.register(signal.SIGQUIT, file=2)  # requests the stack of a rank that hangs
 
     def __bool__(self) -> bool:
         return self._is
@@ -59,7 +59,7 @@ class Run:
     def report(
         self, update: int, *, loss: float, samples: int | None = None, **metrics: float
     ) -> None:
-        """Record an update (from 0) that is done. Rank 0's words count; it never waits for a disk.
+        """Record a completed update (from 0). Only rank 0 records; it never waits for a disk.
 
         Args:
             samples: of this update, over all ranks.
@@ -67,7 +67,7 @@ class Run:
         """
         if not self._begin("report()"):
             return
-        number, told = _update("report()", update), figures("run.report()", metrics)
+        number, extra = _update("report()", update), figures("run.report()", metrics)
         record: Line = {"update": number, **figures("run.report()", {"loss": loss})}
         if samples is not None:
             record["samples"] = _whole("report()", "samples", samples)
@@ -76,19 +76,19 @@ class Run:
             if self._reports == FEW:
                 self._look_for_rank_0()
             return
-        if number <= self._reported and not self._told:
-            self._told = True
+        if number <= self._reported and not self._warned_of_order:
+            self._warned_of_order = True
             self.warn(
                 f"run.report({number}) came after run.report({self._reported}): updates are those "
                 "of the whole training, not of an epoch; of several lines for one the last counts"
             )
         now = time.perf_counter()
         spent, self._latest, self._reported = now - self._latest, now, number
-        self.record({**record, "time": time.time(), "update_s": spent, "metrics": told})
+        self.record({**record, "time": time.time(), "update_s": spent, "metrics": extra})
 
     def should_stop(self, update: int) -> bool:
-        """Whether to save and leave now, after `update`. Every rank has to ask after every update,
-        and gets the same answer; no collective is called.
+        """Return whether to save and leave now, after `update`. Every rank must call this after
+        every update, and gets the same answer; no collective is called.
         """
         if not self._begin("should_stop()"):
             return False
@@ -98,7 +98,7 @@ class Run:
         return self._stopping
 
     def save_done(self, update: int) -> None:
-        """Note that what comes after `update` can go on from a checkpoint. Rank 0's words count."""
+        """Record that a checkpoint after `update` is complete. Only rank 0 records."""
         if self._begin("save_done()"):
             number = _update("save_done()", update)
             self.record({"saved": number, "update": number, "time": time.time()})
@@ -118,7 +118,7 @@ class Run:
         """
         # By name: this module runs where there is no torch, and windows.py imports it.
         windows: Any = importlib.import_module("orchestrator.client.windows")
-        if self._windows is not None and (self._is or self._windows.going_on):
+        if self._windows is not None and (self._is or self._windows.running):
             raise JobError(
                 "run.windows() was called before: one call is the whole training, all its epochs "
                 "(epochs=3, say); it goes on where it stopped"
@@ -128,30 +128,30 @@ class Run:
 
     @property
     def stopping(self) -> bool:
-        """Whether all ranks agreed to stop, to go on later: for what follows a whole training."""
+        """Return whether all ranks agreed to stop and continue later."""
         return self._stopping or (self._windows is not None and self._windows.stopping)
 
     @property
     def ranks(self) -> int | None:
-        """How many the run has; None where there is none."""
+        """Return the number of ranks of the run; None outside any run."""
         return self._size if self._is else None
 
     def take_sigterm(self) -> None:
-        """In a run: SIGTERM asks for a stop from now on, in the place of a framework's handler."""
+        """In a run, replace a framework's handler of SIGTERM by a request to stop."""
         if self._is:
             self._stop.take()
 
     def asked_to_stop(self) -> bool:
-        """Whether this rank heard of a stop. For `windows`, whose boundaries agree on it."""
+        """Return whether a stop reached this rank. For `windows`, whose boundaries agree on it."""
         return self._stop.asked(run=self._is)
 
     def agreed_to_stop(self, update: int) -> None:
-        """All ranks stop after `update`, by a boundary's flag."""
+        """Record that all ranks stop after `update`, as a boundary agreed."""
         if self._is:
             self._stop.agreed(update)
 
     def record(self, record: Line) -> None:
-        """Have a line written to metrics.jsonl, by rank 0 of a run; nobody waits for it."""
+        """Queue a line for metrics.jsonl, on rank 0 of a run."""
         if not self._is or self._rank:
             return
         with self._lock:
@@ -159,12 +159,12 @@ class Run:
         self._lines.put({**record, "attempt": self.attempt})
 
     def flush(self) -> None:
-        """Wait until what was recorded before is written: a checkpoint is not to be ahead of it."""
+        """Wait until all earlier lines are written, so that no checkpoint is ahead of them."""
         if self._lines is not None:
             self._lines.flush()
 
     def warn(self, sentence: str) -> None:
-        """Tell whoever looks at this run, as its ranks' own warnings are told."""
+        """Warn, as the ranks of a job do: on the console and in the run folder."""
         from orchestrator.rundir import warnings  # most programs never need it
 
         if self._warnings is not None:
@@ -172,8 +172,8 @@ class Run:
         warnings.warn(sentence)
 
     def _begin(self, call: str) -> bool:
-        """Whether there is a run in which a call counts. Raises `JobError` where it cannot be."""
-        if self._windows is not None and self._windows.going_on:
+        """Return whether there is a run. Raises `JobError` where the call is not allowed."""
+        if self._windows is not None and self._windows.running:
             raise JobError(
                 f"run.{call} was called within the loop over run.windows(), which reports, saves "
                 "and stops by itself; figures of yours belong in Loss(..., metrics=...)"
@@ -189,7 +189,7 @@ class Run:
         return True
 
     def _look_for_rank_0(self) -> None:
-        """Warn where only other ranks report, whose words do not count."""
+        """Warn if only other ranks report, which is not recorded."""
         if not (self.folder / METRICS).exists():
             self.warn(
                 f"rank {self._rank} calls run.report(), but rank 0 did not, whose words alone are "

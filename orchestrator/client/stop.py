@@ -1,11 +1,10 @@
 """A stop on which all ranks of a program agree without a collective of its own.
 
-Ranks of a synchronous training are never more than one update apart. Rank 0, when it has heard of a
-stop after its u-th update, posts "stop after u + 1" before it takes part in the reduction of u + 1;
-nobody can be done with u + 1 before that, so whoever asks after u + 1 reads it. What counts is how
-often a rank has asked, whatever it calls its updates: those of many loops begin anew each epoch.
-Files are written in place and read through a fresh `open`, which is what makes a network's file
-system ask for the newest.
+Ranks of a synchronous training are never more than one update apart. Rank 0, if a stop was
+requested by its u-th update, posts "stop after u + 1" before it takes part in the reduction of
+u + 1; no rank can complete u + 1 before that, so every rank that asks after u + 1 reads it. Calls
+are counted, not update numbers, which begin anew each epoch in many loops. Files are written in
+place and read through a fresh `open`, which makes network file systems fetch the newest content.
 """
 
 from __future__ import annotations
@@ -31,18 +30,18 @@ from orchestrator.rundir.program_link import (
 
 LOOK_S = 0.05
 LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
-"""What a program has that does nothing about a signal. Shells have what they start with & ignore
-SIGINT, and so it is inherited.
+"""Handlers of a program that does nothing about a signal. Shells make background processes ignore
+SIGINT, which is inherited.
 """
 
 
 class Stop:
-    """One rank's part in it.
+    """One rank's part in a stop.
 
     Args:
         folder: of the attempt.
-        signals: what a stop of the run is for this program.
-        warn: tells whoever looks at the run.
+        signals: that request a stop of this program.
+        warn: called with a sentence for people.
     """
 
     def __init__(
@@ -63,7 +62,7 @@ class Stop:
         self._step: int | None = None
 
     def due(self, update: int) -> bool:
-        """Whether to stop now, after `update`: the same on every rank."""
+        """Return whether to stop now, after `update`: the same on every rank."""
         if not self._heeding:
             self._heed()
         if self._signalled and not self._told:
@@ -79,10 +78,10 @@ class Stop:
         return stops
 
     def asked(self, *, run: bool) -> bool:
-        """Whether this rank has heard of a stop, for ranks that agree by a reduction of their own.
+        """Return whether a stop reached this rank, for ranks that agree by their own reduction.
 
         Args:
-            run: there is a run, in whose folder a stop may have been asked for.
+            run: there is a run, whose folder may hold a request.
         """
         if not self._heeding:
             self._heed(note=run)
@@ -90,7 +89,7 @@ class Stop:
         return self._signalled or by_folder
 
     def agreed(self, update: int) -> None:
-        """Note that all ranks stop after `update`: those that were not signalled as well."""
+        """Record that all ranks stop after `update`, for those that were not signalled."""
         write_number(self._after_file, update)
 
     def _decide(self) -> None:
@@ -101,14 +100,14 @@ class Stop:
         if read_number(self._asked_file) == NOT_YET:
             return
         if not all(self._note(rank).exists() for rank in range(self._size)):
-            return  # who never asks is told by rank 0's parent, see `trainer/program.py`
+            return  # `trainer/program.py` names the ranks that never ask
         self._after = self._calls + 1
         write_number(self._after_file, self._after)
 
     def _compare(self, update: int) -> None:
-        """Whether this rank asks as often as rank 0: after every update, say, and not every tenth.
+        """Warn if this rank does not ask as often as rank 0, such as every tenth update only.
 
-        Looked at after 2, 4, 8, … calls, until rank 0 has asked twice.
+        Checked after 2, 4, 8, … calls, until rank 0 has asked twice.
         """
         if self._calls == 0:
             self._first = update
@@ -136,7 +135,7 @@ class Stop:
             signal.signal(number, self._handle)
 
     def _heed(self, *, note: bool = True) -> None:
-        """From the first call on, a stop signal is a wish, unless the program has its own way."""
+        """Handle stop signals from the first call on, unless the program has its own handlers."""
         ours = [number for number in self._signals if signal.getsignal(number) in LEFT_TO_US]
         if threading.current_thread() is not threading.main_thread():
             if ours and note:
@@ -145,11 +144,11 @@ class Stop:
                     f"call it in the main thread first, or have a handler for {ours[0].name} of "
                     f"your own"
                 )
-            ours = []  # where there is no run, a signal does what it does without us
+            ours = []  # outside a run, a signal keeps its effect
         for number in ours:
             signal.signal(number, self._handle)
         self._heeding, self._pid = True, os.getpid()
-        if note:  # after that: whoever reads it may send one
+        if note:  # after that: its reader may send a signal
             write_number(str(self._note(self._rank)), os.getpid())
 
     def _note(self, rank: int) -> Path:
@@ -157,7 +156,7 @@ class Stop:
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if os.getpid() != self._pid:  # a fork of the program's, which is to end as ever
+        if os.getpid() != self._pid:  # a fork of the program, which ends as without us
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
         self._signalled = True

@@ -1,9 +1,8 @@
-"""`run.windows`: which samples this rank computes in which update, handed out one after the other.
+"""`run.windows`: the samples that this rank computes in each update, one window after the other.
 
-The loop is the user's. What can be wrong in it is known from counting, in the moment it happens:
-see `engine/torch/window_state.py`. What comes between two windows is done when the
-loop asks for the next one, so that whatever follows `boundary()` there (a scheduler's step) is done
-as well: the record, a checkpoint, the end.
+The loop is the user's; mistakes in it are found by counting (`MicroBatchTracker`). The record, a
+checkpoint and the end follow when the loop asks for the next window, so after all that the user's
+code does after `boundary()`, such as a scheduler's step.
 """
 
 from __future__ import annotations
@@ -74,10 +73,10 @@ class Windows:
     """All windows of a training, on this rank; iterate over them once.
 
     Attributes:
-        plan: who computes what.
-        first: the update to begin with: what was done before was taken from a checkpoint.
+        plan: assignment of samples to ranks and micro-steps.
+        first: the update to begin with; earlier ones came from a checkpoint.
         seed: of the order and of random numbers.
-        going_on: the loop has not ended.
+        running: the loop has not ended.
         stopping: all ranks agreed to stop.
     """
 
@@ -87,7 +86,7 @@ class Windows:
     ) -> None:  # fmt: skip
         self._run, self.plan, self._all, self._saved = run, plan, accumulators, saved
         self.seed, self.updates = options.seed, plan.updates or 0
-        self.going_on, self.stopping, self._begun = True, False, False
+        self.running, self.stopping, self._begun = True, False, False
         self._given = RankWindows(plan, accumulators[0].group.rank)
         reproducible = plan.modes.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
@@ -140,7 +139,7 @@ class Windows:
         finally:
             self._leave(whole=whole)
         if self._saved is not None:
-            self._saved.need()
+            self._saved.require_saved()
 
     def _begin(self, update: int) -> Window:
         self._began = time.perf_counter()
@@ -161,12 +160,12 @@ class Windows:
         return self._window
 
     def hand_out(self, window: Window, number: int) -> None:
-        """Micro-batch `number` of `window`, from 0, is taken now; those before it were computed.
+        """Record that the loop takes micro-batch `number` of `window`, from 0.
 
         Raises:
-            JobError: the last one was not, or it is another update's turn.
+            JobError: the one before was not computed, or the window is over.
         """
-        if window is not self._window or not self.going_on:
+        if window is not self._window or not self.running:
             raise JobError(
                 f"the window of update {window.update} is over; its micro-batches are not handed "
                 "out any more"
@@ -223,7 +222,7 @@ class Windows:
 
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
-        self.going_on = False
+        self.running = False
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
         failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
@@ -237,14 +236,14 @@ class Windows:
         warn(f"{done}; ranks that go on wait for this one, and nothing was saved after that")
 
 
-def windows_of(run: Run, samples: int, accumulator: Any, told: Mapping[str, Any]) -> Windows:
-    """`Run.windows`. Collective.
+def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:
+    """Return the windows of a training; see `Run.windows`. Collective.
 
     Raises:
-        ConfigError, TypeError: what was asked for cannot be.
-        JobError: it is not the same on all ranks.
+        ConfigError, TypeError: invalid options.
+        JobError: options that differ between ranks.
     """
-    options = WindowOptions.of(told)
+    options = WindowOptions.of(given)
     samples = whole_number("samples", samples, least=1)
     accumulators = _listed(accumulator)
     _check_group(run, accumulators)

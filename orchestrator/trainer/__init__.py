@@ -1,1 +1,1 @@
-"""What runs on each rank: who am I, meet the others, the loop."""
+"""The trainer of job classes, and the parent of programs: a worker's main functions."""

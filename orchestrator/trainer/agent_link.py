@@ -22,6 +22,7 @@ thread does.
 from __future__ import annotations
 
 import json
+import logging
 import os
 import signal
 import socket
@@ -45,6 +46,8 @@ from orchestrator.engine.common import waiting
 from orchestrator.errors import Evicted
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.loop import Callback, Done
+
+log = logging.getLogger(__name__)
 
 POLL_S = 0.2
 
@@ -103,7 +106,7 @@ class AgentLink:
                 self._socket.sendall(json.dumps(message).encode() + b"\n")
             except OSError as error:
                 self._broken = True
-                print(f"warning: this rank's agent does not answer: {error}", flush=True)
+                log.warning("this rank's agent does not answer: %s", error)
 
     def _receive(self) -> None:
         with self._socket.makefile("rb") as lines:
@@ -155,13 +158,13 @@ class AgentLink:
         change = standstill.look(now, since, waits=may_wait or waiting.waits())
         if change == "moves":
             self.send_behind(None)
-            print("note: it moves on", flush=True)
+            log.info("it moves on")
         if standstill.reported:
             stack = main_stack()
             at, lines = in_words(stack), as_lines(stack)
             self.send_behind({"where": where, "since": since, "at": at, "stack": lines})
             if change == "behind":
-                print("\n".join(lines), flush=True)
+                log.info("its stack:\n%s", "\n".join(lines))
                 warn(
                     f"it has stood at {where} for {now - since:.0f} s, {at}{self._children()}; "
                     f"{self._shown_log} has its stack",
@@ -279,7 +282,7 @@ class Membership:
         Raises:
             Evicted: the run ends, or is asked to stop, before that.
         """
-        print("note: this rank asks to be let in", flush=True)  # goes to the rank's log
+        log.info("this rank asks to join the others")
         self._link.send_event("joins")
         with self._changed:
             while self._me not in self.latest.members:

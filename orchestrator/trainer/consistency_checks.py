@@ -32,7 +32,7 @@ _DEEPEST = 8
 
 
 def digests_of(value: Any) -> tuple[int, int]:
-    """Two numbers of 48 bits: of its structure (types, keys, shapes) and of its contents.
+    """Return two numbers of 48 bits, of its structure (types, keys, shapes) and its contents.
 
     Numbers, text, bytes, tensors, arrays, mappings, sequences, and objects by their fields are
     looked into; of anything else the type counts alone.
@@ -163,7 +163,7 @@ def _places_of(samples: int) -> list[int]:
 
 
 def _looked_at(dataset: Any, places: Sequence[int]) -> list[float]:
-    """For each place a digest of what kind of thing the sample is, and one of what is in it."""
+    """Return for each place the two digests of its sample."""
     found: list[float] = []
     with _generators_as_before():
         for place in places:
@@ -274,7 +274,7 @@ def _rate(found: Any, named: str, update: int) -> float:
 # Comparison of `facts.*`, given before job and data were loaded, with what they are.
 
 _FIGURES = {"parameters", "dataset_samples", "bytes_on_wire_per_update", "schedule", "warnings"}
-"""Of a plan, what is told but decides nothing; the schedule is there as its rates."""
+"""Figures of a plan that decide nothing; the schedule is compared by its rates."""
 
 _SEEN, _APART = 5, 2.0  # updates; how many times as long or as short
 
@@ -282,7 +282,7 @@ _SEEN, _APART = 5, 2.0  # updates; how many times as long or as short
 def compare_facts(
     facts: FactsConfig, planned: Plan, plan_with: Callable[[int | None, int | None], Plan]
 ) -> None:
-    """Compare `facts` with the plan of what is there. Not collective; the same on all ranks.
+    """Compare `facts` with the true plan. Not collective; the same on all ranks.
 
     Args:
         planned: the true plan.
@@ -303,7 +303,7 @@ def compare_facts(
         facts.parameters or planned.traffic.parameters,
         facts.dataset_samples or planned.length.dataset_samples,
     ).figures()
-    told = "; ".join(
+    differences = "; ".join(
         f"facts.{name}={said}, but {'the model' if name == 'parameters' else 'the data set'} has "
         f"{true}"
         for name, (said, true) in wrong.items()
@@ -316,10 +316,10 @@ def compare_facts(
     ]
     if changed:
         raise ConfigError(
-            f"{told}. The plan that was checked had {', '.join(changed)}; set {remedy}, or leave "
-            "facts out"
+            f"{differences}. The plan that was checked had {', '.join(changed)}; set {remedy}, "
+            "or leave facts out"
         )
-    warn(f"{told}; the plan is the same but for the bytes on the wire. Set {remedy}")
+    warn(f"{differences}; the plan is the same but for the bytes on the wire. Set {remedy}")
 
 
 def _short(value: object) -> str:
@@ -331,7 +331,7 @@ class UpdateTime:
     """Compares `facts.update_s` with the first updates of an attempt, once.
 
     Args:
-        said: the fact; None where there is none.
+        said: the fact, if any.
     """
 
     def __init__(self, said: float | None) -> None:

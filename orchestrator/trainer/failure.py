@@ -6,9 +6,9 @@ backward. The errors that remain of it are Python's and torch's, and lead nowher
 
 from __future__ import annotations
 
+import logging
 import re
 import signal
-import sys
 import time
 import traceback
 from typing import Any
@@ -25,6 +25,8 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 MEMORY = "more accumulation.steps make the micro-batches smaller"
 _BY_WORDS = (
@@ -150,4 +152,4 @@ def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
     try:
         write_json(run.failure(attempt, failure["rank"]), failure)
     except OSError as error:
-        print(f"the failure could not be recorded: {error}", file=sys.stderr)
+        log.warning("the failure could not be recorded: %s", error)

@@ -12,8 +12,10 @@ only warned of, and blamed once the others give up. MindSpore's port is served b
 
 from __future__ import annotations
 
+import logging
 import os
 import select
+import shlex
 import signal
 import subprocess
 import time
@@ -40,7 +42,6 @@ from orchestrator.trainer.program_environment import (
     environment,
     find,
     host,
-    shown,
 )
 from orchestrator.trainer.program_processes import (
     LOOKED_AT_BYTES,
@@ -55,6 +56,8 @@ from orchestrator.trainer.program_processes import (
 )
 from orchestrator.trainer.stop import restart_note
 from orchestrator.trainer.worker import Worker, run_worker
+
+log = logging.getLogger(__name__)
 
 TICK_S = 0.25
 CHECK_S = 1.0
@@ -185,7 +188,7 @@ class StopForwarding:
         first, self._sent_at, self._sent_to = self._sent_at is None, now, heeding
         if first and heeding is not None and self.agreed:
             return  # it knows from the others, or is done: a Python that ends has no handler left
-        print(f"asked to stop: {self._number.name} to the program", flush=True)
+        log.info("asked to stop: %s to the program", self._number.name)
         write_number(self._asked, 0)
         try:
             if heeding is None:
@@ -290,7 +293,7 @@ class ProgramRank:
     def _start(self, start: Start, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
         copies = copies_of(os.environ)
         words = command_line(start.program, copies)
-        print(f"attempt {start.attempt}: {' '.join(shown(words))}", flush=True)
+        log.info("attempt %d: %s", start.attempt, shlex.join(words))
         self._own = set(descendants(os.getpid()))
         parent, umask = os.getpid(), int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
 
@@ -362,7 +365,7 @@ class ProgramRank:
 
     def _end_leftovers(self) -> None:
         if self._child is not None and (ended := end_leftovers(self._own)):
-            print(f"{ended} processes that the program left running were ended", flush=True)
+            log.info("%d processes that the program left running were ended", ended)
 
     def clean_up(self) -> None:
         """End all processes of the program; end the log with a whole line."""

@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -76,14 +76,14 @@ def find(
     """
     notice = Notice(path, node=topology.node, first=topology.local_rank == 0)
     until = time.monotonic() + timeout_s
-    while (told := notice.wait()) is None:
+    while (found := notice.wait()) is None:
         if stopped():
             raise StopRequested("asked to stop before the program began")
         if time.monotonic() > until:
             raise RanksMissing(
                 f"rank 0 did not begin within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
             )
-    return MeetingPlace(str(told["address"]), int(told["port"]))
+    return MeetingPlace(str(found["address"]), int(found["port"]))
 
 
 # ----------------------------------------------------------------------
@@ -95,7 +95,7 @@ HIDDEN = (
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
 )  # fmt: skip
 HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it where nobody has
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it unless the user has
 OURS = "ORCHESTRATOR_"
 DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -135,7 +135,7 @@ def command_line(program: Program, copies: Mapping[Path, Path]) -> list[str]:
 
 
 def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
-    """Where a path of the user's lies in the copy of the code; itself where that has it not."""
+    """Return a user's path within the copy of the code; the path itself if the copy lacks it."""
     for root, copy in copies.items():
         if path.is_relative_to(root) and (found := copy / path.relative_to(root)).exists():
             return found
@@ -143,7 +143,7 @@ def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
 
 
 def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
-    """Each source folder's copy on this node, as the batch script says; none for a local run."""
+    """Return each source folder's copy on this node; none for a local run."""
     names: dict[str, str] = json.loads(env.get(COPIES_VARIABLE, "{}"))
     return {Path(root): Path(env[PLACE_VARIABLE], name) for root, name in names.items()}
 
@@ -151,7 +151,7 @@ def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
 def environment(
     env: Mapping[str, str], start: Start, copies: Mapping[Path, Path]
 ) -> dict[str, str]:
-    """All variables of the program.
+    """Return all variables of the program.
 
     Args:
         env: of this rank.
@@ -171,8 +171,8 @@ def environment(
     _search_path(found, env, start.program, copies)
     _devices(found, start)
     launcher = _msrun if start.program.style == "mindspore" else _torchrun
-    told = launcher(start, start.place) if start.place else {}
-    return {NCCL_ERRORS: "1", **found, **told, **_ours(start)}
+    set_by_launcher = launcher(start, start.place) if start.place else {}
+    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **_ours(start)}
 
 
 def _ours(start: Start) -> dict[str, str]:
@@ -221,7 +221,7 @@ def _devices(found: dict[str, str], start: Start) -> None:
 
 
 def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
-    """As torch's local_elastic_agent.py sets them."""
+    """Return the variables that torch's local_elastic_agent.py sets."""
     topology = start.topology
     width = topology.size // topology.nodes
     return {
@@ -245,7 +245,7 @@ def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
 
 
 def _msrun(start: Start, place: MeetingPlace) -> dict[str, str]:
-    """As MindSpore's parallel/cluster/process_entity sets them."""
+    """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
     topology = start.topology
     return {
         "MS_ROLE": "MS_WORKER",
@@ -258,10 +258,3 @@ def _msrun(start: Start, place: MeetingPlace) -> dict[str, str]:
         "RANK_SIZE": str(topology.size),
         "DEVICE_ID": "0" if start.program.devices == "rank" else str(topology.local_rank),
     }
-
-
-def shown(words: list[str]) -> Iterator[str]:
-    """Words of a command line as a shell would take them."""
-    import shlex
-
-    yield from map(shlex.quote, words)

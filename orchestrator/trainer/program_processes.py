@@ -25,17 +25,17 @@ KILL_S = 5.0
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the program, or any process of it, is stopped (SIGSTOP)."""
+    """Return whether the program, or any process of it, is stopped (SIGSTOP)."""
     return any(state_of(one) == "T" for one in (pid, *descendants(pid)))
 
 
 def used_s(pid: int) -> float:
-    """Processor time of the program's processes so far."""
+    """Return the processor time of the program's processes so far, in seconds."""
     return sum(map(processor_s, (pid, *descendants(pid))))
 
 
 def has_joined(pid: int, port: int) -> bool:
-    """Whether a process of the program serves the port where ranks meet, or is connected to it."""
+    """Return whether a process of the program serves the rendezvous port, or is connected to it."""
     for one in (pid, *descendants(pid)):
         try:
             found = psutil.Process(one).net_connections(kind="tcp")
@@ -51,7 +51,7 @@ def has_joined(pid: int, port: int) -> bool:
 
 
 def is_served(address: str, port: int) -> bool:
-    """Whether anybody listens where ranks meet."""
+    """Return whether a process listens at the rendezvous."""
     try:
         with socket.create_connection((address, port), timeout=1.0):
             return True
@@ -125,11 +125,11 @@ PEER_LOST = re.compile(
     r"timed out waiting \d+ms for (?:recv|send) operation|the other (?:end|side) closed",
     re.IGNORECASE,
 )
-"""How frameworks say that another rank went away, or never came."""
+"""Messages of frameworks for a rank that was lost, or never came."""
 
 
 class ProgramFailed(OrchestratorError):
-    """A rank's program ended as it should not."""
+    """Failure of a rank's program."""
 
 
 def error_of(status: int, log: str, error_file: Path) -> OrchestratorError:
@@ -156,10 +156,10 @@ def describe_end(status: int) -> str:
     >>> describe_end(137)
     'exited with code 137, as a shell does whose program was killed by signal 9 (SIGKILL)'
     """
-    told = describe_status(status)
+    text = describe_status(status)
     if status > BY_SHELL and status - BY_SHELL in signal.valid_signals():
-        told += f", as a shell does whose program was {describe_status(BY_SHELL - status)}"
-    return told
+        text += f", as a shell does whose program was {describe_status(BY_SHELL - status)}"
+    return text
 
 
 def raised_in(log: str) -> str | None:

@@ -13,7 +13,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.loop import Callback, Done
 
-LATEST = 1024  # windows that a rank keeps, beside the first
+LATEST = 1024  # windows that a rank keeps, besides the first
 Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
 KINDS = ("first", "typical", "slowest", "last")
 PARTS = ("compute_s", "wait_s", "optimizer_s", "update_s")
@@ -52,9 +52,9 @@ class RankTimes(Callback):
         chosen = [int(update) for update in engine.gather(self._choice(self._first, rows))[0]]
         mine = dict([self._first, *rows])
         unknown = (math.nan,) * len(PARTS)
-        told = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
+        rows_of_ranks = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
         if self._file is not None:
-            self._take(chosen, told)
+            self._keep(chosen, rows_of_ranks)
             self._write(self._file)
 
     def _choice(self, first: Row, rows: Sequence[Row]) -> list[float]:
@@ -71,7 +71,7 @@ class RankTimes(Callback):
         )
         return [float(NONE if one is None else one[0]) for one in chosen]
 
-    def _take(self, chosen: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+    def _keep(self, chosen: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
         for place, (kind, update) in enumerate(zip(KINDS, chosen, strict=True)):
             if update == NONE:
                 continue
@@ -84,7 +84,7 @@ class RankTimes(Callback):
     def _write(self, file: Path) -> None:
         try:
             write_json(file, {"windows": [self._found[k] for k in KINDS if k in self._found]})
-        except OSError as error:  # a picture less; what is trained is worth more
+        except OSError as error:  # only the picture is lost
             why = error.strerror or str(error)
             warn(f"{file.name} could not be written: {why}", kind="timeline not written")
 

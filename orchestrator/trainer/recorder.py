@@ -34,9 +34,9 @@ from orchestrator.units import format_learning_rate, format_number, format_rate
 
 Notes = dict[str, Any]
 WHO = {"survived": "gone", "joined": "came"}
-"""The notes that there are, and who is named in each."""
+"""Kinds of notes, and the key of the ranks in each."""
 AT_THE_END = {"redone": 0}
-"""Of who went away after the last update."""
+"""Added to the note of a loss after the last update."""
 
 
 def notes_of(
@@ -104,11 +104,11 @@ def _generation(notes: Mapping[str, Any]) -> int:
 
 
 # ----------------------------------------------------------------------
-# Checkpoints written while training goes on, one at a time, or on the spot.
+# Checkpoints written in the background, one at a time, or at once.
 
 
 class Kept(Saves, Protocol):
-    """A state that training goes on without; see `Engine.snapshot`."""
+    """Copy of a state, which training does not change; see `Engine.snapshot`."""
 
     def take(self) -> None: ...
 
@@ -168,7 +168,7 @@ class Saving:
         began, failed = time.monotonic(), None
         try:
             write()
-        except Exception as error:  # noqa: BLE001  # raised, or told, by the main thread
+        except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
             failed = error
         self._written = Written(updates=updates, seconds=time.monotonic() - began, error=failed)
 
@@ -192,7 +192,7 @@ class Saving:
 
 
 # ----------------------------------------------------------------------
-# Rank 0's log tells how training goes, a line now and then: what `logs RUN -f` shows.
+# Lines about training in rank 0's log, which `logs RUN -f` shows.
 
 SHORTEST_S = 1.0
 LONGEST_S = 60.0
@@ -245,7 +245,7 @@ class UpdateLines:
 def _log(line: str) -> None:
     try:
         print(line, flush=True)
-    except OSError:  # a full disk; that metrics.jsonl is lacking lines is told as a warning
+    except OSError:  # a full disk, which the missing lines of metrics.jsonl are warned of
         return
 
 
@@ -335,7 +335,7 @@ class Tracker(ABC):
 
 
 class Scalars:
-    """What rank 0 hands its scalars to, whatever becomes of the tracker. Raises `ConfigError`."""
+    """Rank 0's tracker, whose errors do not end the training. Raises `ConfigError`."""
 
     def __init__(self, run: RunDir, config: Config) -> None:
         kind = config.tracker.kind
@@ -403,7 +403,7 @@ class Recorder(Callback):
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
         self._pace = UpdateTime(config.facts.update_s)
-        self._told = UpdateLines(updates)
+        self._lines = UpdateLines(updates)
 
     def on_boundary(self, done: Done) -> None:
         window, report, update_s = done.window, done.report, done.seconds
@@ -423,7 +423,7 @@ class Recorder(Callback):
             self.noted.append({**self.note, "update": window.update})
         self._line(update_line(report, update_s) | line | self.note | self._warned())
         self.note = {}
-        self._told.update(
+        self._lines.update(
             window.update,
             loss=report.loss,
             learning_rate=window.learning_rate,
@@ -445,7 +445,7 @@ class Recorder(Callback):
             {"evaluation": figures, "update": update, "epoch": done.epoch, "time": time.time(),
              "attempt": self._attempt}
         )  # fmt: skip
-        self._told.evaluation(update, figures)
+        self._lines.evaluation(update, figures)
         self._scalars.write(
             update, {f"evaluation/{name}": value for name, value in figures.items()}
         )
@@ -479,15 +479,15 @@ class Recorder(Callback):
         if written is None:
             return
         self._save_s, error = written.seconds, written.error
-        told = f"the checkpoint after update {written.updates}"
+        name = f"the checkpoint after update {written.updates}"
         if error is None:
             if self._unsaved is not None:
-                warn(f"there is room again: {told} was written")
+                warn(f"there is room again: {name} was written")
             self._unsaved = None
             return
         if not isinstance(error, OSError):
             raise error
-        self._unsaved = f"{told} could not be written: {error.strerror or error}"
+        self._unsaved = f"{name} could not be written: {error.strerror or error}"
         kept = ", the last good checkpoint is kept" * any(self._run.checkpoints.glob("update-*"))
         warn(f"{self._unsaved}; the run goes on{kept}", kind="checkpoint not written")
 
@@ -536,7 +536,7 @@ class Recorder(Callback):
 
 
 def _warn_of_metrics(report: BoundaryReport) -> None:
-    """Warn of metrics that are not finite; for the loss there is `train.on_non_finite`."""
+    """Warn of metrics that are not finite; `train.on_non_finite` is for the loss."""
     for name, value in report.metrics.items():
         if not math.isfinite(value):
             warn(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import sys
 import threading
 import time
@@ -35,6 +36,8 @@ from orchestrator.trainer.failure import describe
 from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.trainer.recorder import Notes, notes_of
 from orchestrator.trainer.worker import Worker
+
+log = logging.getLogger(__name__)
 
 
 def went_away(gone: Sequence[int], update: int, *, over: bool) -> str:
@@ -139,7 +142,7 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
     def form() -> None:
         try:
             found.append(framework.form_group(spec))
-        except Exception as error:  # noqa: BLE001  # raised again by who waits
+        except Exception as error:  # noqa: BLE001  # raised again by the caller
             found.append(error)
 
     thread = threading.Thread(target=form, name="forming", daemon=True)
@@ -160,7 +163,7 @@ SILENCE_S = 5.0
 """The longest silence of a rank that counts as alive; cluster.heartbeat_timeout_s may be less."""
 MARGIN_S = 3.0
 GOES_BACK = (
-    "nobody has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
+    "no rank has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
     "after update {}; "
 )
 MOST_TRIES = 3
@@ -250,8 +253,8 @@ class Survivors(Callback):
         return self.go_on(PeerLost("this rank takes its place again"), outcome)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
-        """Leave the window when there is a newer generation; before the boundary, which tells all
-        ranks, say whether newcomers wait.
+        """Leave the window when there is a newer generation; before the boundary, which informs
+        all ranks, report whether newcomers wait.
         """
         del update
         if self.membership.latest.number > self._generation:
@@ -269,7 +272,7 @@ class Survivors(Callback):
     # ------------------------------------------------------------------ the next generation
 
     def grow(self, outcome: Outcome) -> list[Notes]:
-        """Continue with newcomers, after a boundary that told all ranks of them. Collective.
+        """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
 
         Returns and raises as `go_on`.
         """
@@ -294,7 +297,7 @@ class Survivors(Callback):
             Unrecoverable: too many losses came in one update, or a part of the state is lost.
             PeerLost: no rank is known to be lost.
         """
-        print(f"note: {error}", flush=True)  # goes to the rank's log
+        log.info("%s", error)
         noticed = 0.0
         with for_others("the next group to form"):
             while True:
@@ -306,7 +309,7 @@ class Survivors(Callback):
                     raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
-                    print(f"note: {error}", flush=True)  # goes to the rank's log
+                    log.info("%s", error)
                 else:
                     return self._notes(newer, outcome, time.monotonic() - noticed, lost)
 
@@ -333,20 +336,20 @@ class Survivors(Callback):
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
-            told = self._engine.catch_up(group, outcome.updates, progress_to_json(outcome))
+            progress = self._engine.catch_up(group, outcome.updates, progress_to_json(outcome))
         except StateLost as lost:
             self._engine.regroup(group)
             if (taken_back := self._go_back(rank)) is None:
                 raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
-        if told is not None:
-            load_progress(outcome, told)
+        if progress is not None:
+            load_progress(outcome, progress)
         self._engine.regroup(group)
         return None
 
     def _formed(self, newer: Generation, rank: int) -> Any:
         node = self._node_of(self._me)
-        beside = [one for one in newer.members if self._node_of(one) == node]
+        on_node = [one for one in newer.members if self._node_of(one) == node]
 
         def given_up() -> bool:
             return self.membership.latest.number > newer.number
@@ -356,7 +359,7 @@ class Survivors(Callback):
             rank=rank,
             size=len(newer.members),
             generation=newer.number,
-            reads=beside[0] == self._me,
+            reads=on_node[0] == self._me,
             stop_requested=given_up,
         )
         return formed(self._framework, spec, given_up)
@@ -381,7 +384,7 @@ class Survivors(Callback):
             if lost is not None:
                 sentence += GOES_BACK.format(outcome.updates)
             self._say(sentence + (self._few() or those_left(count, over=over)))
-        print(f"note: generation {newer.number} after {seconds:.2f} s", flush=True)
+        log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
 
     def _change_to(self, members: Members) -> tuple[list[int], list[int]]:
@@ -405,7 +408,7 @@ class Survivors(Callback):
         """Print a sentence to this rank's log; on the first rank, also warn."""
         if self._members[0] == self._me:
             warn(sentence)
-        print(f"note: {sentence}", flush=True)
+        log.info("%s", sentence)
 
     @property
     def _nodes(self) -> set[int]:

@@ -40,8 +40,8 @@ class MLflow(Tracker):
 
     def __init__(self, run: RunDir, config: Config) -> None:
         super().__init__(run, config)
-        # Plain files are what a shared file system and a single writer are safe with. MLflow wants
-        # to be told so, since it prefers databases.
+        # Plain files are safe on a shared file system with a single writer. MLflow prefers
+        # databases, and requires this to be set.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
         from mlflow.entities import Metric

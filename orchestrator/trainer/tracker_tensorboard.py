@@ -29,7 +29,7 @@ class TensorBoard(Tracker):
         self._events: Any = event_pb2  # protobuf makes what is in them at run time
         self._summaries: Any = summary_pb2
         self._file = self._new_file()
-        # Not their EventFileWriter: what its thread cannot write is lost, without a word to us.
+        # Not their EventFileWriter: what its thread cannot write is lost without an error.
         self._records: Any = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
 

@@ -53,7 +53,7 @@ def run_worker(
     run, topology = RunDir(path), Topology.from_env(os.environ)
     if topology.scheduled:
         os.environ.update(interface_variables(os.environ, topology.address))
-    send_output_to(run.rank_log(topology.rank))
+    send_output_to(run.rank_log(topology.rank), f"{topology.node} rank {topology.rank}")
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     worker, code = Worker(run, attempt, topology), EXIT_FAILED
     try:

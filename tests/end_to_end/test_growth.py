@@ -83,7 +83,7 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
             with full_disk(helpers.rank_pid(run, full)), full_disk(coordinator):
                 os.kill(found, signal.SIGCONT)
                 log = run / "logs" / f"rank-{victim:05d}.log"
-                asks = lambda log=log: "asks to be let in" in log.read_text()  # noqa: E731
+                asks = lambda log=log: "asks to join" in log.read_text()  # noqa: E731
                 helpers.until(asks, what="a newcomer that asks")
                 time.sleep(1.0)  # some boundaries, at each of which it could come in
         back += ranks_per_node if node else 1

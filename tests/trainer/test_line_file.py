@@ -46,7 +46,7 @@ import resource, signal, sys
 from pathlib import Path
 from orchestrator.agent.rank_log import send_output_to
 signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-send_output_to(Path(sys.argv[1]))
+send_output_to(Path(sys.argv[1]), "node0 rank 0")
 print("first")
 most = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
 resource.setrlimit(resource.RLIMIT_FSIZE, (6, most))
