@@ -114,8 +114,10 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path):
             cluster.check(cluster.request(run, 0))
         assert words in str(refused.value)
         assert hint in str(refused.value)
-    done = call(*runs.overrides(slurm, run, "cluster.nodes=9"), **runs.QUIET)
-    assert (done.returncode, run.exists()) == (2, False)
+    for override in ("cluster.nodes=9", "cluster.memory_gib=99999"):  # sbatch refuses the latter
+        done = call(*runs.overrides(slurm, run, override), **runs.QUIET)
+        assert (done.returncode, run.exists()) == (2, False), done.stdout
+    assert "no node of the partition has what is asked of one" in done.stderr
 
 
 def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(mended, tmp_path):

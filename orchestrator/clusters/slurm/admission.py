@@ -1,10 +1,11 @@
 """Checks whether the scheduler could ever run a request, before a run folder exists.
 
-A job is refused if it can never run: by the limits of its partitions and their nodes, or because it
-names something that does not exist. Sites with EnforcePartLimits=NO would accept such a job and
-leave it pending for ever. Everything else is advice, including the answer of `sbatch --test-only`:
-with nodes drained or reserved it refuses jobs that sbatch queues. Limits of accounting are left to
-the scheduler: a job that waits for them says so in its reason.
+A job is refused if it can never run: by the limits of its partitions, or because it names something
+that does not exist. Sites with EnforcePartLimits=NO would accept such a job and leave it pending
+for ever. Everything else is advice, including the answer of `sbatch --test-only`: with nodes
+drained or reserved it refuses jobs that sbatch queues. Resources that no node has are left to
+sbatch, which refuses them, and limits of accounting to the scheduler: a job that waits for them
+says so in its reason.
 """
 
 from __future__ import annotations
@@ -14,27 +15,13 @@ import math
 import re
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
 
-SHAPES = ("sinfo", "-a", "-h", "-e", "-o", "%R|%D|%c|%m|%G")
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
-COUNT = re.compile(r"(\d+)([KMGT]?)")
-
-Gres = dict[tuple[str, str], int]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Shape:
-    """Identical nodes of a partition: their number and resources."""
-
-    nodes: int
-    cpus: int
-    memory_mb: int
-    gres: Gres
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +33,6 @@ class Partition:
         minutes, min_nodes, max_nodes, max_cpus: its limits for one job: of wall time, of nodes, and
             of CPUs of each node.
         grace_s: between a preempting signal and the end; None without preemption.
-        shapes: of its nodes; empty if they were not read.
         listed: its nodes in SLURM's notation.
         excluded: number of nodes that the job excludes; `nodes` is without these.
     """
@@ -60,7 +46,6 @@ class Partition:
     max_nodes: int | None
     max_cpus: int | None
     grace_s: int | None
-    shapes: tuple[Shape, ...] = ()
     listed: str = ""
     excluded: int = 0
 
@@ -73,17 +58,6 @@ class Partition:
     def open(self) -> bool:
         """Return whether it accepts jobs into its queue."""
         return self.state in ("UP", "DOWN")
-
-
-def megabytes(text: str) -> int:
-    """Parse SLURM's sizes, without a unit MB; 0 if there is none.
-
-    >>> megabytes("16384"), megabytes("2G"), megabytes("")
-    (16384, 2048, 0)
-    """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)B?", text.strip().rstrip("+").upper())
-    factor = {"K": 1 / 1024, "": 1, "M": 1, "G": 1024, "T": 1024**2}
-    return int(float(found[1]) * factor[found[2]]) if found else 0
 
 
 def minutes(text: str) -> float | None:
@@ -100,37 +74,8 @@ def minutes(text: str) -> float | None:
     return None if span is None else span / 60
 
 
-def read_gres(text: str) -> Gres:
-    """Parse `gpu:a100:4(S:0-1),npu:8` to counts by (name, type); the type is "" without one.
-
-    >>> read_gres("gpu:a100:4(S:0-1),npu:8"), read_gres("(null)")
-    ({('gpu', 'a100'): 4, ('npu', ''): 8}, {})
-    """
-    found: Gres = {}
-    for part in re.sub(r"\([^)]*\)", "", text.replace("gres/", "").replace("gres:", "")).split(","):
-        words = part.strip().replace("=", ":").split(":")
-        size = COUNT.fullmatch(words[-1])
-        count = (
-            int(words.pop().rstrip("KMGT")) * 1024 ** " KMGT".index(size[2] or " ") if size else 1
-        )
-        if words and words[0] not in ("", "none", "null"):
-            key = (words[0], words[1] if len(words) > 1 else "")
-            found[key] = found.get(key, 0) + count
-    return found
-
-
-def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
-    """Parse the answers of `PARTITIONS` and `SHAPES`."""
-    shapes_of: dict[str, list[Shape]] = {}
-    for line in shapes.splitlines():
-        name, nodes, cpus, memory, gres = line.split("|", 4)
-        shape = Shape(
-            nodes=int(nodes),
-            cpus=int(cpus.rstrip("+")),
-            memory_mb=megabytes(memory),
-            gres=read_gres(gres),
-        )
-        shapes_of.setdefault(name, []).append(shape)
+def read_partitions(text: str) -> dict[str, Partition]:
+    """Parse the answer of `PARTITIONS`."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         words = dict(w.split("=", 1) for w in line.split() if "=" in w)
@@ -149,7 +94,6 @@ def read_partitions(text: str, shapes: str = "") -> dict[str, Partition]:
             max_nodes=_count_or_none(words.get("MaxNodes", "")),
             max_cpus=_count_or_none(words.get("MaxCPUsPerNode", "")),
             grace_s=int(words.get("GraceTime", "0")) if preempted else None,
-            shapes=tuple(shapes_of.get(name, ())),
             listed=words.get("Nodes", "").replace("(null)", ""),
         )
     return found
@@ -166,7 +110,7 @@ class Wanted:
     Attributes:
         partitions: () for the cluster's default.
         nodes, most_nodes: the minimum, and the wanted number.
-        cpus, memory_mb, gres: of each node.
+        cpus: of each node.
         minutes: of wall time; None leaves it to the partition.
         exclude: nodes that it excludes, in SLURM's notation.
     """
@@ -176,8 +120,6 @@ class Wanted:
     nodes: int = 1
     most_nodes: int = 1
     cpus: int = 1
-    memory_mb: int = 0
-    gres: Gres = field(default_factory=dict[tuple[str, str], int])
     minutes: float | None = None
     exclude: str | None = None
 
@@ -193,16 +135,12 @@ def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) 
     def text(name: str) -> str | None:
         return str(options[name]) if options.get(name) not in (None, True, False) else None
 
-    gpus = text("gpus-per-node")
-    listed = [f"gpu:{part}" for part in gpus.split(",")] if gpus else []
     return Wanted(
         partitions=tuple(name for name in (text("partition") or "").split(",") if name),
         qos=text("qos"),
         nodes=nodes[0],
         most_nodes=nodes[1],
         cpus=0 if "overcommit" in options else cpus,
-        memory_mb=megabytes(text("mem") or "0"),
-        gres=read_gres(",".join([*listed, text("gres") or ""])),
         minutes=minutes(text("time") or ""),
         exclude=text("exclude"),
     )
@@ -233,51 +171,7 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
         )
     if not partition.open:
         return f"{name} takes no jobs (it is inactive or being drained)"
-    return _no_such_nodes(job, partition)
-
-
-def _no_such_nodes(job: Wanted, partition: Partition) -> str | None:
-    """Return why too few of a partition's nodes have the requested resources; None if enough do."""
-    wants: list[tuple[str, int, list[int]]] = [
-        (
-            "CPUs (cluster.ranks_per_node x cluster.cpus_per_rank)",
-            job.cpus,
-            [s.cpus for s in partition.shapes],
-        ),
-        ("MB (cluster.memory_gib)", job.memory_mb, [s.memory_mb for s in partition.shapes]),
-        *(
-            (
-                f"{':'.join(filter(None, key))} (cluster.gpus_per_node, cluster.slurm_flags.gres)",
-                count,
-                [count_gres(s.gres, key) for s in partition.shapes],
-            )
-            for key, count in job.gres.items()
-        ),
-    ]
-
-    def able(*needs: tuple[str, int, list[int]]) -> int:
-        """Return how many nodes have all of these."""
-        return sum(
-            shape.nodes
-            for place, shape in enumerate(partition.shapes)
-            if all(has[place] >= count for _, count, has in needs)
-        )
-
-    if not partition.shapes or able(*wants) >= job.nodes:
-        return None
-    for what, count, has in wants:
-        if able((what, count, has)) < job.nodes:
-            return (
-                f"{count} {what} of each of {job.nodes} nodes, but a node of partition "
-                f"{partition.name} has {max(has)} at most"
-            )
-    return f"partition {partition.name} has too few nodes with all that is asked of one"
-
-
-def count_gres(gres: Gres, key: tuple[str, str]) -> int:
-    """Return how many of a kind a node has; without a type, of any."""
-    name, kind = key
-    return sum(n for (other, type_), n in gres.items() if other == name and kind in ("", type_))
+    return None
 
 
 # Printed for a job that sbatch --test-only accepts; all other output is the site's.
@@ -442,11 +336,10 @@ def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator
 
 def check_request(client: SlurmClient, job: Wanted, script: str) -> Verdict:
     """Refuse jobs that can never run. Raises `ClusterError`; `SchedulerDown` without an answer."""
-    with ThreadPoolExecutor(max_workers=3) as pool:
+    with ThreadPoolExecutor(max_workers=2) as pool:
         shown = pool.submit(client.must, "scontrol", "show", "config")
         tested = pool.submit(client.ask, "sbatch", "--test-only", text=script)
-        shapes = pool.submit(client.ask, *SHAPES)
-        known = read_partitions(client.must(*PARTITIONS), shapes.result().out)
+        known = read_partitions(client.must(*PARTITIONS))
         known = _without_excluded(client, job.exclude, known)
         answer, settings = tested.result(), shown.result()
     job, words, warnings = read_test_only(answer, job, chosen_partitions(job, known), known)

@@ -12,7 +12,7 @@ import getpass
 import os
 import re
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from orchestrator.clusters.api import Request
@@ -80,8 +80,8 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
         (cluster, request), total = members[0], len(members)
         found = total
         if total > 1:
-            client = SlurmClient(cluster.config.cluster.slurm_conf)
-            most = min(total, *largest_array(client))
+            conf = cluster.config.cluster.slurm_conf
+            client, most = SlurmClient(conf), min(total, *largest_array(conf))
             if (room := room_for(client, request.text, most)) < most:
                 found = room
                 why.append(
@@ -135,12 +135,13 @@ def tightest(client: SlurmClient) -> str:
     return f"{name}={most}, of which {used} are taken"
 
 
-def largest_array(client: SlurmClient) -> tuple[int, int]:
-    """Return how many indices and how many elements an array may have.
+@cache
+def largest_array(slurm_conf: str | None) -> tuple[int, int]:
+    """Return how many indices and how many elements an array may have; asked once per process.
 
     MaxArraySize is one more than the highest index.
     """
-    shown = client.must("scontrol", "show", "config")
+    shown = SlurmClient(slurm_conf).must("scontrol", "show", "config")
     indices, tasks = MAX_ARRAY_SIZE.search(shown), MAX_ARRAY_TASKS.search(shown)
     most = int(indices[1]) if indices else 1001
     return most, min(most, int(tasks[1])) if tasks else most
@@ -166,7 +167,7 @@ def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], o
     if len(group) < 2:
         yield from (partial(cluster.submit, request) for cluster, request in group)
         return
-    indices, tasks = largest_array(SlurmClient(group[0][0].config.cluster.slurm_conf))
+    indices, tasks = largest_array(group[0][0].config.cluster.slurm_conf)
     parts: dict[int, list[Placed]] = {}
     for cluster, request in group:
         # an array's indices end there, so the next one counts from it; without arrays, one each
