@@ -2,8 +2,8 @@
 
 A slurm.conf is not only data: with PluginDir it names code that squeue and the like load. So the
 one that handle.json names is used only if the user at this shell vouches for it: it is their
-SLURM_CONF, they submitted with it before (`remember`), or it is the administrator's. A run folder
-from elsewhere cannot bring its own.
+SLURM_CONF, or they submitted with it before (`remember`). A run folder from elsewhere cannot bring
+its own.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import CONF, SlurmClient
 
-SYSTEM = (Path("/etc"), Path("/run/slurm"), Path("/var/spool/slurmd"))
-SYSTEM_NAME = "slurm*.conf"
 REMEMBERED_BYTES = 1 << 20
 
 
@@ -44,9 +42,7 @@ def is_trusted(conf: Path) -> bool:
     configured = os.environ.get(CONF)
     if configured is not None and os.path.realpath(configured) == real:
         return True
-    if real in _remembered():
-        return _only_writable_by(Path(real), {0, os.geteuid()})
-    return _is_administrators(Path(real))
+    return real in _remembered() and _only_writable_by(Path(real), {0, os.geteuid()})
 
 
 def remember(conf: str) -> None:
@@ -81,16 +77,6 @@ def _remembered() -> set[str]:
         return set(read_text(_memory(), at_most=REMEMBERED_BYTES).splitlines())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return set()  # nothing is vouched for here
-
-
-def _is_administrators(conf: Path) -> bool:
-    """Return whether the file, and every folder on its path, is root's and not otherwise writable.
-
-    The file must be named slurm.conf: SLURM's commands print what they do not understand of a file.
-    """
-    named = conf.match(SYSTEM_NAME)
-    system = named and any(conf.is_relative_to(folder) for folder in SYSTEM)
-    return system and all(_only_writable_by(path, {0}) for path in (conf, *conf.parents))
 
 
 def _only_writable_by(path: Path, owners: set[int]) -> bool:
