@@ -191,9 +191,9 @@ class Cluster(ABC):
             cluster.submit(request)
 
     @classmethod
-    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
+    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
         """Return warnings on what `submit_all` would do, as sentences; raises like it."""
-        del placed, most
+        del placed
         return []
 
     @classmethod

@@ -13,7 +13,6 @@ from orchestrator.cli.start import with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.job_source import read_once
-from orchestrator.config.rules import at_once
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
@@ -66,8 +65,7 @@ def cluster_answers(cells: Sequence[Cell]) -> list[str]:
     for kind, placed in kinds.items():
         try:
             with CLUSTERS.wrap_errors(kind, "to be asked about the points"):
-                most = at_once(cells[0].point.config.sweep.parallel)
-                said += class_of(kind).foresee_all(placed, most)
+                said += class_of(kind).foresee_all(placed)
         except ClusterError as error:
             said.append(f"the scheduler would say: {error}")
     return said

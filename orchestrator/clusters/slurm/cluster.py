@@ -48,11 +48,7 @@ class SlurmCluster(BaseSlurmCluster):
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
-            job = wanted(
-                options,
-                nodes=node_range(cluster.nodes),
-                cpus=cpus_per_node(cluster),
-            )
+            job = wanted(options, nodes=node_range(cluster.nodes), cpus=cpus_per_node(cluster))
             _answers[alike] = retry_unanswered(
                 lambda: check_request(client, job, request.text), tell=self.tell
             )
@@ -91,9 +87,8 @@ class SlurmCluster(BaseSlurmCluster):
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
-    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]], most: int | None) -> list[str]:
+    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
         """Return a sentence for each of the site's limits with too little room, see `arrays.py`."""
-        del most
         _, why = fitting([(c, r) for c, r in placed if isinstance(c, SlurmCluster)])
         return [f"{sentence}; the same line submits the others later" for sentence in why]
 
