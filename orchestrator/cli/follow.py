@@ -216,7 +216,7 @@ def watch(
                 plan.update(run.read_plan())
             micro_steps = (place.done, place.steps) if place else None
             progress.update(records, micro_steps, warnings.read(now=state.ended))
-            for sentence in () if output.quiet else handle.news():
+            for sentence in () if output.quiet else handle.new_messages():
                 say(output.console, sentence, "yellow", prose=True)
             if state.ended or stop():
                 return state

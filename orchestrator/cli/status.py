@@ -78,7 +78,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             sentences.append(str(error))
             infer_from_heartbeats(members, found)
         else:
-            sentences += cluster.look(members, found)
+            sentences += cluster.update_statuses(members, found)
     for path, why in unknown.items():
         if found[path].state not in UNREADABLE:
             found[path] = replace(found[path], state="unknown", reason=why)

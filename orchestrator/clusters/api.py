@@ -72,7 +72,7 @@ class Handle(ABC):
         self.stop()
         return f"{self.title} {how}"
 
-    def news(self) -> Sequence[str]:
+    def new_messages(self) -> Sequence[str]:
         """Return new messages that the run's folder does not show."""
         return ()
 
@@ -94,12 +94,12 @@ class Cluster(ABC):
         attended: the launcher holds the run and shows it to its end; both end together.
             Otherwise `submit` writes handle.json with a `kind`, `job_id` and `attempt`, the run
             continues alone, and `handle` finds it again.
-        look_every_s: the least time between two calls of `look` by one command.
+        status_interval_s: the least time between two calls of `update_statuses` by one command.
         Options: a dataclass of the valid `cluster.options` of this kind of cluster.
     """
 
     attended: ClassVar[bool] = True
-    look_every_s: ClassVar[float] = 1.0
+    status_interval_s: ClassVar[float] = 1.0
     Options: ClassVar[type] = NoOptions
 
     def __init__(self, config: Config, tell: Callable[[str], None] = lambda _: None) -> None:
@@ -191,7 +191,7 @@ class Cluster(ABC):
             cluster.submit(request)
 
     @classmethod
-    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
+    def predict_submit_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
         """Return warnings on what `submit_all` would do, as sentences; raises like it."""
         del placed
         return []
@@ -232,7 +232,7 @@ class Cluster(ABC):
         return found
 
     @classmethod
-    def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
         """Fill in the status of runs that continue alone; yield what could not be found out.
 
         Queries runs one by one; a cluster that can be queried for many at once overrides this.
@@ -241,11 +241,11 @@ class Cluster(ABC):
             found: the status by the folders alone, by `run.path`.
         """
         for run in runs:
-            found[run.path] = status_or_damage(run, partial(cls._look, run, found[run.path]))
+            found[run.path] = status_or_damage(run, partial(cls._status_of, run, found[run.path]))
         yield from ()
 
     @classmethod
-    def _look(cls, run: RunDir, status: RunStatus) -> RunStatus:
+    def _status_of(cls, run: RunDir, status: RunStatus) -> RunStatus:
         if status.state in ENDED_STATES:
             return status
         handle = cls.handle(run)

@@ -365,7 +365,7 @@ class TrialRuns:
             return []
         found = statuses(RunDir(cell.run.path) for cell in self.followed)[0]
         kinds = {cell.point.config.cluster.kind for cell in self.followed}
-        self._next_poll = time.monotonic() + max(class_of(kind).look_every_s for kind in kinds)
+        self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
         over = (*OVER, *UNREADABLE)
         ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
         self.followed = [cell for cell in self.followed if cell not in ended]

@@ -159,7 +159,7 @@ def submit(
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
     if wait:
         kinds = {cell.point.config.cluster.kind for cell in cells}
-        pause_s = max(class_of(kind).look_every_s for kind in kinds)
+        pause_s = max(class_of(kind).status_interval_s for kind in kinds)
         left = [cell.run for cell in cells]
         while left:  # one query for all of them
             time.sleep(pause_s)

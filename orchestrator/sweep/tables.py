@@ -65,7 +65,7 @@ def cluster_answers(cells: Sequence[Cell]) -> list[str]:
     for kind, placed in kinds.items():
         try:
             with CLUSTERS.wrap_errors(kind, "to be asked about the points"):
-                said += class_of(kind).foresee_all(placed)
+                said += class_of(kind).predict_submit_all(placed)
         except ClusterError as error:
             said.append(f"the scheduler would say: {error}")
     return said

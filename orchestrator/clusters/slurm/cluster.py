@@ -30,7 +30,7 @@ class SlurmCluster(BaseSlurmCluster):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
 
     attended = False
-    look_every_s = 15.0  # administrators ask for at most four calls of squeue a minute
+    status_interval_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
     def script(self, run: RunDir, attempt: int, place: Here) -> str:
         return batch_script(self.decided, run, attempt, place)
@@ -87,7 +87,7 @@ class SlurmCluster(BaseSlurmCluster):
         submit_as_arrays([(c, r) for c, r in placed if isinstance(c, SlurmCluster)], at_once)
 
     @classmethod
-    def foresee_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
+    def predict_submit_all(cls, placed: Sequence[tuple[Cluster, Request]]) -> list[str]:
         """Return a sentence for each of the site's limits with too little room, see `arrays.py`."""
         _, why = fitting([(c, r) for c, r in placed if isinstance(c, SlurmCluster)])
         return [f"{sentence}; the same line submits the others later" for sentence in why]
@@ -107,7 +107,7 @@ class SlurmCluster(BaseSlurmCluster):
         return SlurmHandle(run)
 
     @classmethod
-    def look(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
-        from orchestrator.clusters.slurm.status import look
+    def update_statuses(cls, runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+        from orchestrator.clusters.slurm.status import update_statuses
 
-        return look(runs, found)
+        return update_statuses(runs, found)

@@ -242,7 +242,7 @@ class SlurmHandle(Handle):
     def waiting_for(self) -> str:
         return self.job.reason if self.job is not None and self.job.waiting else ""
 
-    def news(self) -> Sequence[str]:
+    def new_messages(self) -> Sequence[str]:
         """Return changes: the scheduler stops or resumes answering; the job's state and place."""
         found: list[str] = []
         if self.silent_since is not None and self._reported_silence_at is None:

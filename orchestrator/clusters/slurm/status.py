@@ -34,7 +34,7 @@ HELD = (
 )
 
 
-def look(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
+def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in the schedulers' status of these runs; yield sentences about missing answers."""
     clusters: dict[str | None, list[RunDir]] = {}
     for run in runs:
