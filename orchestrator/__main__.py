@@ -10,6 +10,7 @@ import functools
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
@@ -230,7 +231,6 @@ def doctor(
     from orchestrator.health.doctor import (
         devices,
         file_system,
-        findings_of,
         limits,
         network,
         packages,
@@ -248,7 +248,7 @@ def doctor(
         checks.append(lambda: run_trial(given, output))
     found = []
     console = Console()
-    for finding in findings_of(checks):
+    for finding in (finding for check in checks for finding in check()):
         found.append(finding)
         if not as_json:
             sign, style = SIGNS[finding.state]
@@ -256,7 +256,7 @@ def doctor(
             if finding.do:
                 say(console, f"{'':<18} -> {finding.do}")
     if as_json:
-        print_json([finding.to_json() for finding in found])
+        print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):
         raise typer.Exit(EXIT_FAILED)
 
@@ -302,7 +302,7 @@ def rehearse(
         to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
     )
     if as_json:
-        print_json({**found.to_json(), "folder": str(folder)})
+        print_json({**asdict(found), "folder": str(folder)})
     else:
         print_rehearsal(found, console)
     if found.wrong:

@@ -21,7 +21,6 @@ from orchestrator.rundir.program_link import ATTEMPT, RUN
 ALL_REDUCE_MIB = (1, 64)
 REPEATS = 5
 LINK_BYTES = 8 << 20
-DISTANCES = (1, 2)
 TRIES = 3
 NODES_FILE = "nodes.json"
 
@@ -40,20 +39,18 @@ def main() -> None:
     device = torch.device("cuda" if gpus else "cpu")
     ranks, run = dist.get_world_size(), Run(os.environ)
     print(f"rank {dist.get_rank()} on {socket.gethostname()}, {device}", flush=True)  # noqa: T201
-    for place, size in enumerate(ALL_REDUCE_MIB):
-        tensor = torch.ones(size << 18, device=device)
-        took = min(_time_all_reduce(tensor) for _ in range(REPEATS))
+    for place, mib in enumerate(ALL_REDUCE_MIB):
+        tensor, seconds = torch.ones(mib << 18, device=device), float("inf")
+        for _ in range(REPEATS):
+            tensor.fill_(1.0)
+            dist.barrier()
+            seconds = min(seconds, _timed(lambda tensor=tensor: dist.all_reduce(tensor), device))
         # The least that one rank has to send, as in `engine.api.Counters`.
-        moved = 2 * (ranks - 1) / ranks * (size << 20)
-        right = float(tensor[0]) == float(tensor[-1]) == ranks
-        run.report(
-            place,
-            loss=0.0 if right else 1.0,
-            mib=size,
-            seconds=took,
-            gigabytes_per_s=moved / took / 1e9,
-            ranks=ranks,
-        )
+        moved = 2 * (ranks - 1) / ranks * (mib << 20)
+        is_right = float(tensor[0]) == float(tensor[-1]) == ranks
+        loss = 0.0 if is_right else 1.0
+        rate = moved / seconds / 1e9
+        run.report(place, loss=loss, mib=mib, seconds=seconds, gigabytes_per_s=rate, ranks=ranks)
     measured = measure_nodes(os.environ, device)
     if dist.get_rank() == 0:
         attempt = RunDir(Path(os.environ[RUN])).attempt(int(os.environ[ATTEMPT]))
@@ -61,22 +58,23 @@ def main() -> None:
     dist.destroy_process_group()
 
 
-def _time_all_reduce(tensor: Any) -> float:
-    import torch.distributed as dist
-
-    tensor.fill_(1.0)
-    dist.barrier()
-    return _timed(lambda: dist.all_reduce(tensor), tensor)
-
-
-def _timed(transfer: Callable[[], object], tensor: Any) -> float:
+def _timed(transfer: Callable[[], object], device: Any) -> float:
     import torch
 
     began = time.perf_counter()
     transfer()
-    if tensor.is_cuda:
+    if device.type == "cuda":
         torch.cuda.synchronize()
     return time.perf_counter() - began
+
+
+def _gathered(value: Any) -> list[Any]:
+    """Return the value of each rank. Collective."""
+    import torch.distributed as dist
+
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
 
 
 def measure_nodes(env: Mapping[str, str], device: Any) -> dict[str, Any]:
@@ -86,31 +84,25 @@ def measure_nodes(env: Mapping[str, str], device: Any) -> dict[str, Any]:
         "nodes": a mapping for each node; "damaged": pairs of nodes (sender, receiver) between which
         data came damaged.
     """
-    import torch.distributed as dist
-
-    rows: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(rows, _measure_here(env, device))
-    offsets = _clock_offsets()
-    leaders: dict[int, int] = {}  # each node's first rank
+    rows, offsets = _gathered(_measure_here(env, device)), _clock_offsets()
+    first_ranks: dict[int, int] = {}  # of each node
     for rank, row in enumerate(rows):
-        leaders.setdefault(row["node_index"], rank)
-    order = [leaders[index] for index in sorted(leaders)]
-    names = [rows[rank]["node"] for rank in order]
-    rates: list[dict[int, float]] = [{} for _ in order]
-    damaged: set[tuple[str, str]] = set()
+        first_ranks.setdefault(row["node_index"], rank)
+    order = [first_ranks[index] for index in sorted(first_ranks)]
+    nodes: list[dict[str, Any]] = [
+        {**rows[rank], "clock_s": offsets[rank], "bytes_per_s": None} for rank in order
+    ]
+    for node in nodes:
+        taken = (row["device_taken"] for row in rows if row["node_index"] == node["node_index"])
+        node["device_taken"] = max(taken)
+    damaged: list[tuple[str, str]] = []
     # Simulated nodes share a machine: their links say nothing of a network.
-    if len({rows[rank]["host"] for rank in order}) == len(order):
-        rates, damaged = measure_links(order, names, device)
-    best = best_links(rates)
-    taken = [
-        max(row["device_taken"] for row in rows if row["node_index"] == index)
-        for index in sorted(leaders)
-    ]
-    nodes = [
-        {**rows[rank], "device_taken": share, "clock_s": offsets[rank], "bytes_per_s": rate}
-        for rank, share, rate in zip(order, taken, best, strict=True)
-    ]
-    return {"nodes": nodes, "damaged": sorted(damaged)}
+    if len({node["host"] for node in nodes}) == len(nodes) > 1:
+        rates, places = measure_links(order, device)
+        for node, rate in zip(nodes, best_rates(rates), strict=True):
+            node["bytes_per_s"] = rate
+        damaged = [(nodes[place - 1]["node"], nodes[place]["node"]) for place in places]
+    return {"nodes": nodes, "damaged": damaged}
 
 
 def _measure_here(env: Mapping[str, str], device: Any) -> dict[str, Any]:
@@ -153,78 +145,62 @@ def _clock_offsets() -> list[float]:
     """
     import torch.distributed as dist
 
-    times: list[Any] = [None] * dist.get_world_size()
     best: list[float] = []
     for _ in range(TRIES):
         dist.barrier()
-        dist.all_gather_object(times, time.time())
+        times = _gathered(time.time())
         offsets = [round(one - median(times), 3) for one in times]
         best = [min(pair, key=abs) for pair in zip(best or offsets, offsets, strict=True)]
     return best
 
 
-def measure_links(
-    leaders: Sequence[int], names: Sequence[str], device: Any
-) -> tuple[list[dict[int, float]], set[tuple[str, str]]]:
-    """Send `LINK_BYTES` from each node to the nodes at `DISTANCES` after it. Collective.
+def measure_links(senders: Sequence[int], device: Any) -> tuple[list[float], list[int]]:
+    """Send `LINK_BYTES` around the ring of nodes. Collective; all ranks return the same value.
 
     Args:
-        leaders: the rank that sends for each node.
-        names: the nodes' names.
+        senders: the rank that sends and receives for each node.
 
     Returns:
-        For each node {distance: bytes per second}, the best of `TRIES`, and the pairs of nodes
-        between which data came damaged.
+        For each node the bytes per second from the node before it, the best of `TRIES`; and the
+        places of nodes that received other data than was sent.
     """
     import torch
     import torch.distributed as dist
 
-    count, rank = len(leaders), dist.get_rank()
+    count, rank = len(senders), dist.get_rank()
     sent = torch.arange(LINK_BYTES, device=device).remainder_(251).to(torch.uint8)
-    rates: list[dict[int, float]] = [{} for _ in leaders]
-    damaged: set[tuple[str, str]] = set()
+    rates, damaged = [0.0] * count, set[int]()
     for _ in range(TRIES):
-        for distance in (d for d in DISTANCES if d < count):
-            own: tuple[int, float, bool] | None = None
-            dist.barrier()
-            if rank in leaders:
-                place = leaders.index(rank)
-                source = (place - distance) % count
-                received = torch.zeros_like(sent)
-                transfers = [
-                    dist.P2POp(dist.isend, sent, leaders[(place + distance) % count]),
-                    dist.P2POp(dist.irecv, received, leaders[source]),
-                ]
+        own: tuple[float, bool] | None = None
+        dist.barrier()
+        if rank in senders:
+            place, received = senders.index(rank), torch.zeros_like(sent)
+            transfers = [
+                dist.P2POp(dist.isend, sent, senders[(place + 1) % count]),
+                dist.P2POp(dist.irecv, received, senders[place - 1]),
+            ]
 
-                def exchange(transfers: list[Any] = transfers) -> None:
-                    for work in dist.batch_isend_irecv(transfers):
-                        work.wait()
+            def exchange(transfers: list[Any] = transfers) -> None:
+                for work in dist.batch_isend_irecv(transfers):
+                    work.wait()
 
-                own = source, LINK_BYTES / _timed(exchange, sent), torch.equal(sent, received)
-            rows: list[Any] = [None] * dist.get_world_size()
-            dist.all_gather_object(rows, own)
-            for place, leader in enumerate(leaders):
-                source, rate, whole = int(rows[leader][0]), *rows[leader][1:]
-                rates[source][distance] = max(rates[source].get(distance, 0.0), rate)
-                if not whole:
-                    damaged.add((names[source], names[place]))
-    return rates, damaged
+            own = LINK_BYTES / _timed(exchange, device), torch.equal(sent, received)
+        found = _gathered(own)
+        for place, (rate, whole) in enumerate(found[sender] for sender in senders):
+            rates[place] = max(rates[place], rate)
+            damaged |= set() if whole else {place}
+    return rates, sorted(damaged)
 
 
-def best_links(rates: Sequence[Mapping[int, float]]) -> list[float | None]:
-    """Return the bandwidth of each node's best link, in either direction.
+def best_rates(received: Sequence[float]) -> list[float]:
+    """Return the bandwidth of each node's better link in a ring.
 
-    A link is as slow as the slower of its ends, so a node is as fast as its best link.
+    A link is as slow as the slower of its ends, so a node is as fast as its better link.
 
-    Args:
-        rates: for each node, how fast it sent to the node at each distance after it.
+    >>> best_rates([9.0, 1.0, 1.0, 9.0])
+    [9.0, 1.0, 9.0, 9.0]
     """
-    best: list[float | None] = [None] * len(rates)
-    for source, sent in enumerate(rates):
-        for distance, rate in sent.items():
-            for end in (source, (source + distance) % len(rates)):
-                best[end] = max(best[end] or 0.0, rate)
-    return best
+    return [max(rate, received[(n + 1) % len(received)]) for n, rate in enumerate(received)]
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -20,14 +20,14 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFailed, UsageError
 from orchestrator.health.faults import (
     FILL_DISK,
-    LINKS,
+    FREEZE_NODE,
     ON_SLURM,
     ORDERLY,
     PER_RUN,
     REQUEUE,
     SIMULATED,
     Fault,
-    check_lending,
+    Injected,
     draws,
 )
 from orchestrator.health.rehearsed_run import (
@@ -43,7 +43,7 @@ from orchestrator.rundir.warnings import read_warnings
 
 LEAST_UPDATES = 5 * PER_RUN
 RESTARTS = "run.max_restarts=1000"
-# Set where the command line does not; and tried as well, but left out where the job cannot have it.
+# Set unless the command line sets them.
 DEFAULTS = (
     "train.updates=60",
     "train.checkpoint_every=5",
@@ -52,6 +52,7 @@ DEFAULTS = (
     "run.snapshot=false",
     RESTARTS,
 )
+# Set, too, where the job supports them.
 TRIED = ("run.survive=true", "accumulation.reduction=reproducible")
 MOST_FAULTS = 1000
 POLL_S = 0.01
@@ -59,19 +60,18 @@ PATIENCE_S = 180.0
 LONGEST_PAUSE_S = 2.0
 MOST_RESUMES = 3
 UNWRITTEN = "could not be written"
-Note = tuple[str, dict[str, Any], dict[str, Any]]  # its key, what it says, the whole record
 
 
 def plan_rehearsal(
     given: Sequence[str], config_dir: str | None, faults: int, only: Sequence[str] = ()
 ) -> RehearsalSpec:
-    """Check what is to be rehearsed. Nothing is written.
+    """Check a rehearsal before anything is written.
 
     Args:
-        only: kinds of faults; all that there are by default.
+        only: kinds of faults; all that are possible by default.
 
     Raises:
-        UsageError: it cannot be started, or not rehearsed.
+        UsageError: the run cannot be started, or not rehearsed.
     """
     if not 1 <= faults <= MOST_FAULTS:
         raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
@@ -86,7 +86,7 @@ def plan_rehearsal(
                 f"--only {kind!r}: there is no such fault here; there are {', '.join(possible)}"
             )
     queued_once = on_slurm and not config.cluster.requeue
-    defaults = [one for one in DEFAULTS if one != RESTARTS or not queued_once]
+    defaults = tuple(one for one in DEFAULTS if one != RESTARTS or not queued_once)
     overrides = (*given, *(one for one in defaults if one.partition("=")[0] not in keys))
     config = compose(overrides, config_dir)
     updates = config.train.updates
@@ -95,8 +95,16 @@ def plan_rehearsal(
             f"train.updates={'null' if updates is None else updates}: {PER_RUN} faults of a run "
             f"need {LEAST_UPDATES} updates at the least; try train.updates={LEAST_UPDATES}"
         )
-    ranks = prepare(config).ranks
+    barred = {REQUEUE: "cluster.requeue=false: SLURM queues it once only"} if queued_once else {}
+    if prepare(config).nodes == 1:
+        barred[FREEZE_NODE] = "no other node would notice"
+    kinds = tuple(kind for kind in possible if kind in only or not only)
     notes: list[str] = []
+    for kind, why in barred.items():
+        if kind in only:
+            raise ConfigError(f"--only {', '.join(only)}: {why}")
+        notes += [f"without {kind}: {why}"] if kind in kinds else []
+    kinds = tuple(kind for kind in kinds if kind not in barred)
     for more in TRIED:
         if more.partition("=")[0] in keys:
             continue
@@ -107,17 +115,8 @@ def plan_rehearsal(
             notes.append(f"without {more}: {refusal}")
         else:
             config, overrides = tried, (*overrides, more)
-    if on_slurm and (said := describe(config)[1])["refused"]:  # now, not in the first run
-        raise ConfigError(said["scheduler"])
-    kinds = tuple(kind for kind in possible if kind in only or not only)
-    barred = [({REQUEUE}, "cluster.requeue=false: SLURM queues it once only")] * queued_once
-    barred += [(set(LINKS), why)] if (why := _why_no_links(ranks)) else []
-    for some, why in barred:
-        if some & {*kinds}:
-            kinds = tuple(kind for kind in kinds if kind not in some)
-            if only:
-                raise ConfigError(f"--only {', '.join(only)}: {why}")
-            notes.append(f"without {' and '.join(sorted(some))}: {why}")
+    if on_slurm and (answer := describe(config)[1])["refused"]:  # now, not in the first run
+        raise ConfigError(answer["scheduler"])
     return RehearsalSpec(
         config=config,
         overrides=overrides,
@@ -147,17 +146,6 @@ def _refuse(config: Config, keys: set[str]) -> None:
         raise ConfigError("a rehearsal has a folder for each of its runs; use --into FOLDER")
 
 
-def _why_no_links(ranks: int) -> str:
-    """Return why no connections can be cut here; "" if they can."""
-    if ranks == 1:
-        return "a single rank has no connections"
-    try:
-        check_lending()
-    except UsageError as refusal:
-        return str(refusal)
-    return ""
-
-
 @dataclass(kw_only=True)
 class Row:
     """The outcome of one fault. Times are seconds since it.
@@ -165,7 +153,7 @@ class Row:
     Attributes:
         fault: its kind and target.
         update: in which it was injected, from 0.
-        noticed_s: until the run, or its launcher, knew of it.
+        noticed_s: until the run, or its launcher, noticed it.
         recovered_s: until the next update was done; None where none was left to do.
         how: survived, restart, resume or went on (no rank was lost); "" where the run was over.
         redone: updates that were begun more than once for it.
@@ -186,7 +174,7 @@ class Row:
 
 
 def until(condition: Callable[[], bool], run: RehearsedRun) -> None:
-    """Poll until the condition is true. Raises `TimeoutError` when nothing moves for long."""
+    """Poll until the condition is true. Raises `TimeoutError` if nothing moves for long."""
     moved = time.monotonic()
     while not condition():
         if run.read_new() or run.is_queued:
@@ -208,29 +196,25 @@ class DisturbedRun:
         self.rows: list[Row] = []
 
     def play(self, updates: int) -> None:
-        """Run to the end. Raises `TimeoutError` where the run makes no progress."""
+        """Run to the end. Raises `TimeoutError` if the run makes no progress."""
         run = self._run
         run.launch()
         for fault in self._faults:
-            until(lambda: bool(run.records) or run.ended, run)
-            if not run.ended:
-                run.prepare(fault)
             due = fault.update(updates)
             until(lambda due=due: run.current_update >= due or run.ended, run)
             if run.ended:
                 break
             time.sleep(min(fault.late * self._update_s, LONGEST_PAUSE_S))  # the moment drawn
             self._resumes = 0
-            outcome = FaultOutcome(run, fault)
+            outcome = FaultOutcome(run, fault.kind, run.inject(fault, self._update_s))
             self.rows.append(outcome.row)
-            outcome.inject(self._update_s)
             until(lambda o=outcome: o.recovered(self._resumes > 0) or self._is_over(), run)
             outcome.finish()
         until(self._is_over, run)
         run.read_new()
 
     def _is_over(self) -> bool:
-        """Return True once the run has finished. One that ended otherwise is resumed."""
+        """Return True once the run has finished. Resume one that ended otherwise."""
         if not self._run.ended:
             return False
         if not self._run.finished and self._resumes < MOST_RESUMES:
@@ -241,90 +225,88 @@ class DisturbedRun:
 
 
 class FaultOutcome:
-    """One fault, and what follows from it."""
+    """What follows from a fault that was injected just now."""
 
-    def __init__(self, run: RehearsedRun, fault: Fault) -> None:
-        self._run, self._fault = run, fault
+    def __init__(self, run: RehearsedRun, kind: str, injected: Injected) -> None:
+        self._run, self._injected = run, injected
         self._seen, self._attempt = len(run.records), run.run.attempts_made() - 1
-        self._lifted: int | None = None  # records since the fault, when its effect was ended
+        self._began = time.time()
+        # Records since the fault when its effect ended; None while it lasts.
+        self._lifted = None if injected.lasts_s else 0
         name, update = run.run.path.name, run.current_update
-        self.row = Row(kind=fault.kind, fault=fault.kind, run=name, update=update)
+        self.row = Row(kind=kind, fault=injected.text, run=name, update=update)
 
-    def inject(self, update_s: float) -> None:
-        self._time, self._began = time.time(), time.monotonic()
-        self._injected = self._run.inject(self._fault, update_s)
-        self.row.fault = self._injected.text
+    @property
+    def _new(self) -> list[dict[str, Any]]:
+        return self._run.records[self._seen :]
+
+    @property
+    def _is_transient(self) -> bool:
+        """True if the run may continue with all ranks."""
+        injected = self._injected
+        return bool(injected.lasts_s) or not (injected.gone or injected.whole_run)
 
     def recovered(self, resumed: bool) -> bool:
-        """Return True once the run trains again."""
+        """Return True once the run trains again; end the fault's effect when it is due."""
         self._notice()
-        injected = self._injected
-        new = self._run.records[self._seen :]
-        notes = _notes(new, self._attempt)
-        again = [record for key, _, record in notes if key == "restart"]
-        lost = {rank for key, note, _ in notes if key == "survived" for rank in note["gone"]}
-        if injected.lasts_s and self._lifted is None:
-            self._lift_if(bool(again) or (bool(lost) and injected.is_complete(lost)))
-            return False
-        lifted = self._lifted is not None
-        if again:
-            self._record("resume" if resumed else "restart", again[-1], notes)
-        elif lost and not injected.whole_run and (lifted or injected.is_complete(lost)):
-            self._record("survived", notes[-1][2], notes)
-        elif self._lifted is not None and len(new) > self._lifted:
-            self._record("went on", new[self._lifted], notes)
-        else:
-            return False
-        return True
-
-    def _record(self, how: str, first: dict[str, Any], notes: Sequence[Note]) -> None:
-        self.row.how = how
-        self.row.recovered_s = round(first["time"] - self._time, 2)
-        # The update under way, and those that were thrown away.
-        self.row.redone = sum(1 + note.get("lost_updates", 0) for _, note, _ in notes)
-        if self._fault.kind in ORDERLY:
-            self.row.redone = max(0, self.row.redone - 1)
+        survived, restarted = self._losses()
+        lost = {rank for record in survived for rank in record["survived"]["gone"]}
+        complete = bool(lost) and self._injected.gone <= lost
+        if self._lifted is None:
+            age_s = time.time() - self._began
+            if restarted or complete or age_s >= self._injected.lasts_s or self._run.ended:
+                self._lift()
+        elif restarted:
+            self._record("resume" if resumed else "restart", restarted[-1])
+        elif complete and not self._injected.whole_run:
+            self._record("survived", survived[-1])
+        elif self._is_transient and len(self._new) > self._lifted:
+            self._record("survived" if lost else "went on", self._new[self._lifted])
+        return bool(self.row.how)
 
     def finish(self) -> None:
         """End the fault's effect, once the run trains again or is over."""
-        if self._injected.lasts_s and self._lifted is None:
-            self._run.lift()
-        new = self._run.records[self._seen :]
-        if not self.row.how and new and self._run.finished:
-            # A killed rank had not joined yet, say: none was lost by it, or not all of them.
-            notes = _notes(new, self._attempt)
-            first = notes[-1][2] if notes else new[0]
-            self._record("survived" if notes else "went on", first, notes)
+        if self._lifted is None:
+            self._lift()
+        if not self.row.how and self._new and self._run.finished:
+            # Fewer ranks were lost than the fault hit: one had not joined yet, say.
+            survived, restarted = self._losses()
+            notes = survived + restarted
+            self._record("survived" if notes else "went on", notes[-1] if notes else self._new[0])
 
-    def _lift_if(self, known: bool) -> None:
-        age_s = time.monotonic() - self._began
-        if known or age_s >= self._injected.lasts_s or self._run.ended:
-            self._run.lift()
-            self._run.read_new()
-            self._lifted = len(self._run.records) - self._seen
-        else:
-            self._run.renew()
+    def _lift(self) -> None:
+        self._run.lift()
+        self._run.read_new()
+        self._lifted = len(self._new)
+
+    def _losses(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+        """Return the records that follow a survived loss, and those that begin a new attempt."""
+        survived = [r for r in self._new if "survived" in r]
+        return survived, [r for r in self._new if "restart" in r and r["attempt"] > self._attempt]
+
+    def _record(self, how: str, first: dict[str, Any]) -> None:
+        survived, restarted = self._losses()
+        notes = [r["survived"] for r in survived] + [r["restart"] for r in restarted]
+        self.row.how = how
+        self.row.recovered_s = round(first["time"] - self._began, 2)
+        # The update under way, and those that were thrown away.
+        self.row.redone = sum(1 + note.get("lost_updates", 0) for note in notes)
+        if self.row.kind in ORDERLY:
+            self.row.redone = max(0, self.row.redone - 1)
 
     def _notice(self) -> None:
         if self.row.noticed_s is not None:
             return
-        warned = [
-            one.time - self._time
-            for one in read_warnings(self._run.run.attempt(self._attempt))
-            if UNWRITTEN in one.sentence and one.time >= self._time
-        ]
-        if self._fault.kind == FILL_DISK and warned:
-            self.row.noticed_s = round(min(warned), 2)
-        elif self._run.ended or self._run.noticed(self._time, self._attempt):
-            self.row.noticed_s = round(time.monotonic() - self._began, 2)
-
-
-def _notes(records: Sequence[dict[str, Any]], attempt: int) -> list[Note]:
-    """Return what these records say of losses in `attempt`, and of attempts after it."""
-    found = [("survived", r["survived"], r) for r in records if "survived" in r]
-    return found + [
-        ("restart", r["restart"], r) for r in records if "restart" in r and r["attempt"] > attempt
-    ]
+        noticed = self._run.ended or self._run.noticed(self._began, self._attempt)
+        times = [time.time()] if noticed else []
+        if self.row.kind == FILL_DISK:
+            times += [
+                one.time
+                for one in read_warnings(self._run.run.attempt(self._attempt))
+                if UNWRITTEN in one.sentence and one.time >= self._began
+            ]
+        if times:
+            self.row.noticed_s = round(min(times) - self._began, 2)
 
 
 def compare(
@@ -367,15 +349,12 @@ def _end_differs(run: RehearsedRun, undisturbed: RehearsedRun, spec: RehearsalSp
 
 @dataclass(kw_only=True)
 class Rehearsal:
-    """All outcomes. `wrong`: what was not as in the undisturbed run, in sentences."""
+    """All outcomes. `wrong`: sentences about differences from the undisturbed run."""
 
     seed: int
     equality: str
     rows: list[Row] = field(default_factory=list[Row])
     wrong: list[str] = field(default_factory=list[str])
-
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def rehearse(

@@ -1,7 +1,6 @@
 """Findings of `doctor` on machines, clusters, nodes and links."""
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -9,14 +8,9 @@ import sys
 import tomllib
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from orchestrator.health import doctor as machine
-from orchestrator.health import doctor as network
-from orchestrator.health import doctor as slurm
-from orchestrator.health.doctor import BAD, NOTE, SLOWER, node_faults, trial_findings
-from orchestrator.health.exchange import DISTANCES, best_links
+from orchestrator.health import doctor
+from orchestrator.health.doctor import BAD, NOTE, node_faults, trial_findings
 from tests.helpers import ROOT, call, environment
 from tests.report.conftest import record, result
 
@@ -35,38 +29,38 @@ HURTFUL = {
 
 
 def test_a_cluster_that_hurts_nobody_has_nothing_to_do():
-    assert [one.do for one in slurm.from_settings(KIND)] == ["", ""]
+    assert [one.do for one in doctor.from_settings(KIND)] == ["", ""]
 
 
 @pytest.mark.parametrize("setting", HURTFUL)
 def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
-    found = [one for one in slurm.from_settings({**KIND, setting: HURTFUL[setting]}) if one.do]
+    found = [one for one in doctor.from_settings({**KIND, setting: HURTFUL[setting]}) if one.do]
     assert len(found) == 1
     assert found[0].state in (NOTE, BAD)
-    assert len(slurm.HURTING) == len(HURTFUL), "each has a row here"
+    assert len(doctor.HURTFUL) == len(HURTFUL), "each has a row here"
 
 
 def test_a_machine_without_slurm_gets_one_note(monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
-    [found] = slurm.slurm()
+    [found] = doctor.slurm()
     assert (found.state, "python -m slurm up" in found.do) == (NOTE, True)
 
 
 def test_a_controller_that_does_not_answer_is_bad_and_said(monkeypatch, tmp_path):
-    for name in slurm.COMMANDS:
+    for name in doctor.COMMANDS:
         (tmp_path / name).write_text(
             "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
         )
         (tmp_path / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
-    [found] = slurm.slurm()
+    [found] = doctor.slurm()
     assert (found.state, "does not answer" in found.found, bool(found.do)) == (BAD, True, True)
 
 
 def test_a_variable_that_names_an_interface_that_is_not_there_is_bad(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "nowhere0")
-    [found] = [one for one in network.network() if "NCCL_SOCKET_IFNAME" in one.found]
+    [found] = [one for one in doctor.network() if "NCCL_SOCKET_IFNAME" in one.found]
     assert (found.state, "unset NCCL_SOCKET_IFNAME" in found.do) == (BAD, True)
 
 
@@ -74,9 +68,9 @@ def test_what_is_called_tested_is_what_the_tests_run_with():
     pins = dict(
         re.findall(r"^([\w-]+)==([^;\s]+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
     )
-    assert machine.TESTED.items() <= pins.items()
+    assert doctor.TESTED.items() <= pins.items()
     needed = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    assert all(any(one.startswith(name) for one in needed) for name in machine.NEEDED)
+    assert all(any(one.startswith(name) for one in needed) for name in doctor.NEEDED)
 
 
 def test_a_wrong_sum_and_a_failed_run_are_bad(made):
@@ -110,36 +104,17 @@ import torch, torch.distributed as dist
 from orchestrator.health.exchange import measure_links
 rank, store = int(sys.argv[1]), sys.argv[2]
 dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-if rank == 2 and sys.argv[3] == "damage":
+if rank == 2:
     intact = dist.P2POp
     dist.P2POp = lambda op, data, peer: intact(op, data + 1 if op is dist.isend else data, peer)
-rates, damaged = measure_links([0, 1, 2], ["n0", "n1", "n2"], torch.device("cpu"))
-print(json.dumps([rates, sorted(damaged)]))
+rates, damaged = measure_links([0, 1, 2], torch.device("cpu"))
+print(json.dumps([rates, damaged]))
 dist.destroy_process_group()
 """
 
 
 def nodes(changes):
     return [{**WELL, "node": f"n{place}", **change} for place, change in enumerate(changes)]
-
-
-@given(
-    count=st.integers(3, 12), data=st.data(), jitter=st.floats(1.0, math.sqrt(SLOWER) - 0.01)
-)  # fmt: skip
-def test_exactly_the_nodes_with_slow_cards_are_named(count, data, jitter):
-    """A link is as slow as the slower of its ends, and busy by chance."""
-    slow = data.draw(st.sets(st.integers(0, count - 1), max_size=(count - 1) // 2))
-    apart = [d for d in DISTANCES if d < count]
-    slow = {n for n in slow if not any((n + d) % count in slow for d in apart)}
-    speed = [1e8 if node in slow else 1e9 for node in range(count)]
-    rates = [
-        {d: min(speed[n], speed[(n + d) % count]) * data.draw(st.sampled_from([1.0, jitter]))
-         for d in apart} for n in range(count)
-    ]  # fmt: skip
-    found = list(node_faults(nodes([{"bytes_per_s": rate} for rate in best_links(rates)]), []))
-    if len(slow) * 2 < count:
-        assert {one.found.partition(":")[0] for one in found} == {f"n{node}" for node in slow}
-    assert {one.state for one in found} <= {NOTE}
 
 
 @pytest.mark.parametrize(
@@ -162,22 +137,17 @@ def test_each_fault_names_its_node_and_how_to_exclude_it(change, words, state):
     assert "cluster.exclude=n1" in fault.do
 
 
-def test_sound_nodes_have_no_faults():
-    assert list(node_faults(nodes([{}, {}]), [])) == []
+def test_damaged_data_names_both_ends_and_sound_nodes_have_no_faults():
+    (fault,) = node_faults(nodes([{}, {}, {}]), [("n2", "n0")])
+    assert fault.state == BAD
+    assert "n2: data that it sent to n0 came damaged" in fault.found
 
 
-def test_the_node_involved_in_most_damage_is_bad():
-    damaged = [("n0", "n2"), ("n2", "n1"), ("n2", "n0")]
-    (fault,) = node_faults(nodes([{}, {}, {}]), damaged)
-    assert (fault.found.partition(":")[0], fault.state) == ("n2", BAD)
-
-
-@pytest.mark.parametrize("how", ["sound", "damage"])
-def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path, how):
+def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path):
     """Four ranks on three nodes: the fourth rank shares a node, and sends nothing."""
     ranks = [
         subprocess.Popen(
-            [sys.executable, "-c", LINKS, str(rank), str(tmp_path / "store"), how],
+            [sys.executable, "-c", LINKS, str(rank), str(tmp_path / "store")],
             env=environment(), stdout=subprocess.PIPE, text=True,
         )
         for rank in range(4)
@@ -185,6 +155,6 @@ def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path, how):
     said = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
     assert all(one == said[0] for one in said)
     rates, damaged = said[0]
-    assert [sorted(rate) for rate in rates] == [["1", "2"]] * 3
-    assert all(rate > 0 for of_node in rates for rate in of_node.values())
-    assert damaged == ([["n2", "n0"], ["n2", "n1"]] if how == "damage" else [])
+    assert len(rates) == 3
+    assert all(rate > 0 for rate in rates)
+    assert damaged == [0], "node 2 sends other data than it has"

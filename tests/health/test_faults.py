@@ -1,82 +1,110 @@
-"""What a hand does to a process of its own user, from outside: it does it, and takes it back."""
+"""Faults injected into a process from outside, and lifted again."""
 
-import os
 import signal
-import socket
 import subprocess
 import sys
 
+import psutil
 import pytest
 
-from orchestrator.health.faults import FaultInjector
+from orchestrator.health.faults import (
+    FILL_DISK,
+    FREEZE_NODE,
+    KILL_NODE,
+    KILL_RANK,
+    KILL_TWO,
+    FaultInjector,
+    RankProcess,
+)
 from tests.helpers import until
 
 RANK = """
-import os, socket, sys
-file = open(sys.argv[2], "ab", buffering=0)
-link = socket.create_connection(("127.0.0.1", int(sys.argv[1])))
-while word := link.recv(1):
+import sys
+file = open(sys.argv[1], "ab", buffering=0)
+for line in sys.stdin:
     try:
-        file.write(word)
-    except OSError as error:
-        word = b"!"
-    link.sendall(word)
+        file.write(line.encode())
+        print("written", flush=True)
+    except OSError:
+        print("full", flush=True)
 """
 
 
 @pytest.fixture
-def rank(tmp_path):
-    """A process that answers what it has written down, a hand over it, and our end of its link."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port = str(listener.getsockname()[1])
-        process = subprocess.Popen([sys.executable, "-c", RANK, port, str(tmp_path / "file")])
-        ours, _ = listener.accept()
-    with process, ours:
-        ours.settimeout(5)
-        yield process, FaultInjector(lambda: {3: process.pid}), ours
+def processes(tmp_path):
+    """Four processes that write lines to files: an agent and its rank on each of two nodes."""
+    started = [
+        subprocess.Popen(
+            [sys.executable, "-c", RANK, str(tmp_path / str(number))],
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )
+        for number in range(4)
+    ]  # fmt: skip
+    yield started
+    for process in started:
         process.kill()
+        process.communicate()
 
 
-def answer(ours, word):
-    ours.sendall(word)
-    return ours.recv(1)
+def ranks_of(processes):
+    pids = [process.pid for process in processes]
+    return {3: RankProcess(pids[1], pids[0], "n0"), 5: RankProcess(pids[3], pids[2], "n1")}
 
 
-def test_a_full_disk_is_full_until_there_is_room_again(rank, tmp_path):
-    _, hand, ours = rank
-    assert answer(ours, b"a") == b"a"
-    hand.fill([3])
-    assert answer(ours, b"b") == b"!"
-    hand.lift()
-    assert answer(ours, b"c") == b"c"
-    assert (tmp_path / "file").read_bytes() == b"ac"
+def is_stopped(process):
+    return psutil.Process(process.pid).status() == psutil.STATUS_STOPPED
 
 
-def test_what_is_silenced_hears_nothing_until_it_is_lifted_and_what_is_cut_is_closed(rank):
-    process, hand, ours = rank
-    assert answer(ours, b"a") == b"a"
-    ((here, there),) = hand.outward([3])
-    assert (here, there) == (ours.getpeername(), ours.getsockname())
-    hand.silence([[list(here), list(there)]], [3])
-    ours.settimeout(0.3)
-    with pytest.raises(TimeoutError):
-        answer(ours, b"b")
-    hand.lift()
-    ours.settimeout(5)
-    assert ours.recv(1) == b"b", "what was sent meanwhile was not acknowledged, so it comes again"
-    open_before = len(os.listdir("/proc/self/fd"))  # noqa: PTH208  # our own
-    hand.cut([3])
-    assert ours.recv(1) == b""
-    assert process.wait(5) == 0
-    assert len(os.listdir("/proc/self/fd")) == open_before  # noqa: PTH208  # our own
+def answer(process, line):
+    process.stdin.write(f"{line}\n")
+    process.stdin.flush()
+    return process.stdout.readline().strip()
 
 
-def test_what_is_done_to_one_that_has_ended_is_done_to_nobody(rank):
-    process, hand, ours = rank
-    hand.signal([3], signal.SIGKILL)
-    assert until(lambda: process.poll() is not None or None, 5, "its end")
-    for do in (hand.fill, hand.cut, hand.outward, lambda those: hand.signal(those, signal.SIGKILL)):
-        do([3])
-        do([4])
-    hand.lift()
-    assert ours.recv(1) == b""
+def test_a_full_disk_is_full_until_there_is_room_again(processes, tmp_path):
+    injector, rank = FaultInjector(), processes[1]
+    assert answer(rank, "a") == "written"
+    injector.inject(FILL_DISK, 0.0, ranks_of(processes))
+    assert [answer(process, "b") for process in processes] == ["full"] * 4
+    injector.lift()
+    assert answer(rank, "c") == "written"
+    assert (tmp_path / "1").read_text() == "a\nc\n"
+
+
+def test_a_frozen_node_continues_when_the_fault_is_lifted(processes):
+    injector = FaultInjector()
+    injected = injector.inject(FREEZE_NODE, 0.9, ranks_of(processes))
+    assert (injected.text, injected.gone) == ("freeze n1", {5})
+    for process in processes[2:]:
+        assert until(lambda p=process: is_stopped(p) or None, 5, "its stop")
+    assert not any(map(is_stopped, processes[:2]))
+    injector.lift()
+    assert answer(processes[3], "a") == "written"
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "gone", "killed"),
+    [
+        (KILL_RANK, "kill rank 3", {3}, [1]),
+        (KILL_TWO, "kill ranks 3 and 5", {3, 5}, [1, 3]),
+        (KILL_NODE, "kill n0", {3}, [0, 1]),
+    ],
+)
+def test_a_kill_hits_the_chosen_processes_alone(processes, kind, text, gone, killed):
+    injected = FaultInjector().inject(kind, 0.0, ranks_of(processes))
+    assert (injected.text, injected.gone) == (text, gone)
+    for number in killed:
+        assert processes[number].wait(5) == -signal.SIGKILL
+    assert all(processes[n].poll() is None for n in range(4) if n not in killed)
+
+
+def test_faults_in_processes_that_have_ended_are_none(processes):
+    ranks = ranks_of(processes)
+    for process in processes:
+        process.kill()
+        assert until(lambda p=process: p.poll() is not None or None, 5, "its end")
+    injector = FaultInjector()
+    for kind in (FILL_DISK, FREEZE_NODE, KILL_RANK):
+        injector.inject(kind, 0.0, ranks)
+    injector.lift()
+    assert injector.inject(KILL_RANK, 0.0, {}).text == "kill a rank: none was left"

@@ -9,7 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import UsageError
-from orchestrator.health.faults import KILL_TWO, ON_SLURM, PER_RUN, SIMULATED, draws
+from orchestrator.health.faults import (
+    KILL_TWO,
+    ON_SLURM,
+    PER_RUN,
+    SIMULATED,
+    Injected,
+    choose,
+    draws,
+)
 from orchestrator.health.rehearse import (
     LEAST_UPDATES,
     FaultOutcome,
@@ -17,11 +25,11 @@ from orchestrator.health.rehearse import (
     compare,
     plan_rehearsal,
 )
-from orchestrator.health.rehearsed_run import Injected, SimulatedRun
+from orchestrator.health.rehearsed_run import SimulatedRun
 from tests import helpers
 from tests.helpers import TINY
 
-SEED = 31  # a rank is killed, a node silenced, the disk filled, the run stopped: in one run
+SEED = 282  # a rank is killed, a node frozen, the run stopped, the disk filled: in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
 
 
@@ -46,7 +54,7 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
         assert of_run == sorted(set(of_run))
         assert of_run[0] > 0
         assert of_run[-1] < updates - 1
-    assert all(fault.choose(range(n)) in range(n) for fault in drawn for n in (1, 2, 7))
+    assert all(choose(range(n), fault.target) in range(n) for fault in drawn for n in (1, 2, 7))
 
 
 # ------------------------------------------------------------------ what is asked for
@@ -56,7 +64,7 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
     ("only", "more", "said"),
     [
         (ON_SLURM[-1], (), "no such fault here; there are kill a rank, kill a node"),
-        ("silence a node", ("cluster.nodes=1", "cluster.ranks_per_node=1"), "a single rank"),
+        ("freeze a node", ("cluster.nodes=1",), "no other node would notice"),
     ],
 )
 def test_kinds_of_faults_that_there_cannot_be_are_refused(only, more, said):
@@ -136,10 +144,9 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     run.run.path.mkdir()
     run.run.result.write_text(json.dumps({"state": "finished", "updates": 20}))
     run.records += [line(n) for n in range(5)]
-    following = FaultOutcome(run, next(f for f in draws(0, SIMULATED) if f.kind == KILL_TWO))
-    following.inject(0.1)  # there is nobody
+    injected = Injected(text="kill ranks 2 and 3", gone=frozenset({2, 3}))
+    following = FaultOutcome(run, KILL_TWO, injected)
     following.row.noticed_s = 0.1
-    following._injected = Injected(text="kill ranks 2 and 3", gone=frozenset({2, 3}))
     run.records += [] if more is None else [line(5, **more), line(6)]
     assert not following.recovered(False)
     following.finish()
@@ -194,8 +201,8 @@ def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     found = json.loads(done.stdout)
     assert not found["wrong"]
     assert [(row["kind"], row["how"]) for row in found["rows"]] == [
-        ("kill a rank", "survived"), ("silence a node", "survived"), ("fill the disk", "went on"),
-        ("stop, resume", "resume"),
+        ("kill a rank", "survived"), ("freeze a node", "survived"), ("stop, resume", "resume"),
+        ("fill the disk", "went on"),
     ]  # fmt: skip
     assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
     assert all(row["noticed_s"] is not None for row in found["rows"])
