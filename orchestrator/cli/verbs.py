@@ -244,17 +244,10 @@ def report(
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
     ] = None,
-    serve: Annotated[
-        bool, typer.Option("--serve", help="Answer on loopback, fresh while runs go on.")
-    ] = False,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="For --serve; 0: any.")] = 0,
     verbose: Verbose = False,
 ) -> None:
     """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
     del verbose
-    from orchestrator.report.page import serve_report, write_report
+    from orchestrator.report.page import write_report
 
-    if serve:
-        serve_report(run.absolute(), port, Console())
-        return
     write_report(run.absolute(), form, output, Console())

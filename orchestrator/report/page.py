@@ -1,25 +1,21 @@
-"""`report`: a page of a run or a sweep, other formats, and a server for a page that stays fresh."""
+"""`report`: a page of a run or a sweep, and other formats."""
 
 from __future__ import annotations
 
 import csv
-import hmac
 import io
 import json
 import re
-import secrets
 import sys
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cache
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.resources import files
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from rich.console import Console
 
-from orchestrator.errors import OrchestratorError, RunFolderError, UsageError
+from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page_data import data_of, facts_of
 from orchestrator.report.terminal import say
@@ -39,24 +35,14 @@ def library() -> Any:
 
 @cache
 def _script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script, 0.9 MB."""
-    return _in_script(library().javascript_bundle())
+    """Return Vega, Vega-Lite and vega-embed as one script of 0.9 MB that cannot end its element."""
+    bundle = library().javascript_bundle()
+    bundle = re.sub("</(script)", r"<\\/\1", bundle, flags=re.IGNORECASE)
+    return bundle.replace("<!--", "<\\!--")
 
 
-def _in_script(text: str) -> str:
-    """Escape text that would end the script element around it."""
-    return re.sub("</(script)", r"<\\/\1", text, flags=re.IGNORECASE).replace("<!--", "<\\!--")
-
-
-def html_of(data: dict[str, Any], *, refresh_s: int | None = None) -> str:
-    """Return the page as text.
-
-    Args:
-        refresh_s: seconds after which a browser asks for it again; None: never.
-
-    Raises:
-        UsageError: what draws it is not installed.
-    """
+def html_of(data: dict[str, Any]) -> str:
+    """Return the page as text. Raises `UsageError` if what draws it is not installed."""
     script = _script()
     import jinja2
 
@@ -76,7 +62,6 @@ def html_of(data: dict[str, Any], *, refresh_s: int | None = None) -> str:
         data=data,
         charts=drawn,
         colours={shade: _variables(colours) for shade, colours in COLOURS.items()},
-        refresh=refresh_s,
         data_json=_json(data),
         specs_json=_json(specs),
         library=script,
@@ -165,8 +150,6 @@ def _plain(value: Any) -> str:
 
 def png_of(data: Mapping[str, Any]) -> bytes:
     """Return all charts in one picture, on white. Raises `UsageError` if there are none."""
-    from orchestrator.errors import UsageError
-
     drawn = [
         {**chart["spec"], "title": chart["title"], "width": WIDTH, "autosize": "pad"}
         for chart in charts(data)
@@ -187,62 +170,6 @@ FORMATS: Mapping[str, Callable[[dict[str, Any]], str | bytes]] = {
     "json": json_of,
     "png": png_of,
 }
-
-
-HOST = "127.0.0.1"
-FRESH_S = 5.0
-
-
-class Server(ThreadingHTTPServer):
-    """Answers one address, `url`, with what `make` gives; asked more often, with what it gave.
-
-    Args:
-        make: the page as text, for browsers that ask again every `FRESH_S`.
-        port: 0: any that is free.
-    """
-
-    daemon_threads = True
-
-    def __init__(self, make: Callable[[], str], port: int = 0) -> None:
-        super().__init__((HOST, port), _Handler)
-        self._make = make
-        self._page: tuple[float, bytes] | None = None
-        self.token = secrets.token_urlsafe(16)
-        self.host = f"{HOST}:{self.server_address[1]}"
-        self.url = f"http://{self.host}/{self.token}/"
-
-    def page(self) -> bytes:
-        """Return the page, at most `FRESH_S` old."""
-        if self._page is None or time.monotonic() - self._page[0] > FRESH_S / 2:
-            self._page = (time.monotonic(), self._make().encode())
-        return self._page[1]
-
-
-class _Handler(BaseHTTPRequestHandler):
-    timeout = 30
-
-    def do_GET(self) -> None:
-        asked = self.path.strip("/").encode("utf-8", "replace")
-        server = cast("Server", self.server)
-        known = hmac.compare_digest(asked, server.token.encode())
-        if not known or self.headers.get("Host") != server.host:
-            self.send_error(404)
-            return
-        try:
-            page = server.page()
-        except OrchestratorError as error:  # the run's folder was damaged or removed meanwhile
-            self.send_error(503, explain=str(error))
-            return
-        self.send_response(200)
-        self.send_header("Content-Type", "text/html; charset=utf-8")
-        self.send_header("Content-Length", str(len(page)))
-        self.send_header("Cache-Control", "no-store")
-        self.send_header("Referrer-Policy", "no-referrer")
-        self.end_headers()
-        self.wfile.write(page)
-
-    def log_message(self, format: str, *args: Any) -> None:  # noqa: A002 - as inherited
-        """Log nothing."""
 
 
 TO_A_FILE = ("html", "png")  # the others go to standard output unless a file is named
@@ -268,19 +195,3 @@ def write_report(path: Path, form: str, output: Path | None, console: Console) -
         hint = "" if output else "; name another file with --output"
         raise RunFolderError(f"{target} cannot be written: {error.strerror}{hint}") from error
     say(console, f"report: {target}")
-
-
-def serve_report(path: Path, port: int, console: Console) -> None:
-    """Answer on loopback until Ctrl-C. Raises as `write_report` does, before it listens."""
-
-    def make() -> str:
-        return html_of(data_of(facts_of(path)), refresh_s=round(FRESH_S))
-
-    make()
-    try:
-        server = Server(make, port)
-    except OSError as error:
-        raise UsageError(f"--port={port} cannot be used: {error.strerror}") from error
-    say(console, f"{server.url} (for you alone; Ctrl-C ends it)")
-    with server:
-        server.serve_forever()

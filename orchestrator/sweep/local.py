@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
-import selectors
 import signal
 import sys
 import tempfile
@@ -13,9 +11,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 
 from rich.console import Console
 
@@ -25,7 +23,13 @@ from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, OrchestratorError, describe_status
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_STOPPED,
+    OrchestratorError,
+    describe_status,
+)
 from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
@@ -45,21 +49,21 @@ RANK_BYTES = 512 << 20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
-    """What one run has taken. `gpus`: by name; none where it computes without."""
+    """Resources that one run has taken. `gpus`: by name; none if it computes without."""
 
     share: Share | None
     gpus: tuple[str, ...]
 
 
 class Room:
-    """What is free here, and who has taken how much of it.
+    """Free resources of this machine.
 
-    A run that is larger than the machine has it to itself. What nobody can know before is how much
-    memory a run will need: its ranks are taken for as large as the largest that was measured.
+    A run that is larger than the machine has it to itself. The memory that a run needs is not known
+    before: its ranks count as large as the largest that was measured.
 
     Args:
-        most: runs at once, also where they have to share cores; None: as many as there are cores
-            for. GPUs are never shared, and memory has to suffice in either case.
+        most: runs at once, also if they have to share cores; None: as many as there are cores for.
+            GPUs are never shared, and memory has to suffice in either case.
         machine: as it was before the first of them.
     """
 
@@ -69,9 +73,7 @@ class Room:
         self._taken: list[Place] = []
 
     def has(self, share: Share | None) -> bool:
-        """Return True if there is room for a run now. One larger than the machine waits until it is
-        alone.
-        """
+        """Return True if there is room for a run now. A larger one waits until it is alone."""
         if not self._taken:
             return True
         if share is None or not self._holds([*(place.share for place in self._taken), share]):
@@ -79,7 +81,7 @@ class Room:
         return free_memory_bytes() >= share.ranks * self._rank_bytes
 
     def take(self, share: Share | None) -> Place | None:
-        """Room for a run; None where it has to wait for others to end."""
+        """Return the place of a run; None if it has to wait for others to end."""
         if not self.has(share):
             return None
         used = {name for place in self._taken for name in place.gpus}
@@ -92,7 +94,7 @@ class Room:
         """Free the place of a run that has ended.
 
         Args:
-            result: its result.json, which says how much memory its ranks needed.
+            result: its result.json, which has the memory of its ranks.
         """
         self._taken.remove(place)
         peaks = [size for size in (result or {}).get("peak_memory_bytes") or () if size]
@@ -142,19 +144,19 @@ class Room:
         return share.gpus if share and share.gpus <= len(self._machine.gpus) else 0
 
 
-LOOK_S = 0.1
-LEAVE_S = 10.0  # how long a point may take to end its ranks before it is ended itself
-# An interrupt is passed on as signals of different kinds, so that both are delivered.
-PASSED_ON = (signal.SIGINT, signal.SIGTERM)
+POLL_S = 0.1
+LEAVE_S = 10.0  # given to a point to end its ranks before it is killed itself
+# An interrupt is forwarded as signals of different kinds, so that both are delivered.
+FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PointEnded:
-    """How a point ended.
+    """The end of a point.
 
     Attributes:
         exit_code: that of the command that would have launched it alone.
-        refusal: why it could not start, or left no result; its folder says nothing then.
+        refusal: why it could not start, or left no result; its folder does not say it then.
     """
 
     cell: Cell
@@ -162,13 +164,12 @@ class PointEnded:
     refusal: str | None = None
 
 
-@dataclass(kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
     cell: Cell
     pid: int
-    link: int
+    pipe: Connection
     place: Place
-    unread: bytes = b""
 
 
 def share_of(cell: Cell) -> Share | None:
@@ -177,212 +178,166 @@ def share_of(cell: Cell) -> Share | None:
 
 
 class LocalQueue:
-    """Points that run here now. Entered, it counts interrupts: with the first no more are started,
-    and those that run stop at their next update boundary, with a checkpoint; the second ends them
-    at once. When it is left none is running.
+    """Points that run here, each in a process of its own.
+
+    While entered it counts interrupts: after the first one nothing more starts, and running points
+    stop at their next update boundary, with a checkpoint; the second ends them at once. When it is
+    left none is running.
 
     Args:
-        terminal: points write to this one's terminal (there is never more than one), rather than
-            into a file of theirs.
+        terminal: points write to this command's terminal (there is never more than one), rather
+            than to a file in their folder.
     """
 
     def __init__(self, output: OutputOptions, room: Room, *, terminal: bool = False) -> None:
         self._output, self._room, self._terminal = output, room, terminal
-        self._selector = selectors.DefaultSelector()
         self._running: list[_Running] = []
-        self._passed_on = 0
-        self._said: set[str] = set()
-        self._shares: dict[Path, Share | None] = {}
+        self._forwarded = 0
         self.interrupts = Interrupts()
 
     def __enter__(self) -> Self:
         self.interrupts.__enter__()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._end_all()
-        self._selector.close()
-        self.interrupts.__exit__(kind, error, trace)
-
-    @property
-    def running(self) -> Sequence[Cell]:
-        return [held.cell for held in self._running]
-
-    def has_room(self, cell: Cell) -> bool:
-        """Return True if a point could start now. After an interrupt none can."""
-        return not self.interrupts.count and self._room.has(self._share(cell))
-
-    def start(self, cell: Cell) -> bool:
-        """Start a point; False where it has no room yet, or after an interrupt."""
-        place = None if self.interrupts.count else self._room.take(self._share(cell))
-        if place is None:
-            return False
-        mine, theirs = os.pipe()
-        sys.stdout.flush()
-        sys.stderr.flush()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, PASSED_ON)  # until it counts them itself
-        try:
-            be = partial(_hold, cell, self._output, place, theirs, before, own=not self._terminal)
-            held = _Running(cell=cell, pid=fork(be), link=mine, place=place)
-        finally:
-            os.close(theirs)
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        self._running.append(held)
-        self._selector.register(mine, selectors.EVENT_READ, held)
-        return True
-
-    def wait_one(self, timeout_s: float = math.inf) -> PointEnded | None:
-        """Wait for a point to end; None when none runs, or after `timeout_s`."""
-        until = time.monotonic() + timeout_s
-        while self._running:
-            self._pass_on()
-            left = until - time.monotonic()
-            for key, _ in self._selector.select(max(0.0, min(LOOK_S, left))):
-                if (ended := self._heard(key.data)) is not None:
-                    return ended
-            if left <= 0:
-                return None
-        return None
-
-    def _share(self, cell: Cell) -> Share | None:
-        if cell.run.path not in self._shares:
-            self._shares[cell.run.path] = share_of(cell)
-        return self._shares[cell.run.path]
-
-    def cancel(self, cell: Cell) -> None:
-        """Have a point stop at its next update boundary, with a checkpoint, if it runs."""
-        for held in self._running:
-            if held.cell.run.path == cell.run.path:
-                os.kill(held.pid, signal.SIGINT)
-
-    def _pass_on(self) -> None:
-        """Pass interrupts on to all points, which are not in the terminal's process group."""
-        count = min(self.interrupts.count, len(PASSED_ON))
-        if count and not self._passed_on and not self._terminal:
-            self._say_stopping()
-        for number in PASSED_ON[self._passed_on : count]:
-            for held in self._running:
-                os.kill(held.pid, number)
-        self._passed_on = count
-
-    def _say_stopping(self) -> None:
-        begun = [held.cell.run for held in self._running if held.cell.run.plan.exists()]
-        ways = dict.fromkeys(map(describe_stop, begun))
-        told = f"each point that runs {', or '.join(ways)}; " if ways else "no more are started; "
-        say(self._output.console, f"{told}once more ends every process at once", "yellow")
-
-    def _heard(self, held: _Running) -> PointEnded | None:
-        """Read what the process of a point says; its end, once it has."""
-        content = os.read(held.link, 1 << 16)
-        if content:
-            held.unread += content
-            *lines, held.unread = held.unread.split(b"\n")
-            for line in lines:
-                self._heed(held, json.loads(line))
-            return None
-        self._selector.unregister(held.link)
-        os.close(held.link)
-        status = os.waitstatus_to_exitcode(os.waitpid(held.pid, 0)[1])
-        self._running.remove(held)
-        word: dict[str, Any] = json.loads(held.unread or b"{}")
-        begun = held.cell.run.config.exists()
-        self._room.give_back(held.place, held.cell.run.read_result() if begun else None)
-        if not word:
-            return PointEnded(cell=held.cell, exit_code=1, refusal=_died(held.cell.run, status))
-        return PointEnded(cell=held.cell, **word)
-
-    def _heed(self, held: _Running, told: dict[str, Any]) -> None:
-        """Show what a point said before it began: a warning that many share once."""
-        text = told["said"].strip()
-        if text not in self._said:
-            say(self._output.console, f"point {held.cell.run.path.name}: {text}", "yellow")
-        self._said.add(text)
-
-    def _end_all(self) -> None:
-        """End what runs, for whoever waited for it is leaving."""
-        for held in self._running:
-            for number in PASSED_ON:
-                os.kill(held.pid, number)
-        self._passed_on = len(PASSED_ON)
+    def __exit__(self, *error: object) -> None:
+        for one in self._running:
+            for number in FORWARDED:
+                os.kill(one.pid, number)
+        self._forwarded = len(FORWARDED)
         give_up = time.monotonic() + LEAVE_S
         while self._running and time.monotonic() < give_up:
             self.wait_one(give_up - time.monotonic())
-        for held in self._running:
-            os.kill(held.pid, signal.SIGKILL)
+        for one in self._running:
+            os.kill(one.pid, signal.SIGKILL)
         while self._running:
             self.wait_one()
+        self.interrupts.__exit__(*error)
+
+    @property
+    def running(self) -> Sequence[Cell]:
+        return [one.cell for one in self._running]
+
+    def has_room(self, cell: Cell) -> bool:
+        """Return True if a point could start now. After an interrupt none can."""
+        return not self.interrupts.count and self._room.has(share_of(cell))
+
+    def start(self, cell: Cell) -> bool:
+        """Start a point; return False if it has no room yet, or after an interrupt."""
+        place = None if self.interrupts.count else self._room.take(share_of(cell))
+        if place is None:
+            return False
+        pipe, its_end = Pipe(duplex=False)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it counts them itself
+        try:
+            log = None if self._terminal else cell.run
+            body = partial(_run_point, cell, self._output, place, its_end, before, log)
+            self._running.append(_Running(cell=cell, pid=fork(body), pipe=pipe, place=place))
+        finally:
+            its_end.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        return True
+
+    def wait_one(self, timeout_s: float = math.inf) -> PointEnded | None:
+        """Wait for a point to end; return None if none runs, or after `timeout_s`."""
+        deadline = time.monotonic() + timeout_s
+        while self._running:
+            self._forward_interrupts()
+            left_s = deadline - time.monotonic()
+            pipes = [one.pipe for one in self._running]
+            for pipe in wait(pipes, max(0.0, min(POLL_S, left_s))):
+                return self._end_of(next(one for one in self._running if one.pipe is pipe))
+            if left_s <= 0:
+                return None
+        return None
+
+    def cancel(self, cell: Cell) -> None:
+        """Stop a point at its next update boundary, with a checkpoint, if it runs."""
+        for one in self._running:
+            if one.cell.run.path == cell.run.path:
+                os.kill(one.pid, signal.SIGINT)
+
+    def _forward_interrupts(self) -> None:
+        """Forward interrupts to all points, which are not in the terminal's process group."""
+        count = min(self.interrupts.count, len(FORWARDED))
+        if count and not self._forwarded and not self._terminal:
+            begun = [one.cell.run for one in self._running if one.cell.run.plan.exists()]
+            ways = dict.fromkeys(map(describe_stop, begun))
+            what = f"each point that runs {', or '.join(ways)}" if ways else "no more are started"
+            text = f"{what}; once more ends every process at once"
+            say(self._output.console, text, "yellow")
+        for number in FORWARDED[self._forwarded : count]:
+            for one in self._running:
+                os.kill(one.pid, number)
+        self._forwarded = count
+
+    def _end_of(self, one: _Running) -> PointEnded:
+        """Return the end of a point whose process has reported it, or has died."""
+        try:
+            report = one.pipe.recv()
+        except EOFError:
+            report = None
+        one.pipe.close()
+        status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
+        self._running.remove(one)
+        run = one.cell.run
+        self._room.give_back(one.place, run.read_result() if run.config.exists() else None)
+        if report is not None:
+            return PointEnded(cell=one.cell, exit_code=report[0], refusal=report[1])
+        see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
+        why = f"its process ended without a report ({describe_status(status)}){see}"
+        return PointEnded(cell=one.cell, exit_code=EXIT_FAILED, refusal=why)
 
 
-def _died(run: RunDir, status: int) -> str:
-    where = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
-    return f"the process that held it ended without a word ({describe_status(status)}){where}"
-
-
-def _hold(
-    cell: Cell, output: OutputOptions, place: Place, link: int, mask: set[int], *, own: bool
+def _run_point(
+    cell: Cell,
+    output: OutputOptions,
+    place: Place,
+    pipe: Connection,
+    mask: set[int],
+    log: RunDir | None,
 ) -> int:
-    """Run a point in a process of its own to its end, and report how it ended.
+    """Run a point to its end, and report (exit code, refusal) through the pipe.
 
     Args:
-        link: a pipe. What was said before the run began goes there as a JSON line, and at the end,
-            without a line's end, what `PointEnded` says.
         mask: of signals, once they are counted.
-        own: its terminal is a file in the run's folder.
+        log: write to this run's terminal log, rather than to the terminal.
     """
     name_process(f"point {cell.point.number}")
-    with Interrupts() as interrupts:
+    with Interrupts() as interrupts, tempfile.TemporaryFile() as before:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if place.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
         refusal, code = None, EXIT_FINISHED
-        screen = _Screen(output, link) if own else None
-        output = screen.output if screen else output
+        if log is not None:  # there is no folder yet
+            os.dup2(before.fileno(), 1)
+            output = replace(output, console=Console(width=output.console.width))
         try:
             with ready_of(cell, output, interrupts) as ready:
-                if screen is not None:
-                    screen.move_to(cell.run)
+                if log is not None:
+                    _move_output(log, before)
                 if ready is not None:
                     code = run_to_end(ready).exit_code
         except OrchestratorError as error:
             refusal, code = str(error), error.exit_code
-        word = {"exit_code": code, "refusal": refusal}
-        os.write(link, json.dumps(word).encode())
+        pipe.send((code, refusal))
     return code
 
 
-class _Screen:
-    """What a point that runs beside others says: first kept, then in its folder. Errors that are
-    none of ours reach this command's terminal as long as there is no folder.
-    """
-
-    def __init__(self, output: OutputOptions, link: int) -> None:
-        self._link = link
-        self._before = tempfile.TemporaryFile()  # noqa: SIM115  # ends with the process
-        os.dup2(self._before.fileno(), 1)
-        self.output = replace(output, console=Console(width=output.console.width))
-
-    def move_to(self, run: RunDir) -> None:
-        """Continue in the log of the run's folder, and hand on the output so far."""
-        sys.stdout.flush()
-        self._before.seek(0)
-        said = self._before.read()
-        log = open_nofollow(run.terminal_log, APPENDING)
-        os.write(log, said)
-        for standard in (1, 2):
-            os.dup2(log, standard)
-        os.close(log)
-        if said:
-            line = {"said": said.decode("utf-8", errors="replace")}
-            os.write(self._link, json.dumps(line).encode() + b"\n")
+def _move_output(run: RunDir, before: BinaryIO) -> None:
+    """Write what was printed before, and all that follows, to the terminal log of the run."""
+    sys.stdout.flush()
+    before.seek(0)
+    log = open_nofollow(run.terminal_log, APPENDING)
+    os.write(log, before.read())
+    for standard in (1, 2):
+        os.dup2(log, standard)
+    os.close(log)
 
 
 TIMED = ("accumulation", "cluster", "engine", "transport")
-"""Sections that people vary to see how fast a run is, and what it needs."""
+"""Sections whose values people compare by time and memory."""
 NOT_BEGUN = "it was cancelled while it waited for room"
 
 

@@ -431,9 +431,7 @@ class Searcher:
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
         self._folders: dict[int, Path] = {}
-        # Drawn with everything known now, but not begun: the values, and their cell, or why there
-        # can be none, or the number of the earlier trial with the same point.
-        self._next: tuple[dict[str, Any], Cell | str | int] | None = None
+        self._newest: Cell | None = None
         self.table: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -495,6 +493,7 @@ class Searcher:
 
     def _take_up(self, number: int, cell: Cell) -> None:
         """Follow, evaluate or start a trial that has no result yet, as its folder requires."""
+        self._newest = cell
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, cell=cell, metrics=Tail(cell.run.metrics), reported=reported)
         if cell.action is Action.WAIT:
@@ -546,42 +545,40 @@ class Searcher:
             self._tell(trial.number, TrialState.FAIL, refusal)
 
     def _draw_trials(self) -> None:
+        """Draw trials as long as there is room for one like the newest."""
         while not self._waiting and len(trials := self._trials()) < self._search.trials:
-            drawn, found = self._next = self._next or self._draw(trials)
-            if isinstance(found, Cell) and not self._runs.has_room(found):
+            if self._newest is not None and not self._runs.has_room(self._newest):
                 return
-            self._next = None
+            number, drawn = len(trials), self._search.space.draw(self._search.sweep, trials)
+            overrides = self._search.space.overrides
+            same = [t for t in trials if overrides(t.params) == overrides(drawn)]
             trial = create_trial(
                 state=TrialState.RUNNING,
                 params=drawn,
                 distributions=self._search.space.distributions,
-                user_attrs={SAME_AS: found} if isinstance(found, int) else {},
+                user_attrs={SAME_AS: same[0].number} if same else {},
             )
             self._study.add_trial(trial)
-            if isinstance(found, str):
-                self._tell(len(trials), TrialState.FAIL, found)
-            elif isinstance(found, Cell):
-                if found.action is not Action.START:  # of a trial that the journal has lost
-                    self._folders[len(trials)] = found.run.path
-                self._take_up(len(trials), found)
-                self._start_waiting()
+            if not same:
+                self._begin(number, drawn)
             self._tell_repeated()
             self._write_table()
 
-    def _draw(self, trials: Sequence[FrozenTrial]) -> tuple[dict[str, Any], Cell | str | int]:
-        space, number = self._search.space, len(trials)
-        drawn = space.draw(self._search.sweep, trials)
-        for earlier in trials:
-            if space.overrides(earlier.params) == space.overrides(drawn):
-                return drawn, earlier.user_attrs.get(SAME_AS, earlier.number)
+    def _begin(self, number: int, drawn: Mapping[str, Any]) -> None:
         try:
             point = self._search.point(number, drawn)
-            if point.folder.exists():
-                return drawn, cells_of([point])[0]
-            made = made_of(point.config, point.identity)
-            return drawn, Cell(point=point, action=Action.START, why="new", made_of=made)
+            if point.folder.exists():  # of a trial that the journal has lost
+                [cell] = cells_of([point])
+            else:
+                made = made_of(point.config, point.identity)
+                cell = Cell(point=point, action=Action.START, why="new", made_of=made)
         except UsageError as error:
-            return drawn, str(error)
+            self._tell(number, TrialState.FAIL, str(error))
+            return
+        if cell.action is not Action.START:
+            self._folders[number] = cell.run.path
+        self._take_up(number, cell)
+        self._start_waiting()
 
     # Trials end.
 
@@ -652,7 +649,6 @@ class Searcher:
     ) -> None:
         """Record how a trial ended, and of those with the same point. Show it."""
         self._record(number, state, why, value)
-        self._next = None
         self._tell_repeated()
         self._write_table()
         self._say(words_of(self.table, number), "")

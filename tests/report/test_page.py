@@ -1,4 +1,4 @@
-"""The page: its markup, its formats, a browser, the server."""
+"""The page: its markup, its formats, a browser."""
 
 import csv
 import html
@@ -9,13 +9,11 @@ import shutil
 import stat
 import subprocess
 from html.parser import HTMLParser
-from http.client import HTTPConnection
-from threading import Thread
 
 import pytest
 
 from orchestrator.errors import UsageError
-from orchestrator.report.page import HOST, Server, csv_of, html_of, json_of, markdown_of, png_of
+from orchestrator.report.page import csv_of, html_of, json_of, markdown_of, png_of
 from orchestrator.report.page_data import data_of, facts_of
 from orchestrator.rundir.files import write_json
 from slurm.errors import DevClusterError
@@ -95,12 +93,6 @@ def test_what_others_wrote_is_text(page, made):
     read = Reader(html_of(data_of(facts_of(made("evil", f"+job.note='{hostile}'").path))))
     assert len(read.scripts) == 4
     assert not any("alert(1)" in script for script in read.scripts[2:])
-
-
-def test_a_page_for_a_browser_that_looks_again_says_so(made):
-    data = data_of(facts_of(made("one").path))
-    assert '<meta http-equiv="refresh" content="5">' in html_of(data, refresh_s=5)
-    assert "refresh" not in html_of(data).split("<style>")[0]
 
 
 def test_csv_has_a_line_a_run_with_raw_figures(sweep):
@@ -224,33 +216,10 @@ def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
     [
         (["--format", "pdf"], "choose one of html, md, csv, json, png"),
         (["-o", "nowhere/page.html"], "cannot be written: No such file or directory"),
-        (["--serve", "--port", "1"], ""),
     ],
 )  # fmt: skip
 def test_misuse_is_one_sentence(sweep, more, said, tmp_path):
-    if not said:
-        with Server(lambda: "") as taken:
-            more = ["--serve", "--port", str(taken.server_address[1])]
-            done = verb("report", sweep, *more)
-        said = "Address already in use"
-    else:
-        done = verb("report", sweep, *more, cwd=tmp_path)
+    done = verb("report", sweep, *more, cwd=tmp_path)
     assert done.returncode != 0
     assert said in done.stderr
     assert len(done.stderr.splitlines()) == 1
-
-
-def test_only_who_knows_the_address_is_answered():
-    with Server(lambda: "the page") as server:
-        Thread(target=server.serve_forever, daemon=True).start()
-
-        def asked(path, **headers):
-            connection = HTTPConnection(HOST, server.server_address[1], timeout=60)
-            connection.request("GET", path, headers=headers)
-            answer = connection.getresponse()
-            return answer.status, answer.read()
-
-        assert asked(f"/{server.token}/") == (200, b"the page")
-        assert asked("/")[0] == 404
-        assert asked(f"/{server.token}/", Host="elsewhere.example")[0] == 404
-        server.shutdown()
