@@ -19,7 +19,6 @@ import typer
 from rich.console import Console
 
 from orchestrator.cli import verbs
-from orchestrator.cli.completion import complete_overrides
 from orchestrator.cli.verbs import Json, Quiet, Verbose, print_json
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -97,12 +96,10 @@ def guarded(function: Verb) -> Verb:
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
-def main_help(context: typer.Context, as_json: Json = False) -> None:
-    """Start, plan, follow, compare and resume training runs. Without a verb: what is here now."""
+def main_help(context: typer.Context) -> None:
+    """Start, plan, follow, compare and resume training runs."""
     if context.invoked_subcommand is None:
-        from orchestrator.cli.verbs import overview
-
-        guarded(overview)(as_json=as_json)
+        sys.stdout.write(context.get_help() + "\n")
 
 
 _program: list[str] = []
@@ -116,7 +113,7 @@ def _after_dashes() -> list[str]:
 def launch(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(help="KEY=VALUE, -m, …", autocompletion=complete_overrides),
+        typer.Argument(help="KEY=VALUE, -m, …"),
     ] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
@@ -128,9 +125,7 @@ def launch(
 def run(
     arguments: Annotated[
         list[str] | None,
-        typer.Argument(
-            metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...", autocompletion=complete_overrides
-        ),
+        typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]..."),
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
@@ -147,7 +142,7 @@ for starts in (launch, run):  # their errors are messages already, and their hel
 def plan(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As for launch.", autocompletion=complete_overrides),
+        typer.Argument(help="As for launch."),
     ] = None,
     config_dir: Annotated[
         str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
@@ -264,7 +259,7 @@ def doctor(
 def rehearse(
     overrides: Annotated[
         list[str] | None,
-        typer.Argument(help="As for launch.", autocompletion=complete_overrides),
+        typer.Argument(help="As for launch."),
     ] = None,
     faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
     seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,

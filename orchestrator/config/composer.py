@@ -15,7 +15,6 @@ from hydra.core.hydra_config import HydraConfig
 from hydra.core.plugins import Plugins
 from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
-from hydra.plugins.completion_plugin import DefaultCompletionPlugin
 from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
@@ -461,11 +460,3 @@ def print_help(composer: Composer) -> None:
         if group != "hydra":
             choices = composer.loader.get_group_options(group)
             sys.stdout.write(f"  {group}: {', '.join(choices)}\n")
-
-
-class OverrideCompletion(DefaultCompletionPlugin):
-    """Hydra's completion of groups, choices, keys and values, asked for one word."""
-
-    def choices(self, config_name: str, line: str) -> list[str]:
-        """Return what the last word of a line of overrides may become, sorted."""
-        return self._query(config_name=config_name, line=line)

@@ -1,4 +1,4 @@
-"""The commands and their completion."""
+"""The commands: their options, output and exit codes."""
 
 import json
 import re
@@ -44,18 +44,6 @@ def here(tmp_path, monkeypatch):
     return CliRunner()
 
 
-def test_without_words_it_says_what_one_can_do_here(here, made):
-    done = here.invoke(app, [])
-    assert (done.exit_code, "none yet" in done.output) == (0, True), done.output
-    made("runs/one")
-    done = here.invoke(app, [])
-    assert "1 finished" in done.output
-    assert "python -m orchestrator report runs/one" in done.output
-    told = json.loads(here.invoke(app, ["--json"]).output)
-    assert [one["state"] for one in told["runs"]] == ["finished"]
-    assert told["cluster"] is None
-
-
 def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
     write_json(RunDir(tmp_path).search, FOUND)
     done = here.invoke(app, ["status", "."])
@@ -64,7 +52,7 @@ def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
     assert failed["trials"][0]["state"] == "failed"
 
 
-@pytest.mark.parametrize("words", [[], ["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
+@pytest.mark.parametrize("words", [["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
 def test_what_is_no_terminal_gets_no_colours(here, made, words):
     made("runs/one")
     done = here.invoke(app, words)
@@ -109,14 +97,6 @@ def test_the_installed_command_finds_a_job_where_one_stands_as_python_does(safe,
     assert all(("no module 'own'" in done.stderr) is safe for done in said)
 
 
-TABS = {
-    ("orchestrator", "st"): {"status"},
-    ("orchestrator", "launch", "job", "=", "di"): {"digits", "digits_mindspore"},
-    ("orchestrator", "launch", "acc"): {"accumulation."},
-    ("orchestrator", "plan", "cluster", "=", "slurm_"): {"slurm_ascend", "slurm_dev"},
-}
-
-
 @pytest.fixture
 def script(tmp_path):
     """The console script as pip makes it of pyproject.toml."""
@@ -126,21 +106,6 @@ def script(tmp_path):
     path.write_text(f"#!{sys.executable}\nfrom {module} import {function}\n{function}()\n")
     path.chmod(0o755)
     return path
-
-
-def test_bash_completes_verbs_groups_choices_and_keys(script):
-    tabs = "\n".join(f"tab {' '.join(words)}" for words in TABS)
-    program = f"""
-        eval "$(_ORCHESTRATOR_COMPLETE=source_bash orchestrator)"
-        tab() {{ COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); _orchestrator_completion orchestrator
-                echo "${{COMPREPLY[*]}}"; }}
-        {tabs}"""
-    env = environment()
-    done = subprocess.run(
-        ["bash", "--norc", "-c", program], env={**env, "PATH": f"{script.parent}:{env['PATH']}"},
-        capture_output=True, text=True, check=True, timeout=150,
-    )  # fmt: skip
-    assert [set(line.split()) for line in done.stdout.splitlines()] == list(TABS.values())
 
 
 @pytest.mark.parametrize("command", ["launch --help", "plan --json", "plan"])
