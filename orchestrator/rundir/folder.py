@@ -12,7 +12,7 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -107,6 +107,16 @@ def _below(*names: str) -> functools.cached_property[Path]:
     return functools.cached_property(lambda run: run.path.joinpath(*names))
 
 
+def _of_attempt(name: str) -> Callable[[RunDir, int], Path]:
+    """Return a method: the path of a file of one attempt."""
+    return lambda run, attempt: run.attempt(attempt) / name
+
+
+def _of_member(pattern: str) -> Callable[[RunDir, int, int], Path]:
+    """Return a method: the path of a file of one rank or node in an attempt."""
+    return lambda run, attempt, number: run.attempt(attempt) / pattern.format(number)
+
+
 class RunDir:
     """One run's folder. Creating the object touches nothing."""
 
@@ -160,69 +170,28 @@ class RunDir:
         kept = (self.attempt(number) / self.config.name for number in later)
         return next((path for path in kept if path.is_file()), self.config)
 
-    def progress(self, attempt: int) -> Path:
-        return self.attempt(attempt) / "progress"
-
-    def timeline(self, attempt: int) -> Path:
-        """Return the path of the measured times of a few windows, by rank."""
-        return self.attempt(attempt) / "timeline.json"
-
-    def failure(self, attempt: int, rank: int) -> Path:
-        return self.attempt(attempt) / f"failure-{rank:05d}.json"
-
-    def meeting_place(self, attempt: int) -> Path:
-        """Return the path of a program's rendezvous: an address and a port."""
-        return self.attempt(attempt) / "meeting-place.json"
-
-    def program_error(self, attempt: int, rank: int) -> Path:
-        """Return the path of the exception that torch's `record` writes for a program."""
-        return self.attempt(attempt) / f"error-{rank:05d}.json"
-
-    def program_end(self, attempt: int) -> Path:
-        """Return the path of a program's duration, written by rank 0's parent process."""
-        return self.attempt(attempt) / "program.json"
-
-    def stop_asked(self, attempt: int) -> Path:
-        """Return the path by which a program's rank says that it was asked to stop."""
-        return self.attempt(attempt) / STOP_ASKED
-
-    def stop_after(self, attempt: int) -> Path:
-        """Return the path of the update after which a program's ranks agreed to stop."""
-        return self.attempt(attempt) / STOP_AFTER
-
-    def outcome(self, attempt: int) -> Path:
-        """Return the path of how an attempt ended, written by its coordinator."""
-        return self.attempt(attempt) / "outcome.json"
-
-    def settling(self, attempt: int) -> Path:
-        """Return the path by which the batch script says that it lives, and settles the attempt."""
-        return self.attempt(attempt) / "settling"
+    # Files of one attempt.
+    progress = _of_attempt("progress")
+    timeline = _of_attempt("timeline.json")  # measured times of a few windows, by rank
+    meeting_place = _of_attempt("meeting-place.json")  # address and port of a program's rendezvous
+    program_end = _of_attempt("program.json")  # a program's duration, by rank 0's parent process
+    stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
+    stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop
+    outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator
+    settling = _of_attempt("settling")  # the batch script lives, and settles the attempt
+    departure = _of_attempt("departure.json")  # why it ended although the run continues
+    restart = _of_attempt("restart.json")  # why it began, and what the one before it lost
+    srun_log = _of_attempt("srun.log")
+    # Files of one rank, or of one node, in one attempt.
+    failure = _of_member("failure-{:05d}.json")
+    program_error = _of_member("error-{:05d}.json")  # the exception that torch's `record` writes
+    heartbeat = _of_member("heartbeat-{:05d}")
+    warnings = _of_member("warnings-{:05d}.jsonl")  # of one node's ranks; see `rundir/warnings.py`
+    node_ranks = _of_member("node-{:05d}.json")  # the ranks that the attempt had on a node
 
     def started_again(self, job_id: str) -> Path:
         """Return the path of how often srun was started again in one start of a job."""
         return self.attempts / f"again-{job_id}"
-
-    def departure(self, attempt: int) -> Path:
-        """Return the path of why an attempt ended although the run continues (preemption, …)."""
-        return self.attempt(attempt) / "departure.json"
-
-    def restart(self, attempt: int) -> Path:
-        """Return the path of why this attempt began, and what the one before it lost."""
-        return self.attempt(attempt) / "restart.json"
-
-    def heartbeat(self, attempt: int, node_index: int) -> Path:
-        return self.attempt(attempt) / f"heartbeat-{node_index:05d}"
-
-    def warnings(self, attempt: int, node_index: int) -> Path:
-        """Return the path of the warnings of one node's ranks; see `rundir/warnings.py`."""
-        return self.attempt(attempt) / f"warnings-{node_index:05d}.jsonl"
-
-    def node_ranks(self, attempt: int, node_index: int) -> Path:
-        """Return the path of the list of ranks that an attempt had on a node."""
-        return self.attempt(attempt) / f"node-{node_index:05d}.json"
-
-    def srun_log(self, attempt: int) -> Path:
-        return self.attempt(attempt) / "srun.log"
 
     def snapshot(self, attempt: int) -> Path:
         """Return the path of the code submitted for this attempt and its requeues."""
