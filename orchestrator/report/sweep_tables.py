@@ -79,7 +79,7 @@ def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
         keys = [c for c in columns if c.group == "key"]
         parts = [[c for c in columns if c.group == group] for group in ("cost", "outcome")]
         if any(_width([*keys, *part]) > console.width for part in parts):
-            # Nor are the points' names folded: they stand above, each by its folder.
+            # The points' names are not folded either: they come first, each by its folder.
             for name, cell in zip(names(cells), cells, strict=True):
                 say(console, f"{name}: {cell.title}", prose=True)
             keys = keys[:1]
@@ -103,10 +103,9 @@ def names(cells: Sequence[SweptRun]) -> list[str]:
 
 
 def differences(cells: Sequence[SweptRun]) -> list[str]:
-    """Largest relative difference of each point's weights from the first finished point's.
+    """Return the largest relative difference of each point's weights from the first finished one's.
 
-    As text, since there are points without one: `reference`, `-` for those that did not finish,
-    `other shapes` where the model itself was varied.
+    As text: `reference`, `-` for points without weights, `other shapes` for another model.
     """
     reference: Path | None = None
     texts: list[str] = []
@@ -122,17 +121,15 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
 
 
 def _difference(weights: Path, reference: Path) -> str:
+    from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
+
     if not weights.is_file() or not reference.is_file():
         return "-"
     try:
-        from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
-
-        comparison = compare(weights, reference)
+        found = compare(weights, reference)
     except UsageError:
         return "other shapes"
-    if comparison.equal_bits:
-        return "same bits"
-    return f"{comparison.max_relative_difference:.1e}"
+    return "same bits" if found.equal_bits else f"{found.max_relative_difference:.1e}"
 
 
 @dataclass(frozen=True)
@@ -151,46 +148,38 @@ class _Column:
 
 
 def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
+    figures = [cell.summary for cell in cells]
+
     def column(group: str, title: str, values: Iterable[str], left: bool = False) -> _Column:
         texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
         return _Column(group, legible(title, console), texts, left)
 
-    figures = [cell.summary for cell in cells]
+    def costs(title: str, field: str, form: Callable[[Any], str], group: str = "cost") -> _Column:
+        return column(group, title, (form(getattr(f, field)) for f in figures))
+
     keys = list(dict.fromkeys(key for cell in cells for key in cell.overrides))
     state = column("cost", "state", (f.state for f in figures), left=True)
     for text in state.values:
         text.style = STATE_STYLES.get(text.plain, "bold red")
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
-    losses = [] if metrics else [(cell.result or {}).get("loss") for cell in cells]
-    found = [
-        column("key", "run", names(cells)),
-        *(
-            column("key", short_key(key, keys), _readable(c.overrides.get(key, "") for c in cells))
-            for key in keys
-        ),
+    losses = [None if metrics else (cell.result or {}).get("loss") for cell in cells]
+    found = [column("key", "run", names(cells))]
+    for key in keys:
+        values = _readable(c.overrides.get(key, "") for c in cells)
+        found.append(column("key", short_key(key, keys), values))
+    found += [
         state,
-        column("cost", "time", (format_seconds(f.seconds) for f in figures)),
-        column("cost", "per update", (format_seconds(f.seconds_per_update) for f in figures)),
-        column("cost", "peak memory", (format_bytes(f.peak_memory_bytes) for f in figures)),
-        *(
-            column(
-                "outcome",
-                name,
-                (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures),
-            )
-            for name in metrics
-        ),
-        column("outcome", "final loss", map(format_number, losses or [None] * len(cells))),
-        column(
-            "outcome",
-            "collectives /update",
-            (format_count(f.collectives_per_update) for f in figures),
-        ),
-        column(
-            "outcome",
-            "bytes /update",
-            (format_bytes(f.bytes_on_wire_per_update) for f in figures),
-        ),
+        costs("time", "seconds", format_seconds),
+        costs("per update", "seconds_per_update", format_seconds),
+        costs("peak memory", "peak_memory_bytes", format_bytes),
+    ]
+    for name in metrics:
+        values = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
+        found.append(column("outcome", name, values))
+    found += [
+        column("outcome", "final loss", map(format_number, losses)),
+        costs("collectives /update", "collectives_per_update", format_count, "outcome"),
+        costs("bytes /update", "bytes_on_wire_per_update", format_bytes, "outcome"),
         column("outcome", "weights differ by", differences(cells)),
     ]
     return [c for c in found if c.group == "key" or any(v.plain != "-" for v in c.values)]
@@ -270,7 +259,7 @@ def verdict(pair: Pair) -> str:
     if unfinished:
         return f"At {pair.title}: nothing can be said, {unfinished[0].title} did not finish."
     per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
-    per_sample = _ratio(_seconds_per_sample(many), _seconds_per_sample(one))
+    per_sample = _ratio(*map(_seconds_per_thousand, (pair.many, pair.one)))
     memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
     return (
         f"At {pair.title}, {k} against K={pair.one.plan.get('micro_steps', '?')}: "
@@ -310,41 +299,34 @@ def _table(pair: Pair, console: Console) -> Table:
     return table
 
 
-def _rows(pair: Pair) -> list[tuple[str, str, str, str]]:
-    cells, figures = (pair.one, pair.many), (pair.one.summary, pair.many.summary)
-    one, many = figures
+def _rows(pair: Pair) -> Iterator[tuple[str, str, str, str]]:
+    one, many = pair.one.summary, pair.many.summary
 
     def row(
-        name: str, values: tuple[float | None, float | None], text: str = "count"
+        name: str, value_of: Callable[[SweptRun], Any], form: Callable[[Any], str] = format_count
     ) -> tuple[str, str, str, str]:
-        form = {"count": format_count, "seconds": format_seconds, "bytes": format_bytes}[text]
-        return name, form(values[0]), form(values[1]), format_ratio(_ratio(values[1], values[0]))
+        first, second = value_of(pair.one), value_of(pair.many)
+        return name, form(first), form(second), format_ratio(_ratio(second, first))
 
-    rows = [
-        ("state", one.state, many.state, ""),
-        row("global batch", (cells[0].plan.get("global_batch"), cells[1].plan.get("global_batch"))),
-        row("largest micro-batch", (_micro_batch(cells[0]), _micro_batch(cells[1]))),
-        row("updates", (one.updates, many.updates)),
-        row("time per update", (one.seconds_per_update, many.seconds_per_update), "seconds"),
-        row("time per 1000 samples", (_per_thousand(one), _per_thousand(many)), "seconds"),
-        row("time of the run", (one.seconds, many.seconds), "seconds"),
-        row("peak memory", (one.peak_memory_bytes, many.peak_memory_bytes), "bytes"),
-    ]
-    for name in _in_both(one.memory_bytes, many.memory_bytes):
-        sizes = (one.memory_bytes[name], many.memory_bytes[name])
-        rows.append(row(f"  of which {name}", sizes, "bytes"))
-    rows += [
-        row("collectives per update", (one.collectives_per_update, many.collectives_per_update)),
-        row("collectives per 1000 samples", (_talks(one), _talks(many))),
-    ]
-    for name in _in_both(one.metrics, many.metrics):
-        values = format_number(one.metrics[name]), format_number(many.metrics[name])
-        rows.append((f"held-out {name}", *values, ""))
-    return rows
-
-
-def _in_both(one: Mapping[str, object], many: Mapping[str, object]) -> list[str]:
-    return [name for name in one if name in many]
+    yield "state", one.state, many.state, ""
+    yield row("global batch", lambda c: c.plan.get("global_batch"))
+    yield row("largest micro-batch", _micro_batch)
+    yield row("updates", lambda c: c.summary.updates)
+    yield row("time per update", lambda c: c.summary.seconds_per_update, format_seconds)
+    yield row("time per 1000 samples", _seconds_per_thousand, format_seconds)
+    yield row("time of the run", lambda c: c.summary.seconds, format_seconds)
+    yield row("peak memory", lambda c: c.summary.peak_memory_bytes, format_bytes)
+    for name in one.memory_bytes:
+        if name in many.memory_bytes:
+            yield row(
+                f"  of which {name}", lambda c, n=name: c.summary.memory_bytes[n], format_bytes
+            )
+    yield row("collectives per update", lambda c: c.summary.collectives_per_update)
+    yield row("collectives per 1000 samples", _collectives_per_thousand)
+    for name in one.metrics:
+        if name in many.metrics:
+            values = format_number(one.metrics[name]), format_number(many.metrics[name])
+            yield f"held-out {name}", *values, ""
 
 
 def _micro_batch(cell: SweptRun) -> int | None:
@@ -352,17 +334,13 @@ def _micro_batch(cell: SweptRun) -> int | None:
     return max(sizes, default=None)
 
 
-def _seconds_per_sample(figures: Summary) -> float | None:
-    return 1 / figures.samples_per_second if figures.samples_per_second else None
+def _seconds_per_thousand(cell: SweptRun) -> float | None:
+    rate = cell.summary.samples_per_second
+    return 1000 / rate if rate else None
 
 
-def _per_thousand(figures: Summary) -> float | None:
-    seconds = _seconds_per_sample(figures)
-    return None if seconds is None else 1000 * seconds
-
-
-def _talks(figures: Summary) -> float | None:
-    """Return the collectives that 1000 samples cost."""
+def _collectives_per_thousand(cell: SweptRun) -> float | None:
+    figures = cell.summary
     if figures.collectives_per_update is None or not figures.samples:
         return None
     return 1000 * figures.collectives_per_update * figures.updates / figures.samples
@@ -435,15 +413,19 @@ def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) ->
 
 def timed_beside(cells: Sequence[SweptRun]) -> str | None:
     """Return a sentence about points that were timed while others computed, if any."""
-    spans = sorted(
-        (*span, name)
-        for name, cell in zip(names(cells), cells, strict=True)
-        if RunDir(cell.folder).read_submission().get("held")
-        for span in _spans(cell)
-    )
+    spans: list[tuple[float, float, str]] = []  # begin and end of each attempt's updates
+    for name, cell in zip(names(cells), cells, strict=True):
+        attempts: dict[int, list[Record]] = {}
+        for update in cell.updates:
+            if update.get("time") and update.get("update_s"):
+                attempts.setdefault(update.get("attempt", 0), []).append(update)
+        if attempts and RunDir(cell.folder).read_submission().get("held"):
+            for made in attempts.values():
+                begin = min(update["time"] - update["update_s"] for update in made)
+                spans.append((begin, max(update["time"] for update in made), name))
     found: set[str] = set()
     last_end, last = 0.0, ""
-    for begin, end, name in spans:
+    for begin, end, name in sorted(spans):
         if begin < last_end and name != last:
             found |= {name, last}
         if end > last_end:
@@ -458,79 +440,46 @@ def timed_beside(cells: Sequence[SweptRun]) -> str | None:
     )
 
 
-def _spans(cell: SweptRun) -> Iterator[tuple[float, float]]:
-    """Yield the begin and end of the updates of each attempt, in seconds since 1970."""
-    attempts: dict[int, list[tuple[float, float]]] = {}
-    for update in cell.updates:
-        if update.get("time") and update.get("update_s"):
-            span = (update["time"] - update["update_s"], update["time"])
-            attempts.setdefault(update.get("attempt", 0), []).append(span)
-    for made in attempts.values():
-        yield min(begin for begin, _ in made), max(end for _, end in made)
-
-
 MAGNIFIES = (
     "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
     "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
 )
 OF_THE_PLAN = {
-    "global_batch": "the global batch", "updates": "the number of updates",
+    "global_batch": "the global batch",
+    "updates": "the number of updates",
     "schedule": "the learning rates",
-}  # fmt: skip
+}
 
 
 def remarks(cells: Sequence[SweptRun]) -> list[str]:
-    """Return remarks on times, and on differences from the first finished point."""
-    beside = timed_beside(cells)
-    return [*([beside] if beside else []), *_of_weights(cells)]
-
-
-def _of_weights(cells: Sequence[SweptRun]) -> list[str]:
-    if any(cell.plan.get("program") for cell in cells):  # whose weights are their own
-        return []
+    """Return remarks on times, and on differences from the first finished point's weights."""
+    found = [beside] if (beside := timed_beside(cells)) else []
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
-    if len(finished) < 2:
-        return []
-    (_, first), *rest = finished
+    # A program's weights are its own.
+    if len(finished) < 2 or any(cell.plan.get("program") for cell in cells):
+        return found
+    (_, first), *others = finished
     digest = (first.result or {}).get("weights_sha256")
-    others = [
-        (name, cell)
-        for name, cell in rest
-        if digest is None or (cell.result or {}).get("weights_sha256") != digest
-    ]
-    reference = RunDir(first.folder).read_config()
-    unlike: dict[str, list[str]] = {}
+    config = RunDir(first.folder).read_config()
+    causes: dict[str, list[str]] = {}  # of points with other updates; the rest differs by rounding
+    rounded = False
     for name, cell in others:
-        causes = _causes(first, cell, reference, RunDir(cell.folder).read_config())
-        if causes:
-            unlike[name] = causes
-    said: list[str] = []
-    if unlike:
-        causes = ", ".join(dict.fromkeys(cause for found in unlike.values() for cause in found))
-        points = ", ".join(unlike)
-        said.append(
-            f"Weights of point{'s' * (len(unlike) > 1)} {points} differ from the first finished "
-            f"point's because other updates were made ({causes}), not by rounding."
+        if digest is not None and (cell.result or {}).get("weights_sha256") == digest:
+            continue
+        made = changes(config, RunDir(cell.folder).read_config())
+        keys = [change.key for change in made if change.kind is Kind.NUMBERS]
+        why = [key for key in keys if not key.startswith("run.")]
+        why += [words for n, words in OF_THE_PLAN.items() if first.plan.get(n) != cell.plan.get(n)]
+        if why:
+            causes[name] = why
+        rounded = rounded or not why
+    if causes:
+        listed = ", ".join(dict.fromkeys(cause for why in causes.values() for cause in why))
+        found.append(
+            f"Weights of point{'s' * (len(causes) > 1)} {', '.join(causes)} differ from the first "
+            f"finished point's because other updates were made ({listed}), not by rounding."
         )
-    if len(unlike) < len(others) and _magnifies(reference):
-        said.append(MAGNIFIES)
-    return said
-
-
-def _causes(
-    one: SweptRun, other: SweptRun, before: Mapping[str, Any], after: Mapping[str, Any]
-) -> list[str]:
-    """Return why two points compute different numbers; empty if only the split differs."""
-    keys = [
-        change.key
-        for change in changes(before, after)
-        if change.kind is Kind.NUMBERS and not change.key.startswith("run.")
-    ]
-    plans = [OF_THE_PLAN[n] for n in OF_THE_PLAN if one.plan.get(n) != other.plan.get(n)]
-    return [*keys, *plans]
-
-
-def _magnifies(config: Mapping[str, Any]) -> bool:
-    """Return True if rounding grows in this optimizer, so that weights differ more."""
-    optimizer, train = config.get("optimizer", {}), config.get("train", {})
-    return "adam" in str(optimizer).lower() and train.get("precision") != "float64"
+    adam = "adam" in str(config.get("optimizer", {})).lower()
+    if rounded and adam and config.get("train", {}).get("precision") != "float64":
+        found.append(MAGNIFIES)
+    return found
