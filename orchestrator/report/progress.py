@@ -5,9 +5,8 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Self
 
 from rich.console import Console
@@ -68,39 +67,36 @@ def live_line(moment: Moment, console: Console) -> Text:
 
     The last column stays free: some terminals break the line when it is written to.
     """
-    width = console.width - 1
-    line, for_bar = Text(""), 0
-    for parts, wants_bar in _candidates(moment):
-        line = Text(GAP).join(part for part in parts if part.plain)
-        for_bar = width - line.cell_len - len(GAP)
-        if for_bar >= (BAR_CELLS[0] if wants_bar else -len(GAP)):
+    position, (loss, rate, left), dots = _position(moment), _figures(moment), _dots(moment)
+    values = (f"{harmless(k)} {format_number(v)}" for k, v in moment.evaluation.items())
+    held_out = Text(", ".join(values).replace("\n", " "), style="green")
+    width, bar = console.width - 1, moment.total is not None
+    line, room = Text(""), 0
+    # From the richest to the shortest; whether there must be room for a bar, too.
+    for parts, wants_bar in (
+        ((loss, held_out, rate, left, dots), bar),
+        ((loss, rate, left, dots), bar),
+        ((loss, rate, left), bar),
+        ((loss, left), False),
+        ((loss,), False),
+    ):
+        shown = [Text(position, style="bold")]
+        shown += [part if isinstance(part, Text) else Text(part) for part in parts]
+        line = Text(GAP).join(part for part in shown if part.plain)
+        room = width - line.cell_len - len(GAP)
+        if room >= (BAR_CELLS[0] if wants_bar else -len(GAP)):
             break
-    bar = _bar(moment, for_bar)
-    if bar is not None:
-        at = len(_position(moment))
-        line = Text.assemble(line[:at], GAP, bar, line[at:])
+    if moment.total and room >= BAR_CELLS[0]:
+        cells = min(room, BAR_CELLS[1])
+        full = min(cells, cells * moment.updates // moment.total)
+        at = len(position)
+        drawn = (("━" * full, "green"), ("─" * (cells - full), "dim"))
+        line = Text.assemble(line[:at], GAP, *drawn, line[at:])
     # One cell for one, so that the styles stay where they belong.
     line.plain = legible(line.plain, console)
     line.truncate(width, overflow="crop")
     line.no_wrap = True
     return line
-
-
-def _candidates(moment: Moment) -> Iterator[tuple[list[Text], bool]]:
-    """Yield what the line can hold, richest first, and whether that needs a bar as well."""
-    position = Text(_position(moment), style="bold")
-    loss, rate, left = (Text(part) for part in _figures(moment))
-    dots, figures = _dots(moment), _micro_figures(moment)
-    values = (f"{harmless(k)} {format_number(v)}" for k, v in moment.evaluation.items())
-    held_out = Text(", ".join(values).replace("\n", " "), style="green")
-    bar = moment.total is not None
-    yield [position, loss, held_out, rate, left, dots], bar
-    yield [position, loss, rate, left, dots], bar
-    yield [position, loss, rate, left, figures], bar
-    yield [position, loss, rate, left, figures], False
-    yield [position, loss, left, figures], False
-    yield [position, loss, left], False
-    yield [position, loss], False
 
 
 def _position(moment: Moment) -> str:
@@ -114,12 +110,9 @@ def _figures(moment: Moment) -> tuple[str, str, str]:
     loss = "" if moment.loss is None else f"loss {format_number(moment.loss)}"
     speed = moment.samples_per_second
     rate = "" if speed is None else format_rate(speed)
-    left = moment.seconds_left
-    if not left:
-        return loss, rate, ""
-    # Fractions of a second would only flicker.
-    whole = math.ceil(left)
-    return loss, rate, f"{format_seconds(whole) if whole >= 60 else f'{whole} s'} left"
+    left = math.ceil(moment.seconds_left or 0)  # fractions of a second would only flicker
+    text = f"{format_seconds(left) if left >= 60 else f'{left} s'} left" if left else ""
+    return loss, rate, text
 
 
 def _dots(moment: Moment) -> Text:
@@ -133,23 +126,6 @@ def _dots(moment: Moment) -> Text:
     full = FEW_DOTS * done // total
     figures = f" {format_count(done):>{len(format_count(total))}}/{format_count(total)}"
     return Text.assemble(("●" * full, "cyan"), ("○" * (FEW_DOTS - full), "dim"), figures)
-
-
-def _micro_figures(moment: Moment) -> Text:
-    if moment.micro_steps_done is None or moment.micro_steps == 1:
-        return Text("")
-    total = format_count(moment.micro_steps)
-    done = format_count(min(moment.micro_steps_done, moment.micro_steps))
-    return Text(f"micro {done:>{len(total)}}/{total}", style="cyan")
-
-
-def _bar(moment: Moment, room: int) -> Text | None:
-    """Return the bar, if the end is known and there is room for a useful one."""
-    if moment.total is None or moment.total <= 0 or room < BAR_CELLS[0]:
-        return None
-    width = min(room, BAR_CELLS[1])
-    full = min(width, width * moment.updates // moment.total)
-    return Text.assemble(("━" * full, "green"), ("─" * (width - full), "dim"))
 
 
 PLAIN_INTERVAL_S = 2.0
@@ -193,12 +169,7 @@ class Progress:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def update(
