@@ -47,13 +47,14 @@ class Layout:
     """
 
     single: bool
-    shapes: tuple[tuple[int, ...], ...]
+    shapes: tuple[torch.Size, ...]
     dtypes: tuple[torch.dtype, ...]
 
     @classmethod
     def of(cls, embeddings: Any, samples: int) -> Layout:
         """Build the layout. Raises `JobError` unless each tensor has a row for each sample."""
-        tensors = (embeddings,) if isinstance(embeddings, Tensor) else tuple(embeddings)
+        single = isinstance(embeddings, Tensor)
+        tensors = (embeddings,) if single else tuple(embeddings)
         for tensor in tensors:
             found = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
             if not isinstance(tensor, Tensor) or tensor.shape[:1] != (samples,):
@@ -61,11 +62,7 @@ class Layout:
                     "embed() must give a tensor, or a tuple of tensors, with one row for each of "
                     f"the micro-batch's {samples} samples, but gives {found}"
                 )
-        return cls(
-            isinstance(embeddings, Tensor),
-            tuple(tuple(tensor.shape[1:]) for tensor in tensors),
-            tuple(tensor.dtype for tensor in tensors),
-        )
+        return cls(single, tuple(t.shape[1:] for t in tensors), tuple(t.dtype for t in tensors))
 
     @property
     def dtype(self) -> torch.dtype:
@@ -79,26 +76,12 @@ class Layout:
 
     def unpack(self, rows: Tensor) -> Any:
         """Undo `pack`."""
-        widths = [torch.Size(shape).numel() for shape in self.shapes]
+        blocks = rows.split([shape.numel() for shape in self.shapes], dim=1)
         tensors = tuple(
-            part.reshape(len(rows), *shape).to(dtype)
-            for part, shape, dtype in zip(
-                rows.split(widths, dim=1), self.shapes, self.dtypes, strict=True
-            )
+            block.reshape(len(rows), *shape).to(dtype)
+            for block, shape, dtype in zip(blocks, self.shapes, self.dtypes, strict=True)
         )
         return tensors[0] if self.single else tensors
-
-    def no_rows(self, device: torch.device) -> Tensor:
-        """Return the rows of a rank without samples."""
-        columns = sum(torch.Size(shape).numel() for shape in self.shapes)
-        return torch.empty((0, columns), dtype=self.dtype, device=device)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    batch: Any
-    micro_batch: MicroBatch
-    rows: Tensor
 
 
 class CoupledWindows:
@@ -127,12 +110,8 @@ class CoupledWindows:
         self._clock, self._prepare, self._leaves = accumulator.clock, prepare, leaves
         self._names, self._seed = tuple(settings.metric_names), settings.seed
         self._layout: Layout | None = None
-        self._kept: list[_Kept] = []
-
-    @property
-    def collectives(self) -> int:
-        """Gathers in each window."""
-        return int(self._group.size > 1)
+        self._kept: list[tuple[Any, MicroBatch, Tensor]] = []  # batch, place and rows
+        self.collectives = int(self._group.size > 1)  # gathers in each window
 
     def begin(self) -> None:
         """Begin a window, from nothing."""
@@ -141,8 +120,8 @@ class CoupledWindows:
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
         with self._clock.compute, torch.no_grad():
-            rows = self._rows(batch, micro_batch)
-        self._kept.append(_Kept(batch, micro_batch, rows))
+            _, rows = self._embed(batch, micro_batch)
+        self._kept.append((batch, micro_batch, rows))
 
     def finish(self, window: Window) -> None:
         """Gather, compute the loss, send its gradient back through every micro-batch. Collective.
@@ -150,28 +129,33 @@ class CoupledWindows:
         Raises:
             JobError: the job's methods do not give what the contract says.
         """
-        mine = torch.cat([kept.rows for kept in self._kept]) if self._kept else self._no_rows()
+        layout, mine = self._own_rows()
         with self._clock.wait, self._group.silence.suspended():
             rows = self._group.all_gather(mine, window.samples_per_rank or None)
         with self._clock.compute:
-            loss, gradient = self._loss(rows.requires_grad_(), window)
-        for number, kept in enumerate(self._kept):
+            loss, gradient = self._loss(layout, rows.requires_grad_(), window)
+        for number, (batch, micro_batch, before) in enumerate(self._kept, start=1):
             with self._clock.compute:
-                surrogate = self._replayed(kept, gradient)
-            first = kept.micro_batch.start == 0
-            metrics = loss.metrics if first else dict.fromkeys(self._names, 0.0)
+                _, again = self._embed(batch, micro_batch)
+                if bool((again.detach() - before).abs().max() > _TOLERANCE * before.abs().max()):
+                    raise JobError(
+                        "embed() gave other embeddings when the same micro-batch was run again: it "
+                        "may draw random numbers from torch's, NumPy's and Python's own generators "
+                        "only, and must not change the model"
+                    )
+                # 0, with a graph that sends this micro-batch's part of `gradient` back.
+                part = gradient[micro_batch.start : micro_batch.start + len(again)]
+                total = ((again - again.detach()) * part).sum()
+            step = Loss(total, 0.0, dict.fromkeys(self._names, 0.0))
+            if micro_batch.start == 0:
+                step = Loss(loss.total + total, loss.weight, loss.metrics)
             self._accumulator.backward(
-                Loss(loss.total + surrogate, loss.weight, metrics)
-                if first
-                else Loss(surrogate, 0.0, metrics),
-                last=number == len(self._kept) - 1,
-                leaf=self._leaves.leaf_of(kept.micro_batch),
+                step, last=number == len(self._kept), leaf=self._leaves.leaf_of(micro_batch)
             )
         self._kept.clear()
 
-    # ------------------------------------------------------------------ parts
-
-    def _rows(self, batch: Any, micro_batch: MicroBatch) -> Tensor:
+    def _embed(self, batch: Any, micro_batch: MicroBatch) -> tuple[Layout, Tensor]:
+        """Return a micro-batch's embeddings as rows, and their layout."""
         seed_everything(derived_seed("step", self._seed, micro_batch.update, micro_batch.start))
         with self._accumulator.precision.forward():
             embeddings = self._job.embed(self._model, self._prepare(batch))
@@ -179,42 +163,32 @@ class CoupledWindows:
         if self._layout not in (None, layout):
             raise JobError(f"embed() gave {self._layout} before, and now {layout}")
         self._layout = layout
-        return layout.pack(embeddings)
+        return layout, layout.pack(embeddings)
 
-    def _no_rows(self) -> Tensor:
+    def _own_rows(self) -> tuple[Layout, Tensor]:
+        """Return this rank's rows; none, of the right width, on a rank without samples."""
         if self._layout is None:
             with torch.no_grad():
                 one = collate_of(self._job)([self._job.dataset()[0]])
-                self._rows(one, MicroBatch(update=0, start=0, indices=(0,)))
-        assert self._layout is not None  # noqa: S101  # `_rows` sets it
-        return self._layout.no_rows(self._group.device)
+                self._layout, _ = self._embed(one, MicroBatch(update=0, start=0, indices=(0,)))
+        if self._kept:
+            return self._layout, torch.cat([rows for _, _, rows in self._kept])
+        columns = sum(shape.numel() for shape in self._layout.shapes)
+        empty = torch.empty((0, columns), dtype=self._layout.dtype, device=self._group.device)
+        return self._layout, empty
 
-    def _loss(self, rows: Tensor, window: Window) -> tuple[Loss, Tensor]:
+    def _loss(self, layout: Layout, rows: Tensor, window: Window) -> tuple[Loss, Tensor]:
         """Return the loss of all samples, and its gradient with respect to their rows."""
-        assert self._layout is not None  # noqa: S101  # every rank has embedded by now
         seed_everything(derived_seed("loss", self._seed, window.update))
         with self._accumulator.precision.forward():
-            loss = self._job.loss_of_embeddings(self._model, self._layout.unpack(rows))
+            loss = self._job.loss_of_embeddings(self._model, layout.unpack(rows))
         checked_loss(loss, self._names)
         scale = self._accumulator.precision.scale
         # The graph is needed once more where the loss's own parameters get their gradient.
-        keep = any(kept.micro_batch.start == 0 for kept in self._kept)
+        keep = any(micro_batch.start == 0 for _, micro_batch, _ in self._kept)
         found: Any = torch.autograd.grad(
             loss.total * scale, rows, retain_graph=keep, allow_unused=True
         )[0]
         if found is None:
             raise JobError("Loss.total of loss_of_embeddings() does not depend on the embeddings")
         return loss, found / scale
-
-    def _replayed(self, kept: _Kept, gradient: Tensor) -> Tensor:
-        """0, with a graph that sends this micro-batch's part of `gradient` back to the weights."""
-        again = self._rows(kept.batch, kept.micro_batch)
-        apart = (again.detach() - kept.rows).abs().max()
-        if bool(apart > _TOLERANCE * kept.rows.abs().max()):
-            raise JobError(
-                "embed() gave other embeddings when the same micro-batch was run again: it may "
-                "draw random numbers from torch's, NumPy's and Python's own generators only, and "
-                "must not change the model"
-            )
-        start = kept.micro_batch.start
-        return ((again - again.detach()) * gradient[start : start + len(again)]).sum()

@@ -48,18 +48,18 @@ class _Samples(Dataset[Any]):
         """Return the samples of one micro-batch. DataLoader calls this name with what its sampler
         gave.
         """
+        update, start = micro_batch.update, micro_batch.start
         if self.augments:
-            return [self._own(micro_batch, offset) for offset in range(len(micro_batch.indices))]
-        seed_everything(derived_seed("data", self.seed, micro_batch.update, micro_batch.start))
+            samples: list[Any] = []
+            for place, index in enumerate(micro_batch.indices, start):
+                seed_everything(derived_seed("sample", self.seed, update, place))
+                samples.append(self.dataset[index])
+            return samples
+        seed_everything(derived_seed("data", self.seed, update, start))
         many = getattr(self.dataset, "__getitems__", None)
         if many is not None:
             return many(list(micro_batch.indices))
         return [self.dataset[index] for index in micro_batch.indices]
-
-    def _own(self, micro_batch: MicroBatch, offset: int) -> Any:
-        place = micro_batch.start + offset
-        seed_everything(derived_seed("sample", self.seed, micro_batch.update, place))
-        return self.dataset[micro_batch.indices[offset]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,10 +75,9 @@ class _Collate:
 
 def collate_of(job: Any) -> Callable[[list[Any]], Any]:
     """Return the function that makes a batch of a list of samples, as `job` wants it."""
-    own = getattr(job, "collate", None)
     # A default that always gives None need not travel to workers, and the job with it.
     inherited = getattr(type(job), "collate", None) is Job.collate
-    return _Collate(None if inherited else own)
+    return _Collate(None if inherited else getattr(job, "collate", None))
 
 
 def batches(
@@ -144,12 +143,10 @@ def _dead_worker_error(source: Any) -> RuntimeError | None:
     until = time.monotonic() + ENDING_S
     for worker in getattr(source, "_workers", ()):
         worker.join(timeout=max(0.0, until - time.monotonic()))
-        code = worker.exitcode
-        if code is not None and code < 0:
-            how = f"is killed by signal: {signal.strsignal(-code)}. "
-            return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
-        if code:
+        if code := worker.exitcode:
             how = f"exited unexpectedly with exit code {code}. "
+            if code < 0:
+                how = f"is killed by signal: {signal.strsignal(-code)}. "
             return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
     return None
 

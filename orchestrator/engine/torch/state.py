@@ -230,23 +230,16 @@ def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
-            beside = _beside(file.metadata() or {})
+            # Files of other writers have no such entry.
+            beside = json.loads((file.metadata() or {}).get(BESIDE, "{}"))
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, FileNotFoundError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
-    for name in beside["complex"]:
+    for name in beside.get("complex", ()):
         tensors[name] = torch.view_as_complex(tensors[name])
-    for alias, name in beside["aliases"].items():
+    for alias, name in beside.get("aliases", {}).items():
         tensors[alias] = tensors[name]
     return tensors
-
-
-def _beside(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """Return the metadata of a file's tensors; files of other writers have none."""
-    if BESIDE in metadata:
-        return json.loads(metadata[BESIDE])
-    empty = {"aliases": "{}", "complex": "[]"}
-    return {name: json.loads(metadata.get(name, nothing)) for name, nothing in empty.items()}
 
 
 # ------------------------------------------------------------------ Snapshots

@@ -17,7 +17,8 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -87,15 +88,16 @@ _LOST = re.compile(
 _TAG = 0
 
 
-def to_peer_lost(error: RuntimeError, operation: str, rank: int) -> PeerLost | None:
-    """Return the `PeerLost` that a transport's error stands for; None when it is about something
-    else.
-    """
-    text = str(error)
-    if _LOST.search(text) is None:
-        return None
-    first_line = text.strip().splitlines()[0]
-    return PeerLost(f"rank {rank} lost a peer during {operation}: {first_line}")
+@contextmanager
+def peer_lost_during(operation: str, rank: int) -> Generator[None]:
+    """Raise `PeerLost` in the place of a transport's error that is about a peer."""
+    try:
+        yield
+    except RuntimeError as error:
+        if _LOST.search(str(error)) is None:
+            raise
+        first_line = str(error).strip().splitlines()[0]
+        raise PeerLost(f"rank {rank} lost a peer during {operation}: {first_line}") from error
 
 
 @dataclass(slots=True, eq=False)
@@ -116,14 +118,8 @@ class TransportWork:
     def wait(self) -> None:
         if self.work is None:
             return
-        try:
-            with for_others(self.operation):
-                self.work.wait()
-        except RuntimeError as error:
-            lost = to_peer_lost(error, self.operation, self.rank)
-            if lost is None:
-                raise
-            raise lost from error
+        with peer_lost_during(self.operation, self.rank), for_others(self.operation):
+            self.work.wait()
         self.work = None
         if self.held is not None:
             self.held.keep(self.tensors)
@@ -192,21 +188,11 @@ class TorchGroup(BaseGroup):
     Args:
         process_group: a `torch.distributed` process group or one of its backends; None only for a
             group of one rank.
+        place: see `BaseGroup`.
     """
 
-    def __init__(
-        self,
-        process_group: Any,
-        *,
-        rank: int,
-        size: int,
-        generation: int = 0,
-        transport: str,
-        device: torch.device | str = "cpu",
-    ) -> None:
-        super().__init__(
-            rank=rank, size=size, generation=generation, transport=transport, device=device
-        )
+    def __init__(self, process_group: Any, **place: Any) -> None:
+        super().__init__(**place)
         self._group = process_group
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(_SUMS_AT_ONCE)]
         self._summing: deque[CompletedWork] = deque()
@@ -274,16 +260,10 @@ class TorchGroup(BaseGroup):
 
     def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
         views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held`
-        try:
+        with peer_lost_during(operation, self.rank):
             work = call(*views)
-        except RuntimeError as error:
-            lost = to_peer_lost(error, operation, self.rank)
-            if lost is None:
-                raise
-            raise lost from error
-        return TransportWork(
-            work, operation, self.rank, views, _GLOO_TENSORS if self.transport == "gloo" else None
-        )
+        held = _GLOO_TENSORS if self.transport == "gloo" else None
+        return TransportWork(work, operation, self.rank, views, held)
 
     def _start_sum(self, flat: Tensor) -> Work:
         return self._start(
@@ -505,21 +485,22 @@ def choose(everyone: Sequence[Presence]) -> str:
         )
     if name == "auto":
         lacking = _without_own_gpu(everyone)
-        if lacking:
-            _refuse_cpu_fallback(everyone, lacking)
+        asking = next((one for one in everyone if one.devices_asked), None)
+        if lacking and asking is not None:  # CPUs would be a silent fallback
+            raise TransportError(
+                f"devices were asked for ({asking.devices_asked}), but transport=auto found that "
+                f"not every rank has one: {lacking}. Computing on CPUs instead has to be said: "
+                "transport=gloo; NPUs are used with transport=hccl"
+            )
         return "gloo" if lacking else "nccl"
-    if lacking := _lacking(name, everyone):
-        raise TransportError(lacking)
-    return name
-
-
-def _lacking(name: str, everyone: Sequence[Presence]) -> str:
-    """Return what the transport lacks; an error in it becomes one that all ranks get."""
     try:
         with TRANSPORTS.wrap_errors(name, "to say whether these ranks can use it"):
-            return transport_of(name).lacking(everyone)
-    except ConfigError as error:
+            lacking = transport_of(name).lacking(everyone)
+    except ConfigError as error:  # which all ranks get
         raise TransportError(str(error)) from error
+    if lacking:
+        raise TransportError(lacking)
+    return name
 
 
 def _without_own_gpu(everyone: Sequence[Presence]) -> str:
@@ -536,18 +517,6 @@ def _without_own_gpu(everyone: Sequence[Presence]) -> str:
         if first is not one:
             return f"ranks {first.rank} and {one.rank} on {one.node} share one GPU"
     return ""
-
-
-def _refuse_cpu_fallback(everyone: Sequence[Presence], lacking: str) -> None:
-    """Raise `TransportError` if devices were requested: CPUs would be a silent fallback."""
-    asking = next((one for one in everyone if one.devices_asked), None)
-    if asking is None:
-        return
-    raise TransportError(
-        f"devices were asked for ({asking.devices_asked}), but transport=auto found that not every "
-        f"rank has one: {lacking}. Computing on CPUs instead has to be said: transport=gloo; NPUs "
-        f"are used with transport=hccl"
-    )
 
 
 class _ProcessGroupTransport(Transport):

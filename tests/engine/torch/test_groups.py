@@ -27,7 +27,7 @@ from orchestrator.engine.torch import (
     run_in_threads,
 )
 from orchestrator.engine.torch.group import sum_into
-from orchestrator.engine.torch.transports import to_peer_lost
+from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
 from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
 from orchestrator.testing.transports import all_checks
@@ -183,7 +183,12 @@ def test_different_collectives_on_two_ranks_are_reported():
     ],
 )
 def test_only_errors_about_peers_become_peer_lost(text, lost):
-    assert (to_peer_lost(RuntimeError(text), "all_reduce_sum", 0) is not None) == lost
+    with (
+        pytest.raises(PeerLost if lost else RuntimeError) as raised,
+        peer_lost_during("all_reduce_sum", 0),
+    ):
+        raise RuntimeError(text)
+    assert isinstance(raised.value, PeerLost) == lost
 
 
 # ------------------------------------------------------------------ Gradients of collectives
