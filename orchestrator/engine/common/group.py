@@ -15,19 +15,14 @@ class Silence:
 
     The engine's own reductions start from gradient hooks, which may run on autograd's threads; so
     the exemption is per thread, and the rule is for all of them.
+
+    Attributes:
+        reason: while set, collectives are refused; it says when: "in mid-window of update 3".
     """
 
     def __init__(self) -> None:
-        self._reason: str | None = None
+        self.reason: str | None = None
         self._exempt = threading.local()
-
-    def begin(self, reason: str) -> None:
-        """Refuse collectives from now on. `reason` is when: "in mid-window of update 3"."""
-        self._reason = reason
-
-    def end(self) -> None:
-        """Allow collectives again."""
-        self._reason = None
 
     @contextmanager
     def suspended(self) -> Generator[None]:
@@ -41,9 +36,9 @@ class Silence:
 
     def check(self, operation: str) -> None:
         """Raise `SilenceError` when `operation` may not run now."""
-        if self._reason is not None and not getattr(self._exempt, "on", False):
+        if self.reason is not None and not getattr(self._exempt, "on", False):
             raise SilenceError(
-                f"the collective '{operation}' was called {self._reason}; ranks talk only at the "
+                f"the collective '{operation}' was called {self.reason}; ranks talk only at the "
                 "boundary. Move it there, or set `talks_in_window = True` in the job's class when "
                 "every rank calls it equally often"
             )
@@ -82,8 +77,19 @@ class Member:
             bytes_on_wire=-(-(self._share - share) // self.size),
         )
 
-    def _count(self, bytes_handed: int, share: int) -> None:
-        """Count a collective. `share`: bytes that all ranks together have to send for it."""
+    def _admit(self, operation: str, bytes_handed: int, share: int) -> None:
+        """Check that a collective may run now, and count it; a lone rank sends nothing.
+
+        Args:
+            share: bytes that all ranks together have to send for it.
+
+        Raises:
+            SilenceError: ranks are to be silent.
+        """
+        if self.silence.reason is not None:
+            self.silence.check(operation)
+        if self.size == 1:
+            return
         self._share += share
         self.counters.collectives += 1
         self.counters.bytes_handed += bytes_handed

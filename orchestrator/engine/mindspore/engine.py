@@ -116,7 +116,7 @@ class MindSporeEngine:
         self._hyperparameters.check(f"before update {window.update}")
         set_rate(self._optimizer, window.learning_rate)
         self._hyperparameters.keep()
-        self._group.silence.begin(f"in mid-window of update {window.update}")
+        self._group.silence.reason = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -139,7 +139,7 @@ class MindSporeEngine:
             self._replicas.write_digest(trailer, window.update)
         with self._clock.wait, self._group.silence.suspended():
             buckets = self._accumulator.reduce(trailer.numbers())
-        self._group.silence.end()
+        self._group.silence.reason = None
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
             totals = Trailer.of(self._accumulator.trailer_of(buckets), len(self._names))

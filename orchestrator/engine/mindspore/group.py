@@ -160,36 +160,34 @@ class MindSporeGroup(Member):
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over ranks of several tensors, one collective each, launched together."""
-        self.silence.check("all_reduce_sum")
-        if self.size == 1:
-            return list(tensors)
         totals: list[Tensor] = []
         for tensor in tensors:
-            self._count(_bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
+            self._admit("all_reduce_sum", _bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
+            if self.size == 1:
+                totals.append(tensor)
+                continue
             totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
         self.wait(totals, "all_reduce_sum")
         return totals
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
-        self.silence.check("all_gather")
         every = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
+        self._admit("all_gather", _bytes(tensor), (self.size - 1) * size)
         if self.size == 1:
             return tensor.copy()
-        row = math.prod(tensor.shape[1:])
-        self._count(_bytes(tensor), (self.size - 1) * sum(every) * row * tensor.itemsize)
         gathered = self._launch_gather(tensor, every)
         self.wait([gathered], "all_gather")
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place."""
-        self.silence.check("broadcast")
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
+        self._admit("broadcast", _bytes(tensor), (self.size - 1) * _bytes(tensor))
         if self.size == 1:
             return
-        self._count(_bytes(tensor), (self.size - 1) * _bytes(tensor))
         carried, back = self._as_carried(tensor.reshape(-1))
         broadcast: Any = ops.Broadcast(source)
         (result,) = broadcast((carried,))
@@ -198,10 +196,9 @@ class MindSporeGroup(Member):
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        self.silence.check("barrier")
+        self._admit("barrier", 0, 0)
         if self.size == 1:
             return
-        self.counters.collectives += 1
         # MCCL has no barrier of its own.
         self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
 

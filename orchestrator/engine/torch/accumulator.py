@@ -233,7 +233,7 @@ class Accumulator:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
         self._losses.clear()
-        self._used.begin()
+        self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
         self._mark = self.group.mark()
         self.clock.begin()
         self._checks.begin(self._window.update)
@@ -324,7 +324,7 @@ class Accumulator:
             ReplicasDiffer: on all ranks alike, when their parameters are not the same any more.
             PeerLost: another rank went away.
         """
-        tracker = self._tracker
+        tracker, names = self._tracker, self.options.metric_names
         with self._window.within("boundary()"):
             if tracker is not None:
                 tracker.require_complete()
@@ -332,56 +332,44 @@ class Accumulator:
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
             self._window.end()
-            report = self._update(stop=stop)
+            update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
+            with self.clock.compute:  # the device may still be at it
+                sent = self.group.since(self._mark).collectives
+                # Numbers of this window that have to be the same on all ranks.
+                agreed = {**self._checks.end(update, sent), "expected_weight": self._expected}
+                numbers = iter(to_floats([value for row in self._losses for value in row]))
+                rows = [[next(numbers) for _ in row] for row in self._losses]
+                mine = Trailer.of_losses(rows, len(names))
+            with self.clock.wait:
+                mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
+                self._used.flag(mine)
+                self._checks.replicas.write_digest(mine, update, agreed)
+                totals = self._reduction.finish(mine, norm_of_sum)
+                self._window.at_stake = ""  # from here on all ranks know the same
+                self._checks.replicas.check(totals, update)
+            with self.clock.optimize:
+                norm = None
+                if self._policy.losses_usable(update, totals, mine):
+                    norm = self._step(update, totals, norm_of_sum.value())
+            sent = self.group.since(self._mark)
+            shared: dict[str, Any] = totals.report(names)
+            seconds: dict[str, Any] = self.clock.seconds()
+            report = BoundaryReport(
+                update=update,
+                applied=norm is not None,
+                gradient_norm=norm,
+                loss_scale=scale,
+                micro_steps=len(self._losses),
+                collectives=sent.collectives,
+                exchanges=self._used.exchanges,
+                bytes_on_wire=sent.bytes_on_wire,
+                **shared,
+                **seconds,
+            )
+            self._losses.clear()
             if tracker is not None:
                 tracker.ended(report)
             return report
-
-    def _update(self, *, stop: bool) -> BoundaryReport:
-        update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
-        with self.clock.compute:  # the device may still be at it
-            agreed = {  # numbers of this window that have to be the same on all ranks
-                "the number of the update": update,
-                "expected_weight": self._expected,
-                "the learning rate": self._rate.of_first_group(),
-                **self._checks.end(update, self.group.since(self._mark).collectives),
-            }
-            mine = self._trailer()
-        with self.clock.wait:
-            mine.flags[STOP] = int(stop)
-            mine.flags[NEWCOMERS] = int(self.newcomers_wait)
-            self._used.flag(mine)
-            self._checks.replicas.write_digest(mine, update, agreed)
-            totals = self._reduction.finish(mine, norm_of_sum)
-            self._window.agreed()
-            self._checks.replicas.check(totals, update)
-        with self.clock.optimize:
-            norm = None
-            if self._policy.losses_usable(update, totals, mine):
-                norm = self._step(update, totals, norm_of_sum.value())
-        sent = self.group.since(self._mark)
-        shared = totals.report(self.options.metric_names)
-        seconds: dict[str, Any] = self.clock.seconds()
-        report = BoundaryReport(
-            update=update,
-            applied=norm is not None,
-            gradient_norm=norm,
-            loss_scale=scale,
-            micro_steps=len(self._losses),
-            collectives=sent.collectives,
-            exchanges=self._used.exchanges,
-            bytes_on_wire=sent.bytes_on_wire,
-            **shared,
-            **seconds,
-        )
-        self._losses.clear()
-        return report
-
-    def _trailer(self) -> Trailer:
-        """Return the sums of this rank's window, waiting once for each device."""
-        numbers = iter(to_floats([value for row in self._losses for value in row]))
-        rows = [[next(numbers) for _ in row] for row in self._losses]
-        return Trailer.of_losses(rows, len(self.options.metric_names))
 
     def _step(self, update: int, totals: Trailer, norm_of_sum: float) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.

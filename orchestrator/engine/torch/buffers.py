@@ -334,7 +334,8 @@ class GradientBuffers:
         summed.
         """
         self.after_backward()
-        self.verify()
+        if [view.data_ptr() for view in self.views] != self._addresses:
+            self.verify()
         if 0 in self._filled:
             for number, view in enumerate(self.views):
                 if not self._filled[number]:
@@ -453,7 +454,7 @@ class UsedParameters:
 
     Attributes:
         mine: 1 for each parameter that had a gradient on this rank in this window.
-        exchanges: collectives of this window in which ranks exchanged their sets.
+        exchanges: collectives of the latest window in which ranks exchanged their sets.
     """
 
     def __init__(self, mine: bytearray, group: BaseGroup) -> None:
@@ -462,13 +463,9 @@ class UsedParameters:
         self._unused_anywhere: list[int] = []
         self.exchanges = 0
 
-    def begin(self) -> None:
-        """Begin a window: no parameter is used yet."""
-        self.exchanges = 0
-        self.mine[:] = bytes(len(self.mine))
-
     def flag(self, trailer: Trailer) -> None:
         """Write into the trailer what the other ranks need for `unused`."""
+        self.exchanges = 0
         trailer.flags[USES_ALL] = int(0 not in self.mine)
         trailer.flags[USES_CHANGED] = int(bytes(self.mine) != self._exchanged)
 

@@ -161,14 +161,14 @@ def _reached_in_backward(
         parameter.register_post_accumulate_grad_hook(hook_of(number))
         for number, parameter in enumerate(parameters)
     ]
-    group.silence.begin("while rank 0 tried a backward")
+    group.silence.reason = "while rank 0 tried a backward"
     try:
         with in_evaluation(model):
             total = getattr(loss_of(job, samples), "total", None) if samples else None
             if isinstance(total, Tensor) and total.requires_grad and total.numel() == 1:
                 total.backward()  # anything else is refused by the first micro-step
     finally:
-        group.silence.end()
+        group.silence.reason = None
         for hook in hooks:
             hook.remove()
         with torch.no_grad():

@@ -131,11 +131,10 @@ class BaseGroup(Member, ABC):
 
         Collectives are matched in the order in which they are started.
         """
-        self.silence.check("all_reduce_sum")
+        self._admit("all_reduce_sum", tensor.nbytes, 2 * (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return CompletedWork()
         flat = flatten(tensor)
-        self._count(tensor.nbytes, 2 * (self.size - 1) * tensor.nbytes)
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
@@ -154,12 +153,11 @@ class BaseGroup(Member, ABC):
         Raises:
             ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
         """
-        self.silence.check("all_gather")
         sizes = checked_sizes(tensor.shape, sizes, self.rank, self.size)
-        if self.size == 1:
-            return tensor.clone(memory_format=torch.contiguous_format)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._count(tensor.nbytes, (self.size - 1) * out.nbytes)
+        self._admit("all_gather", tensor.nbytes, (self.size - 1) * out.nbytes)
+        if self.size == 1:
+            return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
         reals = math.prod(tensor.shape[1:]) * (2 if tensor.is_complex() else 1)
         mine = flatten(tensor)
@@ -181,11 +179,10 @@ class BaseGroup(Member, ABC):
             tensor: flat, real and contiguous: R equal pieces, of which this rank's, the one of its
                 number, holds what the others are to get. Leave it alone until `wait()`.
         """
-        self.silence.check("all_gather")
+        pieces = list(tensor.chunk(self.size))
+        self._admit("all_gather", pieces[self.rank].nbytes, (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return CompletedWork()
-        pieces = list(tensor.chunk(self.size))
-        self._count(pieces[self.rank].nbytes, (self.size - 1) * tensor.nbytes)
         return self._start_gather_in_place(tensor, pieces)
 
     def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
@@ -196,10 +193,9 @@ class BaseGroup(Member, ABC):
             tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
                 until `wait()`; what `tensor` holds then, outside of `out`, is not said.
         """
-        self.silence.check("reduce_scatter_sum")
+        self._admit("reduce_scatter_sum", tensor.nbytes, (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return CompletedWork(after=lambda: out.copy_(tensor))
-        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
         return self._start_reduce_scatter(out, tensor)
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
@@ -210,32 +206,29 @@ class BaseGroup(Member, ABC):
             tensor: likewise: R equal pieces, or empty on a rank that sends nothing.
             counts: how many numbers each of the R ranks sends here (0 for those that send nothing).
         """
-        self.silence.check("all_to_all")
+        self._admit("all_to_all", tensor.nbytes, (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             received.copy_(tensor)
             return
-        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
         sent = [tensor.numel() // self.size] * self.size
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
-        self.silence.check("broadcast")
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
+        self._admit("broadcast", tensor.nbytes, (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return
         flat = flatten(tensor)
-        self._count(tensor.nbytes, (self.size - 1) * tensor.nbytes)
         self._start_broadcast(flat, source).wait()
         if flat.data_ptr() != tensor.data_ptr():
             tensor.copy_(unflatten(flat, tensor))
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        self.silence.check("barrier")
+        self._admit("barrier", 0, 0)
         if self.size > 1:
-            self.counters.collectives += 1
             self._start_barrier().wait()
 
     # ------------------------------------------------------------------ the transport's part

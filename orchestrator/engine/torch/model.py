@@ -356,11 +356,6 @@ class LearningRate:
         base = float(optimizer.defaults.get("lr") or 0.0)
         self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups if base]
 
-    def of_first_group(self) -> float:
-        """Return its rate; 0 if it has none, or keeps it on a device, where a look would wait."""
-        rate = self._optimizer.param_groups[0].get("lr", 0.0)
-        return 0.0 if isinstance(rate, Tensor) else float(rate)
-
     def set(self, rate: float) -> None:
         """Use `rate` from the next step on.
 

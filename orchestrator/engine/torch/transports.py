@@ -17,7 +17,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -43,27 +43,8 @@ _LOOK_EVERY_S = 0.001
 _OURS = 3  # Python's count of a tensor without other references: the list, `t`, and the argument
 
 
-class RetainedTensors:
-    """Tensors that other threads than Python's may hold."""
-
-    def __init__(self) -> None:
-        self._tensors: list[Tensor] = []
-
-    def keep(self, tensors: Iterable[Tensor]) -> None:
-        """Keep these until no other thread holds them; drop earlier ones that are free.
-
-        Args:
-            tensors: views without other references in Python once this has returned.
-        """
-        self._tensors = [*_in_use(self._tensors), *tensors]
-
-    def wait(self) -> None:
-        """Return when no other thread holds any, or after half a minute."""
-        until = time.monotonic() + _PATIENCE_S
-        while self._tensors and time.monotonic() < until:
-            self._tensors = _in_use(self._tensors)
-            if self._tensors:
-                time.sleep(_LOOK_EVERY_S)
+_kept_for_gloo: list[Tensor] = []
+"""Views without other references in Python, until gloo's threads have let go of them."""
 
 
 def _in_use(tensors: list[Any]) -> list[Tensor]:
@@ -71,8 +52,14 @@ def _in_use(tensors: list[Any]) -> list[Tensor]:
     return [t for t in tensors if t._use_count() > 1 or sys.getrefcount(t) > _OURS]
 
 
-_GLOO_TENSORS = RetainedTensors()
-atexit.register(_GLOO_TENSORS.wait)
+@atexit.register
+def _wait_for_gloo() -> None:
+    """Return when no other thread holds any, or after half a minute."""
+    until = time.monotonic() + _PATIENCE_S
+    while _kept_for_gloo and time.monotonic() < until:
+        _kept_for_gloo[:] = _in_use(_kept_for_gloo)
+        if _kept_for_gloo:
+            time.sleep(_LOOK_EVERY_S)
 
 
 # ------------------------------------------------------------------ Collectives in flight
@@ -106,14 +93,14 @@ class TransportWork:
 
     Attributes:
         tensors: views without other references in Python.
-        held: where they go when it is done; None when the transport has let go of them by then.
+        held_by_gloo: its threads may hold them a little longer.
     """
 
     work: Any
     operation: str
     rank: int
     tensors: Sequence[Tensor]
-    held: RetainedTensors | None
+    held_by_gloo: bool
 
     def wait(self) -> None:
         if self.work is None:
@@ -121,8 +108,8 @@ class TransportWork:
         with peer_lost_during(self.operation, self.rank), for_others(self.operation):
             self.work.wait()
         self.work = None
-        if self.held is not None:
-            self.held.keep(self.tensors)
+        if self.held_by_gloo:
+            _kept_for_gloo[:] = [*_in_use(_kept_for_gloo), *self.tensors]
         self.tensors = ()
 
 
@@ -259,11 +246,10 @@ class TorchGroup(BaseGroup):
                     return
 
     def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
-        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held`
+        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held_by_gloo`
         with peer_lost_during(operation, self.rank):
             work = call(*views)
-        held = _GLOO_TENSORS if self.transport == "gloo" else None
-        return TransportWork(work, operation, self.rank, views, held)
+        return TransportWork(work, operation, self.rank, views, self.transport == "gloo")
 
     def _start_sum(self, flat: Tensor) -> Work:
         return self._start(

@@ -150,32 +150,26 @@ def _multipliers(device: torch.device) -> Tensor:
     return ((mixed ^ (mixed >> 27)) | 1).to(device)
 
 
-def _bits(parameters: Sequence[Tensor], piece: Piece) -> Tensor:
-    flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
-    numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
-    return numbers.view(_BITS[min(numbers.element_size(), 4)])
+def digests_of(
+    parameters: Sequence[Tensor], pieces: Sequence[Piece], *, joint: bool = False
+) -> list[int]:
+    """Return a digest of each piece, of its values now.
 
-
-def _digests(bits: Sequence[Tensor]) -> list[int]:
-    sums = [(one * _multipliers(one.device)[: len(one)]).sum() for one in bits]
+    Args:
+        joint: pieces that are small and alike may have one digest together, which takes less time.
+    """
+    parts: list[Tensor] = []
+    for piece in pieces:
+        flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
+        numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+        parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
+    small = sum([piece.end - piece.start for piece in pieces]) <= LARGEST_PIECE
+    if joint and small and len({(part.device, part.dtype) for part in parts}) == 1:
+        parts = [torch.cat(parts)]
+    sums = [(part * _multipliers(part.device)[: len(part)]).sum() for part in parts]
     if len({one.device for one in sums}) > 1:
         return [int(one) for one in sums]
     return torch.stack(sums).tolist()  # one wait for the device, not one a piece
-
-
-def digests_of(parameters: Sequence[Tensor], pieces: Sequence[Piece]) -> list[int]:
-    """Return a digest of each piece, of its values now."""
-    return _digests([_bits(parameters, piece) for piece in pieces])
-
-
-def joint_digests_of(parameters: Sequence[Tensor], pieces: Sequence[Piece]) -> list[int]:
-    """Return one digest of small pieces, laid one after the other; those of the pieces where they
-    are not small, or not alike.
-    """
-    bits = [_bits(parameters, piece) for piece in pieces]
-    small = sum([piece.end - piece.start for piece in pieces]) <= LARGEST_PIECE
-    alike = len({(one.device, one.dtype) for one in bits}) == 1
-    return _digests([torch.cat(bits)] if small and alike else bits)
 
 
 # ------------------------------------------------------------------ Checks of a window
@@ -222,7 +216,7 @@ class WindowChecks:
             digests=partial(digests_of, every),
             gather=partial(gather_numbers, group),
             ranks=group.size,
-            joint_digests=partial(joint_digests_of, every),
+            joint_digests=partial(digests_of, every, joint=True),
         )
         self._norms = batch_norms_of(model) if options.advise else {}
         self._advise()
@@ -283,10 +277,10 @@ class WindowChecks:
         self._versions = list(map(version_of, self._parameters))
         # Changes through `.data` are not counted; the first row of one parameter reveals most.
         name, parameter = self._trained[update % len(self._trained)]
-        self._sampled = name, parameter, _first_row(parameter).clone()
+        self._sampled = name, parameter, torch.atleast_1d(parameter.detach())[:1].clone()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
-            self._group.silence.begin(f"in mid-window of update {update}")
+            self._group.silence.reason = f"in mid-window of update {update}"
 
     def _advise(self) -> None:
         if any(layer.training for layer in self._norms.values()):
@@ -327,7 +321,7 @@ class WindowChecks:
             JobError: a parameter or a setting of the optimizer was changed in between.
             SilenceError: the transport counted collectives that did not go through our group.
         """
-        self._group.silence.end()
+        self._group.silence.reason = None
         versions = list(map(version_of, self._parameters))
         changed = None
         if versions != self._versions:
@@ -335,7 +329,8 @@ class WindowChecks:
             changed = next(one[0] for one, now, before in pairs if now != before)
         elif self._sampled is not None:
             name, parameter, before = self._sampled
-            changed = None if torch.equal(_first_row(parameter), before) else name
+            now = torch.atleast_1d(parameter.detach())[:1]
+            changed = None if torch.equal(now, before) else name
         if changed is not None:
             raise JobError(
                 f"parameter {changed} was changed in mid-window of update {update}; weights change "
@@ -357,7 +352,11 @@ class WindowChecks:
                     f"of update {update}: it would count for all of its micro-steps, or for none. "
                     "A scheduler's step() comes after boundary(), once an update"
                 )
+        rate = self._optimizer.param_groups[0].get("lr", 0.0)
         return {
+            "the number of the update": update,
+            # One that is kept on a device is not looked at, as that would wait.
+            "the learning rate": 0.0 if isinstance(rate, Tensor) else float(rate),
             "the digest of which parameters are frozen": self._frozen_digest,
             "the number of layers in training mode": self._layers_in_training,
         }
@@ -393,10 +392,6 @@ class WindowChecks:
                     f"{before}: its gradients are kept as that. Cast or move a model before its "
                     "optimizer and accumulator are built"
                 )
-
-
-def _first_row(parameter: Tensor) -> Tensor:
-    return parameter.detach()[:1] if parameter.dim() else parameter.detach()
 
 
 def _kind(parameter: Tensor) -> str:

@@ -35,13 +35,15 @@ class WindowState:
     Attributes:
         update: the number of the window's update; -1 before the first.
         open: a window has begun and not ended.
+        at_stake: what cannot go on if the call that runs fails now: "window", "accumulator", or ""
+            where all ranks fail alike.
     """
 
     def __init__(self, names: Sequence[str], ranks: int) -> None:
         self._names, self._ranks = names, ranks
         self.update, self.open = -1, False
         self._inside: str | None = None  # the call that runs now
-        self._at_stake = ""  # what cannot go on if that call fails: "window" or "accumulator"
+        self.at_stake = ""
         self._over = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
@@ -84,16 +86,16 @@ class WindowState:
             yield
         except BaseException as error:
             what = f"{type(error).__name__}: {words_of(error)}"
-            if self._at_stake == "window":
+            if self.at_stake == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
-            elif self._at_stake == "accumulator" and self._ranks > 1:
+            elif self.at_stake == "accumulator" and self._ranks > 1:
                 self._unusable = (
                     f"update {self.update} failed on this rank alone, so it is no longer in step "
                     f"with the others and has to end. What failed was {what}"
                 )
             raise
         finally:
-            self._inside, self._at_stake = None, ""
+            self._inside, self.at_stake = None, ""
 
     def begin(self, update: int | None, micro_steps: int, *, implied_by: str | None) -> None:
         """Begin a window, from nothing.
@@ -139,7 +141,7 @@ class WindowState:
                 "last=True, whose gradients may be with the other ranks already: last=True belongs "
                 "to a rank's last micro-step of the window, and leaving it out is always right"
             )
-        self._over, self._at_stake = last, "window"
+        self._over, self.at_stake = last, "window"
 
     def record(self) -> None:
         """Note a declared backward of other code. Raises `JobError` in a window that failed."""
@@ -149,7 +151,7 @@ class WindowState:
     def end(self) -> None:
         """End the window at its boundary.
 
-        If the call fails until `agreed`, it fails on this rank alone, which has to end.
+        If the call fails before `at_stake` is reset, it fails on this rank alone, which has to end.
 
         Raises:
             JobError: a backward was not declared, or one failed. The window stays as it is.
@@ -160,11 +162,7 @@ class WindowState:
                 f"knowledge, {_REMEDY}"
             )
         self._refuse_broken()
-        self.open, self._stray, self._at_stake = False, None, "accumulator"
-
-    def agreed(self) -> None:
-        """From here on all ranks know the same: what fails, fails on all."""
-        self._at_stake = ""
+        self.open, self._stray, self.at_stake = False, None, "accumulator"
 
     def accepts(self, parameter: int) -> bool:
         """Return whether a gradient that has just come counts in this window.

@@ -14,7 +14,7 @@ from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
-from orchestrator.engine.torch.window_checks import digests_of, joint_digests_of
+from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 
 STARTING_RANKS, ODD = 3, 1
@@ -332,12 +332,12 @@ def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
     dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
     tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
     pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
-    told = joint_digests_of(tensors, pieces)
+    told = digests_of(tensors, pieces, joint=True)
     assert len(told) == (1 if len(set(dtypes)) == 1 else len(pieces))
-    assert told == joint_digests_of(tensors, pieces)
+    assert told == digests_of(tensors, pieces, joint=True)
     piece = data.draw(st.sampled_from(pieces))
     tensors[piece.number][data.draw(st.integers(piece.start, piece.end - 1))] += 1
-    assert told != joint_digests_of(tensors, pieces)
+    assert told != digests_of(tensors, pieces, joint=True)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.sampled_from([2, 4, 8]))

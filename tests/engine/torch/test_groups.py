@@ -377,7 +377,7 @@ def test_collectives_on_the_process_group_itself_are_noticed(tmp_path):
 
 def test_every_collective_of_a_group_keeps_silence():
     def be(group):
-        group.silence.begin("now")
+        group.silence.reason = "now"
         calls = [
             lambda: group.all_reduce_sum(torch.ones(1)),
             lambda: group.all_gather(torch.ones(1)),
@@ -445,7 +445,7 @@ def test_processes_that_end_right_after_a_collective_do_not_abort(overtaken, tmp
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
     }  # fmt: skip
-    with contextlib.ExitStack() as stack:  # without `RetainedTensors` one rank in three aborts
+    with contextlib.ExitStack() as stack:  # without `_wait_for_gloo` one rank in three aborts
         ranks = [
             stack.enter_context(
                 subprocess.Popen(

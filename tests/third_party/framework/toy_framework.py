@@ -86,7 +86,7 @@ class NumpyEngine:
         self._losses.clear()
         for gradient in self._model.gradient.values():
             gradient[...] = 0
-        self._group.silence.begin(f"in mid-window of update {window.update}")
+        self._group.silence.reason = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch, micro_batch):
         with self._clock.compute:
@@ -103,7 +103,7 @@ class NumpyEngine:
         self._replicas.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
         with self._clock.wait:
-            self._group.silence.end()
+            self._group.silence.reason = None
             self._group.all_reduce_sum(flat)
         gradient, told = np.split(flat, [self.parameter_count()])
         totals = Trailer.of(told.tolist(), len(self._names))
