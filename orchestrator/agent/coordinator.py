@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
 """For the workers that a failed one leaves behind, to write down what they saw."""
+SAVE_S = 30.0
+"""For the one among them that saves the last boundary's state."""
 SETTLE_S = 0.05
 """How long further losses are waited for: what dies together should cost one generation."""
 COME_S = 2.0
@@ -135,6 +137,7 @@ class Coordinator:
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
         self._causes: dict[str, str] = {}  # why a node counts as lost
         self._give_up_at: float | None = None
+        self._saving: int | None = None  # rank
         self._killed = False
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
@@ -228,6 +231,8 @@ class Coordinator:
         elif kind == "exit":
             if worker.state != "ended" and worker.process == event["process"]:
                 worker.state, worker.waits = "ended", False
+                if self._saving == worker.rank and self._give_up_at is not None:
+                    self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._ended(index, event)
         elif kind == "unresponsive":
             self._judge(worker, node, event)
@@ -238,6 +243,8 @@ class Coordinator:
             self._announced_newcomers = False
         elif kind == "ready":
             worker.ready = event["generation"], event["updates"]
+        elif kind == "saving":
+            self._wait_for_checkpoint(worker.rank)
         elif kind == "leaving":
             self._end_in_order()
 
@@ -324,7 +331,12 @@ class Coordinator:
         if self._give_up_at is None:
             hangs = any(failure.get("hangs") for failure in self._failures)
             self._command(None, "where", stacks=hangs)
+            self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
+
+    def _wait_for_checkpoint(self, rank: int) -> None:
+        if self._give_up_at is not None and self._saving is None and not self._survived:
+            self._saving, self._give_up_at = rank, self._clock() + SAVE_S
 
     def _lose(self, culprit: Culprit, *, stalled: bool = False) -> None:
         """Give up a worker that hangs: the others continue without it, or the attempt fails.

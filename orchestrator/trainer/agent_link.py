@@ -43,7 +43,7 @@ from orchestrator.agent.stacks import (
     main_stack,
 )
 from orchestrator.engine.common import waiting
-from orchestrator.errors import Evicted
+from orchestrator.errors import Evicted, PeerLost
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.loop import Callback, Done
 
@@ -60,6 +60,10 @@ class AgentLink:
         on_stop: called with the name of each stop signal that the agent received.
         on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
             ends the process.
+
+    Attributes:
+        saves_on_failure: this worker writes a checkpoint if another one fails.
+        run_failed: another worker failed, and the run ends.
     """
 
     def __init__(
@@ -77,6 +81,7 @@ class AgentLink:
         self._standstill: Standstill | None = None
         self._membership: Membership | None = None
         self._place: tuple[float, str, tuple[int, ...], bool] = (0.0, "", (), False)
+        self.saves_on_failure = self.run_failed = False
         answer_when_asked()
         self.mark("the start (imports, the job's own)")
         self._send({})
@@ -114,6 +119,10 @@ class AgentLink:
                 message = json.loads(line)
                 if "stop" in message:
                     self._on_stop(message["stop"])
+                if "failed" in message:
+                    self.run_failed = True
+                    if self.saves_on_failure:
+                        self.send_event("saving")
                 if self._membership is not None:
                     self._membership.receive(message)
 
@@ -194,7 +203,7 @@ class AgentLink:
 
 
 class PlaceMarks(Callback):
-    """Mark each place of the loop, on every rank.
+    """Mark each place of the loop, on every rank; leave the loop when another worker failed.
 
     Args:
         waits_unmarked: the transport's collectives return before they are done (accelerators), so
@@ -205,6 +214,8 @@ class PlaceMarks(Callback):
         self._link, self._waits_unmarked = link, waits_unmarked
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        if self._link.run_failed:
+            raise PeerLost("another rank failed")
         if done < steps:
             self._link.mark("micro-step %d of %d of update %d", done + 1, steps, update + 1)
         else:

@@ -92,6 +92,9 @@ def _train_in_groups(worker: Worker, training: Training) -> dict[str, list[int]]
             changes = survivors.grow(outcome)
         except PeerLost as error:
             if survivors is None:
+                if worker.topology.scheduled:
+                    worker.fence.check()
+                training.save_after_failure()
                 raise
             changes = survivors.go_on(error, outcome)
 
@@ -105,6 +108,8 @@ def _callbacks(worker: Worker, training: Training) -> list[Callback]:
         training.recorder,
     )
     asynchronous = training.group.transport in ASYNCHRONOUS
+    # Others may be stuck in a collective that only a kill ends.
+    worker.link.saves_on_failure = training.saves_on_failure and not asynchronous
     found: list[Callback] = [
         PlaceMarks(worker.link, waits_unmarked=asynchronous),
         RankTimes(run.timeline(attempt) if recorder else None),

@@ -96,6 +96,23 @@ class Training:
                 self.recorder.on_checkpoint(self.outcome.updates, self.outcome.samples)
                 self.recorder.settle()
 
+    @property
+    def saves_on_failure(self) -> bool:
+        """Return whether this rank can save the last boundary's state when another one fails.
+
+        An engine that could continue in another group still has that state.
+        """
+        recorder = self.recorder
+        return recorder is not None and recorder.can_save() and hasattr(self.engine, "regroup")
+
+    def save_after_failure(self) -> None:
+        """Save the last boundary's state, on the rank that can, unless it is saved already."""
+        outcome = self.outcome
+        saved = checkpoint.folder_of(self.run.checkpoints, outcome.updates)
+        if self.recorder is not None and self.saves_on_failure and not saved.exists():
+            self.recorder.on_checkpoint(outcome.updates, outcome.samples)
+            self.recorder.settle()
+
     def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one.
 

@@ -42,6 +42,11 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     assert all("SIGKILL" in note["why"] for note in notes(run))
     assert "rank 1 on node1" in notes(run)[0]["why"]
     assert "rank 0 on node0" in notes(run)[1]["why"]
+    # Rank 0 saved the last boundary when rank 1 was killed; when it was killed itself, nobody did.
+    assert [(note["resumed_from"], note["lost_updates"]) for note in notes(run)] == [
+        (7, 0),
+        (10, 4),
+    ]
     assert "restarts" in output
     listed = helpers.verb("status", run)
     assert "finished" in listed.stdout
@@ -105,7 +110,8 @@ def test_a_frozen_rank_is_lost_after_the_timeout_and_one_that_thaws_before_is_no
 
 def test_an_exception_that_comes_back_at_the_same_update_ends_the_run(tmp_path):
     run = tmp_path / "run"
-    more = ("job.fault=raise", "job.fault_after=9", "train.checkpoint_every=0")
+    # Of rank 0, so that no other rank saves: the job counts the steps of its process.
+    more = ("job.fault=raise", "job.fault_after=9", "job.fault_rank=0", "train.checkpoint_every=0")
     done = helpers.call(*FEW, *more, f"run.dir={run}", "train.updates=20", "run.max_restarts=5")
     assert done.returncode == 1
     assert "attempt 0 raised the same in update 2" in " ".join(done.stdout.split())
