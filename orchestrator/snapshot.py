@@ -239,6 +239,9 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
             left_out.append(name)
         elif stat.S_ISREG(facts.st_mode) or stat.S_ISLNK(facts.st_mode):
             found[name] = facts.st_size
+        elif stat.S_ISDIR(facts.st_mode):  # git lists a submodule as one entry
+            inner = _git_files(root / name) or ()
+            listed.extend(f"{name.rstrip('/')}/{one}" for one in inner if one not in ("", "./"))
     return found, left_out
 
 

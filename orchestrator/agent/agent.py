@@ -42,6 +42,7 @@ STOOD_STILL_S = 3.0
 """Above this, the process itself stood still between two looks, and cannot judge others by time."""
 RETRY_S = 0.05
 MAX_STRANGERS = 64
+MOST_ERRORS = 100  # in a row
 REPORTED_CHARACTERS = 500
 
 
@@ -123,28 +124,41 @@ class Agent:
         if not self._spec.incarnation:
             ranks = self._spec.ranks_of(self._spec.index)
             self._workers.start(dict.fromkeys(ranks, 0))
-        looked = beat = time.monotonic()
+        errors = 0
+        self._looked = self._beat_at = time.monotonic()
         while not self._over:
-            self._follow()
-            for key, _ in self._selector.select(self._pause_s()):
-                key.data(key.fileobj)
-            self._workers.reap()
-            now = time.monotonic()
-            if now - looked > STOOD_STILL_S:
-                self._forgive(now - looked)
-            looked = now
-            if now - beat >= BEAT_S:
-                beat = now
-                self._beat()
-            if self._coordinator is not None:
-                self._coordinator.tick()
-                self._report_unwritten(self._coordinator.outcome)
-                self._obey_coordinator()
+            try:
+                self._turn()
+                errors = 0
+            except OSError as error:  # of a shared file system, say: the workers need their agent
+                errors += 1
+                if errors > MOST_ERRORS:
+                    raise
+                log.warning("%s; trying again", error)
+                time.sleep(LOOK_S)
         self._workers.kill_all()
         if self._coordinator is not None and self._coordinator.outcome is not None:
             for link in self._links():
                 link.close()  # the others are done
             self._settle(self._coordinator.agents[0].gone)
+
+    def _turn(self) -> None:
+        """Handle what has happened since the last turn."""
+        self._follow()
+        for key, _ in self._selector.select(self._pause_s()):
+            key.data(key.fileobj)
+        self._workers.reap()
+        now = time.monotonic()
+        if now - self._looked > STOOD_STILL_S:
+            self._forgive(now - self._looked)
+        self._looked = now
+        if now - self._beat_at >= BEAT_S:
+            self._beat_at = now
+            self._beat()
+        if self._coordinator is not None:
+            self._coordinator.tick()
+            self._report_unwritten(self._coordinator.outcome)
+            self._obey_coordinator()
 
     def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
         """Send the launcher an outcome that the disk had no space for; it fits a pipe's buffer."""
@@ -244,7 +258,7 @@ class Agent:
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]
-        if kind == "start":
+        if kind == "start" and command["rank"] in self._spec.ranks_of(self._spec.index):
             self._workers.start({command["rank"]: command["process"]})
         elif kind == "kill":
             self._workers.kill(command["rank"])
@@ -272,15 +286,18 @@ class Agent:
             return
         mine = self._spec.incarnation, self._spec.index
         now = time.monotonic()
-        candidates = [one for one in self._others() if one.seniority not in self._gone]
-        senior = [one for one in candidates if one.seniority < mine]
-        # Whoever coordinates at the start is the first node's agent, however late that comes.
-        first_node_unknown = (
-            not self._gone and self._spec.index and not any(c.peer.node == 0 for c in candidates)
-        )
-        if first_node_unknown and now - self._began < self._spec.join_s:  # it has not started yet
+        # The first node's agent coordinates at the start, however late it comes; until then the
+        # files of the other nodes need not be read.
+        at_start = not self._gone and self._spec.index > 0
+        first_node = agent_file(self._run, self._spec.attempt, 0) if at_start else None
+        if at_start and first_node is None and now - self._began < self._spec.join_s:
             time.sleep(RETRY_S)
             return
+        if first_node is not None and not first_node.incarnation:
+            candidates = [first_node]
+        else:
+            candidates = [one for one in self._others() if one.seniority not in self._gone]
+        senior = [one for one in candidates if one.seniority < mine]
         if not senior:
             self._take_over()
             return
@@ -361,7 +378,9 @@ class Agent:
 
     def _hear_follower(self, connection: socket.socket) -> None:
         every = (*self._strangers, *self._followers.values())
-        link = next(one for one in every if one.socket is connection)
+        link = next((one for one in every if one.socket is connection), None)
+        if link is None:  # closed by an event before this one
+            return
         messages = link.receive()
         if messages is None:
             self._close(link)

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -22,7 +23,7 @@ from orchestrator.agent.generations import (
     rank_of,
     to_blame,
 )
-from orchestrator.agent.links import refuses
+from orchestrator.agent.links import closed_ports
 from orchestrator.agent.liveness import (
     ASLEEP,
     BEAT_S,
@@ -357,7 +358,10 @@ class Coordinator:
 
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
-        warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
+        try:
+            warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
+        except OSError as error:  # a full disk
+            log.warning("%s (not shown elsewhere: %s)", sentence, error)
 
     # ------------------------------------------------------------------ generations
 
@@ -379,8 +383,7 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
-        for agent in self.agents.values():
-            self._look_at(agent, now)
+        self._check_agents(now)
         if not self._over:
             self._first_generation()
             self._next_generation(now)
@@ -412,24 +415,29 @@ class Coordinator:
         agent = self.agents[self._spec.node_of(rank)]
         return agent.heard is not None and not agent.gone
 
-    def _look_at(self, agent: AgentState, now: float) -> None:
-        """Mark an agent as lost that is silent or did not connect in time."""
-        if agent.gone:
-            return
-        if agent.heard is not None:
-            limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
-            if now - agent.heard > limit_s and agent.index != self._spec.index:
+    def _check_agents(self, now: float) -> None:
+        """Mark agents as lost that are silent or did not connect in time."""
+        limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
+        awaited = [a for a in self.agents.values() if not a.gone and a.heard is None]
+        for agent in self.agents.values():
+            silent = agent.heard is not None and now - agent.heard > limit_s
+            if silent and agent.index != self._spec.index:
                 self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
-        elif self._took_over or self._generation >= 0:
+        if self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S
-            if now - self._began > patience or self._refuses(agent.index):
-                self._lose_agent(agent.index)
+            late = now - self._began > patience
+            closed = set[int]() if late else self._closed_ports(a.index for a in awaited)
+            for agent in awaited:
+                if late or agent.index in closed:
+                    self._lose_agent(agent.index)
         elif now - self._began > self._spec.join_s:
-            self._lose_agent(agent.index, NEVER_CAME.format(f"{self._spec.join_s:g}"))
+            for agent in awaited:
+                self._lose_agent(agent.index, NEVER_CAME.format(f"{self._spec.join_s:g}"))
 
-    def _refuses(self, index: int) -> bool:
-        known = agent_file(self._run, self._spec.attempt, index)
-        return known is not None and refuses(known.peer, REACH_S)
+    def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
+        """Return those of these nodes at whose agent's address nothing listens any more."""
+        known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
+        return closed_ports({n: one.peer for n, one in known.items() if one}, REACH_S)
 
     def _first_generation(self) -> None:
         """Publish the first generation once all workers are ready; later losses are survived."""
@@ -463,10 +471,10 @@ class Coordinator:
         if noticed != self._noticed:
             silent = 0
             if 2 * len(self._gone) > len(self._members):
-                for agent in self.agents.values():
-                    lost = [m for m in self._gone if self._node_of(m) == agent.index]
-                    if lost and agent.gone and not self._refuses(agent.index):
-                        silent += len(lost)
+                nodes = [self._node_of(m) for m in self._gone]
+                lost = Counter(node for node in nodes if self.agents[node].gone)
+                closed = self._closed_ports(lost)
+                silent = sum(count for node, count in lost.items() if node not in closed)
             found = silent > left
             self._beyond_reach = self._noticed, found
         return found
@@ -482,11 +490,15 @@ class Coordinator:
         ]  # fmt: skip
 
     def _grow(self, now: float) -> None:
-        """Admit new workers at a boundary, once every member waits there for them."""
+        """Admit new workers at a boundary, once every member waits there for them.
+
+        If they died meanwhile, the same members continue.
+        """
         newcomers = self._newcomers()
-        if not newcomers or self._gone or self._generation < 0:
+        if self._gone or self._generation < 0:
             return
-        if not self._announced_newcomers and now - self._looked_for_room > ROOM_S:
+        announce = newcomers and not self._announced_newcomers
+        if announce and now - self._looked_for_room > ROOM_S:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
                 self._announced_newcomers = True
@@ -547,7 +559,7 @@ class Coordinator:
         nodes = {self._node_of(member) for member in self._members}
         if self._generation < 1 or not all(self.agents[index].gone for index in nodes):
             return False
-        return any(not self._refuses(index) for index in nodes)
+        return bool(nodes - self._closed_ports(nodes))
 
     def _lost_words(self, culprit: Culprit | None) -> str | None:
         """Describe a loss that is not the job's fault, which a scheduler restarts; else ""."""

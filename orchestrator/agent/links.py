@@ -11,6 +11,8 @@ import hmac
 import json
 import socket
 import time
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -102,6 +104,15 @@ def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
     if not isinstance(rank, int) or not isinstance(said, str):
         return None
     return rank if hmac.compare_digest(said.encode(), sign(secret, rank, me).encode()) else None
+
+
+def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:
+    """Return the keys of peers at whose address nothing listens any more, probing all at once."""
+    if not peers:
+        return set()
+    with ThreadPoolExecutor(max_workers=min(64, len(peers))) as pool:  # ended before any fork
+        refusals = pool.map(lambda peer: refuses(peer, timeout_s), peers.values())
+        return {key for key, refused in zip(peers, refusals, strict=True) if refused}
 
 
 def refuses(peer: Peer, timeout_s: float, *, unknown: bool = False) -> bool:

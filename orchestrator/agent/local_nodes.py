@@ -145,13 +145,13 @@ class NodeProcesses:
         return leave(0)
 
     def _reap(self, now: float) -> None:
-        """Collect ended agents; restart a killed one where that is allowed."""
+        """Collect ended agents; restart one that was killed or failed, where that is allowed."""
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
             index = self._pids.pop(pid, None)
-            if index is None or not os.WIFSIGNALED(status):
+            if index is None or os.waitstatus_to_exitcode(status) == 0:
                 continue
             if self._left <= 0 or self._stop is not None:
                 self.status = 1

@@ -8,6 +8,7 @@ Python's interpreter cannot send that line, but its processor time still shows t
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import selectors
@@ -22,13 +23,15 @@ from typing import Any
 import psutil
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch
+from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch, Seen
 from orchestrator.agent.processes import adopt_orphans, asleep_in, branch
 from orchestrator.agent.stacks import ASKS, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 
+log = logging.getLogger(__name__)
+
 KILL_DEADLINE_S = 5.0
-OOM_SCORE = "500"
+OOM_SCORE = 500
 """Of workers, so that the kernel does not choose the agent when memory is short."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 
@@ -123,12 +126,20 @@ class Workers:
                 return
             self._close(before)
         ours, theirs = socket.socketpair()
+        agent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
-        pid = branch()
+        try:
+            pid = branch()
+        except OSError as error:  # no memory or process left: as if it had been killed at once
+            log.warning("rank %d cannot be started: %s", rank, error.strerror)
+            self._report(self._exit_event(rank, process, -signal.SIGKILL))
+            return
+        finally:
+            if os.getpid() == agent:
+                signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not pid:
             ours.close()
             self._become(rank, process, theirs)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         theirs.close()
         self.all[rank] = Worker(rank, process, pid, Link(ours, rank=rank))
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
@@ -152,7 +163,9 @@ class Workers:
         os.close(nothing)
         os.dup2(2, 1)  # the node's log, until the worker opens its own
         self._bind(rank)
-        Path("/proc/self/oom_score_adj").write_text(OOM_SCORE, "ascii")
+        score = Path("/proc/self/oom_score_adj")
+        if int(score.read_text("ascii")) < OOM_SCORE:  # lowering it may not be allowed
+            score.write_text(str(OOM_SCORE), "ascii")
         os.environ["SLURM_PROCID"] = str(rank)
         os.environ["SLURM_LOCALID"] = str(self._ranks.index(rank))
         os.environ[REPLACES_VARIABLE] = str(process)
@@ -172,7 +185,9 @@ class Workers:
 
     def _hear(self, ours: socket.socket) -> None:
         """Handle a message of a worker."""
-        worker = next(one for one in self.all.values() if one.link.socket is ours)
+        worker = next((one for one in self.all.values() if one.link.socket is ours), None)
+        if worker is None:  # replaced by an event before this one
+            return
         messages = worker.link.receive()
         if messages is None:
             self._close(worker)
@@ -231,16 +246,26 @@ class Workers:
     def exit_of(self, worker: Worker) -> dict[str, Any]:
         """Return the event of a worker's end."""
         known = self._watch.ranks[worker.rank]
-        return {
-            "event": "exit",
-            "rank": worker.rank,
-            "process": worker.process,
-            "status": worker.status,
+        event = self._exit_event(worker.rank, worker.process, worker.status)
+        return event | {
             "out_of_memory": worker.out_of_memory,
             "ago_s": time.monotonic() - worker.ended,
             "word": known.word,
             "failure": known.failure,
             "seen": self._seen(worker.rank),
+        }
+
+    @staticmethod
+    def _exit_event(rank: int, process: int, status: int | None) -> dict[str, Any]:
+        return {
+            "event": "exit",
+            "rank": rank,
+            "process": process,
+            "status": status,
+            "ago_s": 0.0,
+            "word": "",
+            "failure": None,
+            "seen": asdict(Seen()),
         }
 
     def report_places(self, *, stacks: bool) -> None:
@@ -310,10 +335,12 @@ def kill_descendants(reap: Callable[[], None] | None = None) -> None:
     deadline = time.monotonic() + KILL_DEADLINE_S
     myself = psutil.Process()
     while time.monotonic() < deadline:
-        found = [p for p in myself.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
-        for process in found:
+        found = 0
+        for process in myself.children(recursive=True):
             try:
-                process.kill()
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    process.kill()
+                    found += 1
             except psutil.NoSuchProcess:
                 continue
         (reap or _reap_all)()

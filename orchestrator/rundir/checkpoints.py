@@ -129,7 +129,10 @@ def save(
     except SafetensorError as error:  # how safetensors reports a disk's errors
         shutil.rmtree(partial, ignore_errors=True)
         raise OSError(errno.EIO, str(error)) from error
-    for old in complete(checkpoints)[:-keep]:
+    found = complete(checkpoints)
+    place = found.index(final) + 1
+    # Later ones were passed over as damaged, and must not count as the newest.
+    for old in (*found[: max(0, place - keep)], *found[place:]):
         shutil.rmtree(old, ignore_errors=True)
     return final
 

@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import os
 import signal
+import time
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,6 +21,7 @@ from orchestrator.rundir.files import make_folder, names_in, open_nofollow
 from orchestrator.rundir.folder import RunDir
 
 WORDS_BYTES = 256
+LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 WAITING_REASON = "it waits for room on this machine"
 
 
@@ -64,19 +66,29 @@ def _start_of(pid: int) -> str:
 def held(run: RunDir) -> Generator[None]:
     """Hold the run for this launcher. Raises `RunFolderError` while another one does."""
     descriptor = open_nofollow(run.lock, os.O_RDWR | os.O_CREAT)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+    if not _lock(descriptor):
         holder = _read_holder(descriptor)
         os.close(descriptor)
         who = f"process {holder.pid} on {holder.host}" if holder else "another process"
-        raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first") from None
+        raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first")
     try:
         os.ftruncate(descriptor, 0)
         os.write(descriptor, Holder.current().text.encode())
         yield
     finally:
         os.close(descriptor)
+
+
+def _lock(descriptor: int) -> bool:
+    """Lock a file, unless another process holds it for longer than `is_held` does."""
+    for _ in range(LOCK_TRIES):
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            time.sleep(LOCK_PAUSE_S)
+        else:
+            return True
+    return False
 
 
 def is_held(run: RunDir) -> bool:

@@ -57,10 +57,11 @@ def run_worker(
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     worker, code = Worker(run, attempt, topology), EXIT_FAILED
     try:
-        code = body(worker)
-    except StopRequested:
-        worker.depart(None)
-        code = EXIT_STOPPED
+        try:
+            code = body(worker)
+        except StopRequested:
+            worker.depart(None)
+            code = EXIT_STOPPED
     except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
         code = worker.fail(error)
     finally:

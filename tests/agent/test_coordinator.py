@@ -205,6 +205,30 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     assert attempt.newest["updates"] == 7
 
 
+def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
+    attempt = Attempt(tmp_path, replacements=1)
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(1.0)
+    attempt.take("started", 1, 1, pid=2)
+    attempt.take("joins", 1, 1)
+    attempt.tick(1.0)
+    attempt.take("ready", 0, generation=1, updates=7)
+    attempt.end(1, status=-9, process=1)
+    attempt.take("ready", 2, generation=1, updates=7)
+    attempt.tick(MOMENT_S)
+    assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [0, 2])
+
+
+def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("orchestrator.agent.coordinator.warn_of", full)
+    attempt.take("unresponsive", 1, state="busy", seconds=9.0, asleep_in="", seen=SEEN)
+    attempt.tick()
+
+
 def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
     attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
     attempt.coordinator.disconnected(1)
@@ -264,7 +288,7 @@ def test_the_smaller_half_waits_while_the_others_may_live(
     attempt = Attempt(tmp_path)
     known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0)
     monkeypatch.setattr("orchestrator.agent.coordinator.agent_file", lambda *_: known)
-    monkeypatch.setattr("orchestrator.agent.coordinator.refuses", lambda *_: not listens)
+    monkeypatch.setattr("orchestrator.agent.links.refuses", lambda *_: not listens)
     attempt.coordinator.disconnected(1)
     attempt.coordinator.disconnected(2)
     attempt.tick(MOMENT_S)

@@ -82,6 +82,13 @@ def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_pat
     assert checkpoint.newest(tmp_path)[0].updates == 2
 
 
+def test_a_damaged_later_one_does_not_take_the_place_of_a_sound_one(tmp_path):
+    save(tmp_path, 4)
+    (save(tmp_path, 8) / checkpoint.WEIGHTS).write_bytes(b"damaged")
+    save(tmp_path, 5, keep=1)
+    assert [p.name for p in checkpoint.complete(tmp_path)] == ["update-000000005"]
+
+
 def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_path):
     for updates in (1, 2):
         (save(tmp_path, updates) / checkpoint.STATE).write_text("7")

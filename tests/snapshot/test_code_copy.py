@@ -57,6 +57,18 @@ def test_files_that_hold_secrets_by_name_are_neither_copied_nor_in_the_diff(proj
     assert "hunter2" not in code_state(project / "package")["diff"]
 
 
+def test_a_repository_within_the_repository_is_copied_like_any_folder(project, tmp_path):
+    inner = project / "library"
+    inner.mkdir()
+    (inner / "part.py").write_text("code\n")
+    (inner / ".env").write_text("hunter2")
+    subprocess.run(["git", "init", "-q"], cwd=inner, check=True)
+    found, text, left_out, _ = taken(tmp_path)
+    assert set(found) == {*CODE, "library/part.py"}
+    assert "library/.env" in left_out
+    assert b"hunter2" not in text
+
+
 def test_links_stay_links_and_those_that_lead_out_are_left_out(project, tmp_path):
     outside = tmp_path / "outside.py"
     outside.write_text("hunter2")
