@@ -92,20 +92,13 @@ def planned_survival(config: Config) -> Survival:
     The job's source is read for that. Raises `JobError` as `check_target` does.
     """
     asked = config.run.survive
+    text = ON + FROM_CHECKPOINT * config.engine.shard_optimizer
     if asked is not None:
-        return Survival(asked, _survival_text(config) if asked else "")
+        return Survival(asked, text if asked else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return Survival(False)
-    against = next(_survive_default_refusals(config), None)
-    return (
-        Survival(True, _survival_text(config))
-        if against is None
-        else Survival(False, OFF + against)
-    )
-
-
-def _survival_text(config: Config) -> str:
-    return ON + FROM_CHECKPOINT * config.engine.shard_optimizer
+    against = next(_survive_refusals(config, check_target(config.job)), None)
+    return Survival(True, text) if against is None else Survival(False, OFF + against)
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -113,26 +106,8 @@ def with_survival(config: Config, *, on: bool) -> Config:
     return replace(config, run=replace(config.run, survive=on))
 
 
-def _survive_default_refusals(config: Config) -> Iterator[str]:
-    """Yield why it is off by default, the first reason first."""
-    yield from _survive_refusals(config)
-    yield from _survive_with_job(config, check_target(config.job))
-
-
-def _survive_with_job(config: Config, facts: TargetFacts) -> Iterator[str]:
-    if facts.framework == "torch":
-        yield from _survive_on_torch(config)
-        if facts.talks_in_window:
-            yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
-    elif facts.framework == "mindspore":
-        yield SURVIVE_ON_MINDSPORE
-    elif facts.framework is None:
-        yield UNKNOWN
-    else:
-        yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
-
-
-def _survive_refusals(config: Config) -> Iterator[str]:
+def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Iterator[str]:
+    """Yield why ranks cannot survive. Args: facts: of the job, if they count, too."""
     if is_program(config.job):
         yield (
             "run.survive=true means nothing to a program, whose updates other ranks cannot redo; "
@@ -161,6 +136,18 @@ def _survive_refusals(config: Config) -> Iterator[str]:
             "collectives that cannot be left when a peer is gone; try transport=gloo, which "
             f"computes on CPUs, or {RESTARTS} in its place"
         )
+    if facts is None:
+        return
+    if facts.framework == "torch":
+        yield from _survive_on_torch(config)
+        if facts.talks_in_window:
+            yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
+    elif facts.framework == "mindspore":
+        yield SURVIVE_ON_MINDSPORE
+    elif facts.framework is None:
+        yield UNKNOWN
+    else:
+        yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
 
 def _survive_on_torch(config: Config) -> Iterator[str]:
@@ -169,15 +156,6 @@ def _survive_on_torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
-
-
-def replacement_problems(config: Config) -> Iterator[str]:
-    """Yield the errors about `run.max_replacements`."""
-    if not config.run.max_replacements:
-        return
-    stated = f"run.max_replacements={config.run.max_replacements}"
-    if config.run.survive is False:
-        yield f"{stated} needs ranks that go on meanwhile; try run.survive=true, or {RESTARTS}"
 
 
 MOST_RANKS = 2**20
@@ -251,11 +229,20 @@ def _refuse(wrong: list[str]) -> None:
 
 
 def _any_job(config: Config) -> Iterator[str]:
-    yield from _ranks(config)
+    ranks = node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node
+    if ranks > MOST_RANKS:
+        yield (
+            f"cluster.nodes x cluster.ranks_per_node is {ranks} ranks; at most {MOST_RANKS} are "
+            f"possible"
+        )
     gpu_count(config.cluster.gpus_per_node)
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
-    yield from _reproducible(config)
+    if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
+        yield (
+            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
+            "chunk, the unit of work; try accumulation.micro_batch=16"
+        )
     yield from _only_on_slurm(config)
     in_queue = config.cluster.allocation == "new"
     if config.run.max_restarts and config.cluster.requeue is False and in_queue:
@@ -265,30 +252,15 @@ def _any_job(config: Config) -> Iterator[str]:
         )
     if config.run.survive:
         yield from _survive_refusals(config)
-    yield from replacement_problems(config)
+    if config.run.max_replacements and config.run.survive is False:
+        yield (
+            f"run.max_replacements={config.run.max_replacements} needs ranks that go on meanwhile; "
+            f"try run.survive=true, or {RESTARTS}"
+        )
     if is_program(config.job):
         yield from program_problems(config, Config())
     elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
-
-
-def _ranks(config: Config) -> Iterator[str]:
-    ranks = node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node
-    if ranks > MOST_RANKS:
-        yield (
-            f"cluster.nodes x cluster.ranks_per_node is {ranks} ranks; at most {MOST_RANKS} are "
-            f"possible"
-        )
-
-
-def _reproducible(config: Config) -> Iterator[str]:
-    if config.accumulation.reduction != "reproducible":
-        return
-    if config.accumulation.micro_batch is None:
-        yield (
-            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
-            "leaf, the atom of work; try accumulation.micro_batch=16"
-        )
 
 
 def _only_on_slurm(config: Config) -> Iterator[str]:
@@ -313,8 +285,11 @@ def _transport(config: Config, framework: str) -> Iterator[str]:
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
     del coupled  # torch has them
-    if config.engine.wire != "own":
-        yield from _narrow_wire(config)
+    if config.engine.wire != "own" and config.accumulation.reduction != "fast":
+        yield (
+            f"engine.wire={config.engine.wire} rounds sums in an order that depends on the ranks; "
+            f"try accumulation.reduction=fast, or engine.wire=own"
+        )
     if config.engine.shard_optimizer:
         yield from _shards(config)
     if config.run.survive:
@@ -323,15 +298,6 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
     for key in ("mode", "jit_level", "style"):
         if getattr(config.engine, key) != getattr(plain, key):
             yield f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
-
-
-def _narrow_wire(config: Config) -> Iterator[str]:
-    wire, own = f"engine.wire={config.engine.wire}", "or engine.wire=own"
-    if config.accumulation.reduction != "fast":
-        yield (
-            f"{wire} rounds sums in an order that depends on the ranks; try "
-            f"accumulation.reduction=fast, {own}"
-        )
 
 
 def _shards(config: Config) -> Iterator[str]:
