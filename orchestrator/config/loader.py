@@ -77,28 +77,6 @@ def register() -> None:
         OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
 
 
-def refuse_twice(parsed: Sequence[Override]) -> None:
-    """Raise `ConfigError` for a key that is stated twice where one of them is a sweep."""
-    stated: dict[tuple[str, str | None], list[Override]] = {}
-    for one in parsed:
-        if not one.is_delete():
-            name = one.key_or_group.replace("/", ".")
-            stated.setdefault((name, one.package), []).append(one)
-    for (key, _), several in stated.items():
-        lines = [str(one.input_line) for one in several]
-        swept = [str(one.input_line) for one in several if one.is_sweep_override()]
-        if len(several) == 1 or not (swept or key == "run.dir"):
-            continue
-        once = swept[-1] if swept else lines[-1]
-        values = ",".join(line.partition("=")[2] for line in lines)
-        if swept and not set(values) & set("([{'\""):
-            once = f"{key}={','.join(dict.fromkeys(values.split(',')))}"
-        raise ConfigError(
-            f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the last would "
-            f"count; state it once, as in {once}"
-        )
-
-
 HYDRA_VERSION_BASE = "1.3"
 MOST_POINTS = 10_000
 OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
@@ -220,9 +198,12 @@ class Loader(ConfigLoaderImpl):
                     default = content
         return Origin(default=default, stated=stated)
 
+    def parse(self, overrides: Sequence[str]) -> list[Override]:
+        return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+
     def swept(self, overrides: Sequence[str]) -> list[Override]:
         """Parse all overrides. Raises `ConfigError` for a sweep over what all its points share."""
-        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        parsed = self.parse(overrides)
         for override in parsed:
             section = override.key_or_group.replace("/", ".").partition(".")[0]
             if override.is_sweep_override() and section in OF_THE_SWEEP:
@@ -233,13 +214,29 @@ class Loader(ConfigLoaderImpl):
         return parsed
 
     def refuse_twice(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a key that is stated twice.
+        """Raise `ConfigError` for a key that is stated twice where one of them is a sweep.
 
         Args:
             overrides: as typed, which wins over a file's `hydra.sweeper.params`.
         """
-        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        refuse_twice(parsed)
+        stated: dict[tuple[str, str | None], list[Override]] = {}
+        for one in self.parse(overrides):
+            if not one.is_delete():
+                name = one.key_or_group.replace("/", ".")
+                stated.setdefault((name, one.package), []).append(one)
+        for (key, _), several in stated.items():
+            lines = [str(one.input_line) for one in several]
+            swept = [str(one.input_line) for one in several if one.is_sweep_override()]
+            if len(several) == 1 or not (swept or key == "run.dir"):
+                continue
+            once = swept[-1] if swept else lines[-1]
+            values = ",".join(line.partition("=")[2] for line in lines)
+            if swept and not set(values) & set("([{'\""):
+                once = f"{key}={','.join(dict.fromkeys(values.split(',')))}"
+            raise ConfigError(
+                f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the "
+                f"last would count; state it once, as in {once}"
+            )
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
@@ -255,7 +252,7 @@ class Loader(ConfigLoaderImpl):
         """Return the name of a sweep's folder: the swept keys, and a digest of all else that was
         typed and matters to its points.
         """
-        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+        parsed = self.parse(overrides)
         swept = sorted({o.key_or_group for o in parsed if o.is_sweep_override()})
         stated = [o for o in parsed if not o.is_sweep_override()]
         outside = ("run", *OF_THE_SWEEP)
@@ -272,5 +269,4 @@ class Loader(ConfigLoaderImpl):
 
     def refuse_choices(self, overrides: Sequence[str]) -> None:
         """Raise Hydra's error for `key=a,b` where no sweep is asked for."""
-        parsed = OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
-        self.validate_sweep_overrides_legal(parsed, RunMode.RUN, from_shell=True)
+        self.validate_sweep_overrides_legal(self.parse(overrides), RunMode.RUN, from_shell=True)
