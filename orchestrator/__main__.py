@@ -162,7 +162,7 @@ def plan(
 
     given = tuple(overrides or ())
     if program := _after_dashes():
-        given += program_overrides(program[1:], beside=given)
+        given += program_overrides(program[1:], before=given)
     check_overrides(given)
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun

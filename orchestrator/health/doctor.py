@@ -451,7 +451,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Findi
 
     Raises the errors of a launch.
     """
-    given = (*overrides, *program_overrides([str(Path(exchange.__file__))], beside=overrides))
+    given = (*overrides, *program_overrides([str(Path(exchange.__file__))], before=overrides))
     if not any(one.startswith("run.dir=") for one in given):
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
