@@ -6,32 +6,18 @@ import ctypes
 import gc
 import os
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 
 HOURS = 3600
 
 
-def _lock_twice():
-    lock = threading.Lock()
-    lock.acquire()
-    lock.acquire()
-
-
 def _stop_where_it_was_seen():
     """A rank says once a second where it is."""
     time.sleep(2.5)
     os.kill(os.getpid(), signal.SIGSTOP)
-
-
-def _wait_for_a_stopped_child():
-    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
-    os.kill(child.pid, signal.SIGSTOP)
-    child.wait()
 
 
 def _sleep_in_the_kernel():
@@ -68,17 +54,12 @@ FOR_SECONDS = {
 }
 ACTS = {
     "exit0": lambda: os._exit(0),
-    "exit3": lambda: os._exit(3),
-    "sys_exit": lambda: sys.exit(0),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sleep": lambda: time.sleep(HOURS),
-    "deadlock": _lock_twice,
-    "spin": lambda: [None for _ in iter(int, 1)],
     "interpreter": lambda: ctypes.PyDLL(None).sleep(HOURS),  # holds Python's lock meanwhile
     "stop": _stop_where_it_was_seen,
     "kernel": _sleep_in_the_kernel,
     "other": _call_another_collective,
-    "child": _wait_for_a_stopped_child,
 }
 
 

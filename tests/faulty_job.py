@@ -19,7 +19,7 @@ class Faulty:
         pause_s: sleep in every micro-step, until `hold` is released.
         hold: folder of a `tests.hold.Hold`.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "leave", "nan", "memory", "hang", "drift", "mute" (an exception
+            "raise", "kill", "exit", "leave", "nan", "memory", "drift", "mute" (an exception
             that cannot be printed), "fork" (two children that do not end themselves).
     """
 
@@ -57,7 +57,5 @@ class Faulty:
             os._exit(0)
         if self.now("memory"):
             raise MemoryError
-        if self.now("hang"):
-            time.sleep(3600)
         if self.pause_s and not (self.hold and self.hold.released):
             time.sleep(self.pause_s)

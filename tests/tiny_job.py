@@ -70,24 +70,6 @@ class Threads(Tiny):
         return super().model()
 
 
-class Uneven(Tiny):
-    """Has more data on one rank, as people do who split it themselves."""
-
-    def dataset(self):
-        x, y = super().dataset().tensors
-        kept = len(x) - 40 * (os.environ["SLURM_PROCID"] == "1")
-        return TensorDataset(x[:kept], y[:kept])
-
-
-class Other(Tiny):
-    """Has one other number in its data on rank 1, as after a copy that went wrong."""
-
-    def dataset(self):
-        x, y = super().dataset().tensors
-        y[-1] += 1e-6 * (os.environ["SLURM_PROCID"] == "1")
-        return TensorDataset(x, y)
-
-
 class OwnRate(Tiny):
     """Has learning rates of its own."""
 

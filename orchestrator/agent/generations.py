@@ -2,7 +2,7 @@
 
 | in a file | what |
 |---|---|
-| `generation`, `members` | its number, and its members in order (`members.py`) |
+| `generation`, `members` | its number, and its members in order (`member_of`) |
 | `gone`, `joined` | lost members; newcomers |
 | `updates` | with newcomers: updates completed when they joined |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |
@@ -117,11 +117,6 @@ class GenerationRecord:
     def read(self, generation: int) -> dict[str, Any] | None:
         """Return the record of a generation; None before there is one."""
         return read_json(self.path(generation))
-
-    @property
-    def begun(self) -> bool:
-        """Return whether the ranks train, and from now on survive a loss."""
-        return self.path(0).exists()
 
     def since(self, generation: int = 1) -> Iterator[dict[str, Any]]:
         """Return all generations from this one on, in order."""

@@ -43,14 +43,13 @@ class Link:
 
     Attributes:
         rank: the peer's, once known.
-        heard: monotonic time of the last data; answered: whether any data came.
+        heard: monotonic time of the last data.
     """
 
     socket: socket.socket
     rank: int | None = None
     heard: float = field(default_factory=time.monotonic)
     unread: bytes = b""
-    answered: bool = False
 
     def send(self, **message: Any) -> bool:
         """Send a message; return whether the kernel accepted it."""
@@ -69,7 +68,7 @@ class Link:
             return None
         if not content:
             return None
-        self.heard, self.answered = time.monotonic(), True
+        self.heard = time.monotonic()
         *lines, self.unread = (self.unread + content).split(b"\n")
         most = HELLO_BYTES if self.rank is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:

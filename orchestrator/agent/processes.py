@@ -65,8 +65,7 @@ def _status_of(error: BaseException) -> int:
 def leave(code: int) -> NoReturn:
     """End this process at once, without interpreter shutdown.
 
-    A group with a lost peer would wait in its destructor for operations that can never end
-    (architecture.md, at its end).
+    A group with a lost peer would wait in its destructor for operations that can never end.
     """
     sys.stdout.flush()
     sys.stderr.flush()

@@ -3,7 +3,7 @@
 Its ranks meet at a port of the first node, which the run folder names.
 
 torchrun would look for a free port and let go of it, and another run may take it before the program
-does. Here it is kept for as long as the program runs (`listening.keep_port`).
+does. Here it is kept for as long as the program runs.
 """
 
 from __future__ import annotations

@@ -1,6 +1,5 @@
 """The first rank that fails ends the run at once, is named, and nothing is left running."""
 
-import os
 import shutil
 import signal
 import time
@@ -33,34 +32,12 @@ def undisturbed(tmp_path_factory):
     return run
 
 
-def started(run, *more):
-    """Start a long run and wait until it trains."""
-    process = helpers.begin(*SLOW, f"run.dir={run}", *more)
-    helpers.until(lambda: len(helpers.records(run)) >= 2, what="training")
-    return process
-
-
 def held(run, update, *more):
     """Start a run and wait until both of its ranks are held before `update`."""
     hold = Hold(run.with_name("hold")).hold_before(update)
     process = helpers.begin(*SLOW, *FEW, f"run.dir={run}", hold.override, *more)
     hold.wait_until_held(update, (0, 1))
     return process, hold
-
-
-def test_a_killed_rank_ends_the_run_within_ten_seconds_and_is_named(run):
-    process = started(run)
-    pid = helpers.rank_pid(run, 2)
-    began = time.monotonic()
-    os.kill(pid, signal.SIGKILL)
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 10
-    assert process.returncode == 1
-    assert "rank 2" in output
-    assert "SIGKILL" in output
-    culprit = helpers.result(run)["culprit"]
-    assert (culprit["rank"], culprit["node"]) == (2, "node1")
-    assert not helpers.processes_of(run)
 
 
 def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_error_is_named(
@@ -86,17 +63,6 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
     )  # fmt: skip
 
 
-def test_a_rank_that_raises_is_named_with_its_exception_and_log(run):
-    done = helpers.call(TINY, SMALL, f"run.dir={run}", "job.fault=raise", "train.updates=20")
-    assert done.returncode == 1
-    culprit = helpers.result(run)["culprit"]
-    assert culprit["rank"] == 1
-    assert "ValueError: the tiny job was told to fail [here]" in culprit["cause"]
-    assert any("told to fail [here]" in line for line in culprit["log_tail"])
-    assert "told to fail [here]" in done.stdout
-    assert "resume" in done.stdout
-
-
 def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
     done = helpers.call(
         TINY, f"run.dir={run}", "job.fault=drift", "job.fault_rank=2", "job.fault_after=4",
@@ -108,22 +74,6 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
     assert "the weights of rank 2 are no longer those of most ranks" in found["culprit"]["cause"]
     assert "first in parameter 0.weight" in found["culprit"]["cause"]
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == []
-
-
-def test_a_lost_node_ends_the_run_and_is_named(run):
-    process = started(run)
-    helpers.node_process(run, "node1").kill()
-    process.communicate(timeout=30)
-    assert process.returncode == 1
-    assert helpers.result(run)["culprit"]["node"] == "node1"
-    assert not helpers.processes_of(run)
-
-
-def test_killing_the_launcher_leaves_no_process(run):
-    process = started(run)
-    process.kill()
-    process.communicate()
-    helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -175,16 +125,6 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
     attempts = [r["attempt"] for r in helpers.records(run)]
     assert set(attempts) == {0, 1}
     assert helpers.result(run)["collectives"] == helpers.result(undisturbed)["collectives"] == 40
-
-
-def test_a_run_in_progress_is_not_resumed(run):
-    process = started(run)
-    again = helpers.verb("resume", run)
-    assert again.returncode == 2
-    assert "is in progress" in again.stderr
-    process.send_signal(signal.SIGTERM)
-    process.communicate(timeout=30)
-    assert process.returncode == 3
 
 
 def test_a_folder_deleted_in_mid_run_ends_it_with_a_message(run):

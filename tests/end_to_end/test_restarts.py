@@ -4,9 +4,6 @@ import json
 import os
 import re
 import signal
-import time
-
-import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
@@ -82,43 +79,6 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     assert wanted["memory"]["optimizer"] <= 2 * 4 * 41 + 4 * pieces
 
 
-def test_a_frozen_rank_is_lost_after_the_timeout_and_one_that_thaws_before_is_not(tmp_path):
-    run = tmp_path / "run"
-    hold = Hold(tmp_path / "hold").hold_before(5)
-    process = helpers.begin(
-        *FEW, f"run.dir={run}", hold.override, "train.updates=20", "run.max_restarts=1",
-        "cluster.heartbeat_timeout_s=4",
-    )  # fmt: skip
-    hold.wait_until_held(5, (0, 1))
-    rank = helpers.rank_pid(run, 1)
-    os.kill(rank, signal.SIGSTOP)
-    time.sleep(0.5)  # well below the timeout
-    os.kill(rank, signal.SIGCONT)
-    hold.hold_before(9)
-    hold.wait_until_held(9, (0, 1))
-    began = time.monotonic()
-    os.kill(rank, signal.SIGSTOP)
-    hold.release()
-    helpers.until((run / "attempts" / "001").exists, 30, "the next attempt")
-    assert time.monotonic() - began > 3
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    (note,) = helpers.result(run)["restarts"]
-    assert "rank 1 on node1 failed first: it was frozen (SIGSTOP) for 4 s" in note["why"]
-    assert not helpers.processes_of(run)
-
-
-def test_an_exception_that_comes_back_at_the_same_update_ends_the_run(tmp_path):
-    run = tmp_path / "run"
-    # Of rank 0, so that no other rank saves: the job counts the steps of its process.
-    more = ("job.fault=raise", "job.fault_after=9", "job.fault_rank=0", "train.checkpoint_every=0")
-    done = helpers.call(*FEW, *more, f"run.dir={run}", "train.updates=20", "run.max_restarts=5")
-    assert done.returncode == 1
-    assert "attempt 0 raised the same in update 2" in " ".join(done.stdout.split())
-    assert len(helpers.result(run)["restarts"]) == 1
-    assert "told to fail" in helpers.result(run)["culprit"]["cause"]
-
-
 def test_an_interrupted_run_does_not_start_again(tmp_path):
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(3)
@@ -132,20 +92,6 @@ def test_an_interrupted_run_does_not_start_again(tmp_path):
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 1, output
     assert len(list((run / "attempts").glob("0*"))) == 1
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("run.max_restarts=-1", "run.max_restarts=0"),
-        ("run.max_restarts=often", "run.max_restarts"),
-        ("+cluster=slurm cluster.requeue=false run.max_restarts=1", "cluster.requeue=true"),
-    ],
-)
-def test_a_number_of_restarts_that_cannot_be_is_refused(tmp_path, override, words):
-    done = helpers.verb("plan", *FEW[:1], *override.split())
-    assert done.returncode == 2
-    assert words in done.stderr
 
 
 def test_a_jobs_own_rates_are_those_of_every_attempt_and_cost_no_bit(tmp_path):

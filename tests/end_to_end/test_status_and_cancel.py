@@ -59,14 +59,6 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
     assert "rank 0" not in verb("logs", run).stderr
 
 
-def test_cancel_now_ends_every_process_of_a_local_run(tmp_path):
-    run = tmp_path / "run"
-    process = start(run)
-    assert verb("cancel", run, "--now").returncode == 0
-    assert ended(process) == 130
-    assert found(run)["state"] == "failed"
-
-
 def test_status_without_a_run_says_so(tmp_path):
     assert "no runs" in verb("status", cwd=tmp_path).stdout
     missing = verb("status", tmp_path / "nothing")

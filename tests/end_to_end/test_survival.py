@@ -114,15 +114,6 @@ def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbe
     assert not helpers.processes_of(run)
 
 
-def test_an_exception_in_the_job_is_not_survived(run):
-    done = helpers.call(*RUN, "cluster.nodes=2", "job.fault=raise", f"run.dir={run}", "-q")
-    assert done.returncode == 1
-    culprit = helpers.result(run)["culprit"]
-    assert culprit["rank"] == 1
-    assert "told to fail" in culprit["cause"]
-    assert not survived(run)
-
-
 def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(run):
     process, hold = begin_held(
         run, 3, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
