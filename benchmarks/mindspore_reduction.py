@@ -32,8 +32,8 @@ def rank_main(folder: Path, rank: int, repetitions: int) -> None:
     from mindspore import Tensor, nn, ops
 
     from orchestrator.engine.api import EngineSettings, GroupSpec
-    from orchestrator.engine.mindspore import form_group
     from orchestrator.engine.mindspore.accumulator import Accumulator
+    from orchestrator.engine.mindspore.group import form_group
 
     group = form_group(
         GroupSpec(

@@ -22,7 +22,7 @@ from mindspore.experimental import optim
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.mindspore import build_engine
+from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.group import MindSporeGroup
 
 LAYERS = (784, 512, 512, 10)

@@ -436,7 +436,7 @@ BREAKABLE = ("gloo", "threads")
 
 
 def against(job: Any, group: Group) -> str:
-    """Why the ranks of `group` cannot go on without those that are lost; "" where they can."""
+    """Return why the ranks of `group` cannot continue without lost ones; "" where they can."""
     if group.size > 1 and group.transport not in BREAKABLE:
         return (
             f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "

@@ -32,7 +32,8 @@ if framework == "torch":
     told = os.environ["GLOO_SOCKET_IFNAME"]
 else:
     import mindspore
-    from orchestrator.engine.mindspore import ahead, form_group
+    from orchestrator.engine.mindspore.group import form_group
+    from orchestrator.engine.mindspore.rendezvous import ahead
     ahead(spec)
     group = form_group(spec)
     mine, told = mindspore.ops.ones(3, mindspore.float32) * (1 + who.rank), "cable0"

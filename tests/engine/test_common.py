@@ -89,15 +89,6 @@ def test_it_doubles_exactly_after_so_many_calm_windows_and_again():
     assert after(scale, 1) == 4 * FIRST_SCALE
 
 
-def test_an_overflow_halves_it_and_the_calm_begins_anew():
-    scale = LossScale(scales=True)
-    after(scale, GROW_AFTER - 1)
-    scale.overflowed()
-    assert scale.scale == FIRST_SCALE / 2
-    assert after(scale, GROW_AFTER - 1) == FIRST_SCALE / 2
-    assert after(scale, 1) == FIRST_SCALE
-
-
 def test_it_stays_within_bounds():
     scale = LossScale(scales=True)
     for _ in range(40):

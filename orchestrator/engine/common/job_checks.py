@@ -235,7 +235,7 @@ MOST_NAMED = 5
 
 
 def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
-    """Not collective; every rank comes to the same end.
+    """Check initial weights. Not collective; every rank comes to the same end.
 
     Args:
         found: tensors of the file; wanted: those of the model.
@@ -243,6 +243,12 @@ def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
     Raises:
         ConfigError: they are not alike; the first few that differ are named.
     """
+    if wrong := misfits(found, wanted):
+        raise ConfigError(f"train.initial_weights: {path} does not fit this model: {wrong}")
+
+
+def misfits(found: Kinds, wanted: Kinds) -> str:
+    """Return the first few tensors of a file that are not as the model wants them, in words."""
     wrong: list[str] = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
@@ -251,14 +257,8 @@ def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
             wrong.append(f"it has {name}, which this model has not{did_you_mean(name, wanted)}")
         elif found[name] != wanted[name]:
             wrong.append(f"{name} is {_words(*found[name])}, but must be {_words(*wanted[name])}")
-    if not wrong:
-        return
     more = len(wrong) - MOST_NAMED
-    raise ConfigError(
-        f"train.initial_weights: {path} does not fit this model: "
-        + "; ".join(wrong[:MOST_NAMED])
-        + (f"; and {more} more" if more > 0 else "")
-    )
+    return "; ".join(wrong[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
 def _words(dtype: str, shape: tuple[int, ...]) -> str:

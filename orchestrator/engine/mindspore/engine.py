@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import platform
+import random
 import resource
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import mindspore as ms
 import numpy as np
-from mindspore import Tensor, nn, ops
+from mindspore import Parameter, Tensor, nn, ops
+from safetensors.numpy import load_file, save_file
 
 from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
-from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
+from orchestrator.engine.common.job_checks import (
+    Hyperparameters,
+    Kinds,
+    check_fits,
+    checked_figures,
+    misfits,
+    refuse_scheduler,
+)
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.mindspore import state
 from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compiled_loss, python_loss
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine.mindspore.loader import Loader
 from orchestrator.engine.mindspore.model import (
     RANDOM,
     Precision,
@@ -37,9 +49,139 @@ from orchestrator.engine.mindspore.model import (
     set_rate,
     state_of,
 )
-from orchestrator.errors import ConfigError, JobError, NonFiniteError
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.job import Job
 from orchestrator.plan.wire import trailer_numbers
+
+# ------------------------------------------------------------------ Batches
+# One for each micro-batch, in order, fetched ahead by threads. Samples are numpy arrays or numbers
+# (or tuples, or dictionaries of them); they are stacked and become MindSpore tensors. The data set
+# may be MindSpore's own pipeline, read into something indexable.
+
+
+AHEAD_PER_WORKER = 2
+
+
+def stack(samples: Sequence[Any], floats: Any = None) -> Any:
+    """Stack samples along a new axis 0, the structure kept.
+
+    Args:
+        samples: equally built: numbers, arrays, tensors, or tuples or dictionaries of them.
+        floats: numpy type of floating-point numbers; None leaves float64 to become float32.
+    """
+    first = samples[0]
+    if isinstance(first, Mapping):
+        return {key: stack([sample[key] for sample in samples], floats) for key in first}
+    if isinstance(first, tuple | list):
+        return tuple(stack(column, floats) for column in zip(*samples, strict=True))
+    if isinstance(first, Tensor):
+        return ops.stack(list(samples))
+    array = np.stack([np.asarray(sample) for sample in samples])
+    if array.dtype.kind == "f":
+        wanted = floats or (np.float32 if array.dtype == np.float64 else array.dtype)
+        array = array.astype(wanted, copy=False)
+    return Tensor(array)
+
+
+class Loader:
+    """Fetcher and collator of micro-batches.
+
+    Args:
+        floats: see `stack`.
+        workers: threads that fetch ahead; 0 fetches when asked.
+    """
+
+    def __init__(self, job: Job, seed: int, workers: int, floats: Any) -> None:
+        self._dataset = job.dataset()
+        self._collate: Callable[[list[Any]], Any] = getattr(job, "collate", lambda _: None)
+        self._augments = bool(getattr(job, "augments", False))
+        self._seed, self._workers, self._floats = seed, workers, floats
+        if workers and self._augments:
+            raise JobError(
+                f"{type(job).__name__} augments, and MindSpore's loader workers are threads, which "
+                f"share one random state; set train.loader_workers=0"
+            )
+
+    def _fetch(self, micro_batch: MicroBatch) -> Any:
+        samples: list[Any] = []
+        for place, index in enumerate(micro_batch.indices):
+            if self._augments:
+                seed = derived_seed(
+                    "data", self._seed, micro_batch.update, micro_batch.start + place
+                )
+                random.seed(seed)
+                np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+            samples.append(self._dataset[index])
+        collated = self._collate(samples)
+        return stack(samples, self._floats) if collated is None else collated
+
+    def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
+        if not self._workers:
+            yield from map(self._fetch, micro_batches)
+            return
+        with ThreadPoolExecutor(self._workers, thread_name_prefix="loader") as pool:
+            waiting: deque[Future[Any]] = deque()
+            for micro_batch in micro_batches:
+                waiting.append(pool.submit(self._fetch, micro_batch))
+                if len(waiting) > self._workers * AHEAD_PER_WORKER:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+
+
+# ------------------------------------------------------------------ State on disk
+# Weights and optimizer as safetensors, which every framework reads.
+
+
+WEIGHTS = "weights.safetensors"
+OPTIMIZER = "optimizer.safetensors"
+
+
+def arrays_of(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
+    """Return copies of the parameters as contiguous arrays, in the order of the names."""
+    return {name: np.array(parameters[name].asnumpy(), order="C") for name in sorted(parameters)}
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """A copy of the state of one moment, to be written from any thread."""
+
+    files: Mapping[str, dict[str, Any]]
+    extra: dict[str, Any]
+
+    def take(self) -> None:
+        """Do nothing: all is copied already."""
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write the safetensors files; give the rest as what JSON can hold."""
+        for name, arrays in self.files.items():
+            save_file(arrays, str(folder / name))
+        return self.extra
+
+
+def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
+    """Set the parameters to a file's, bit for bit. Raises `RunFolderError` for another model's."""
+    found = load_file(str(path))
+    if wrong := misfits(_kinds_in(found), _kinds_of(parameters)):
+        raise RunFolderError(f"{path} does not fit this model: {wrong}")
+    for name, array in found.items():
+        ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `set_rate`
+
+
+def _kinds_in(arrays: Mapping[str, Any]) -> Kinds:
+    return {name: (array.dtype.name, tuple(array.shape)) for name, array in arrays.items()}
+
+
+def _kinds_of(parameters: Mapping[str, Parameter]) -> Kinds:
+    return {name: (str(p.dtype).lower(), tuple(p.shape)) for name, p in parameters.items()}
+
+
+def digest(parameters: Mapping[str, Parameter]) -> str:
+    """SHA-256 over the parameters' bytes, tensor by tensor in the order of the names."""
+    whole = hashlib.sha256()
+    for array in arrays_of(parameters).values():
+        whole.update(array.tobytes())
+    return whole.hexdigest()
 
 
 def as_float(value: Any) -> float:
@@ -77,7 +219,7 @@ class MindSporeEngine:
         if not trainable:
             raise JobError("model() has no trainable parameters")
         self._optimizer = self._built_optimizer(own, trainable)
-        self._hyperparameters = Hyperparameters(hyperparameters_of(self._optimizer))
+        self._hyperparameters = Hyperparameters(partial(hyperparameters_of, self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         precision = Precision(settings.precision, group.transport)
@@ -242,12 +384,12 @@ class MindSporeEngine:
     def save_state(self, folder: Path) -> dict[str, Any]:
         return self.snapshot().save_state(folder)
 
-    def snapshot(self) -> state.Snapshot:
+    def snapshot(self) -> Snapshot:
         """Return what `save_state` would write now, for another thread."""
         weights = self._model.parameters_dict()
-        found = {state.WEIGHTS: weights, state.OPTIMIZER: state_of(self._optimizer, weights)}
+        found = {WEIGHTS: weights, OPTIMIZER: state_of(self._optimizer, weights)}
         extra = {"engine": "mindspore", "precision": self._accumulator.precision.state()}
-        return state.Snapshot({name: state.arrays_of(part) for name, part in found.items()}, extra)
+        return Snapshot({name: arrays_of(part) for name, part in found.items()}, extra)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         if extra.get("engine") != "mindspore":
@@ -255,16 +397,17 @@ class MindSporeEngine:
                 f"{folder} is a checkpoint of another engine; its weights alone fit here"
             )
         weights = self._model.parameters_dict()
-        state.load(folder / state.WEIGHTS, weights)
-        state.load(folder / state.OPTIMIZER, state_of(self._optimizer, weights))
+        load(folder / WEIGHTS, weights)
+        load(folder / OPTIMIZER, state_of(self._optimizer, weights))
         self._accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
 
     def load_weights(self, path: Path) -> None:
-        state.load_weights(path, self._model.parameters_dict())
+        check_fits(path, _kinds_in(load_file(str(path))), _kinds_of(self._model.parameters_dict()))
+        load(path, self._model.parameters_dict())
 
     def weights_sha256(self) -> str:
-        return state.digest(self._model.parameters_dict())
+        return digest(self._model.parameters_dict())
 
     def extra_collectives(self) -> int:
         return 0

@@ -364,29 +364,20 @@ def set_rate(optimizer: Any, rate: float) -> None:
     ops.assign(own, Tensor(rate, own.dtype))
 
 
-def hyperparameters_of(optimizer: Any) -> Callable[[], dict[tuple[int, str], Any]]:
-    """Return a function that gives an optimizer's hyperparameters as they are then, as plain
-    values.
+def hyperparameters_of(optimizer: Any) -> dict[tuple[int, str], Any]:
+    """Return an optimizer's hyperparameters as they are now, as plain values.
 
     Of `mindspore.nn`'s optimizers that is the rate alone: all else is compiled into their steps.
     """
-
-    def read() -> dict[tuple[int, str], Any]:
-        groups = getattr(optimizer, "param_groups", None)
-        if groups is None:
-            return {(0, "lr"): _plain(getattr(optimizer, "learning_rate", None))}
-        return {
-            (number, str(name)): _plain(value)
-            for number, group in enumerate(groups)
-            for name, value in group.items()
-            if name != "params"
-        }
-
-    return read
-
-
-def _plain(value: Any) -> Any:
-    return value.asnumpy().tolist() if isinstance(value, Tensor) else value
+    groups = getattr(optimizer, "param_groups", None)
+    if groups is None:
+        groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
+    return {
+        (number, str(name)): value.asnumpy().tolist() if isinstance(value, Tensor) else value
+        for number, group in enumerate(groups)
+        for name, value in group.items()
+        if name != "params"
+    }
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:

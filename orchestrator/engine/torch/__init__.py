@@ -1,6 +1,16 @@
-"""The torch engine: groups, differentiable collectives, the accumulator, and the engine over them.
+"""The torch engine.
 
-from orchestrator.engine.torch import Accumulator, TorchGroup, all_gather
+| module | holds |
+|---|---|
+| `accumulator` | the path of a gradient from `backward` to `step`; begin reading here |
+| `window_state` | which call is legal when, in a window and in `run.windows` |
+| `buffers` | flat gradient buffers, hooks that fill them, unused parameters |
+| `reducer`, `sharding`, `reproducible` | the three ways to sum buffers over ranks |
+| `start_checks`, `window_checks` | what is refused at the start, and in each window |
+| `group` | collectives and their gradients; ranks as threads |
+| `transports`, `rendezvous` | process groups (gloo, NCCL, HCCL), and how ranks meet |
+| `engine` | a job's model, data and optimizer on an accumulator; other groups |
+| `model`, `loader`, `state`, `grad_cache` | parts of it: models, batches, files, coupled losses |
 """
 
 from __future__ import annotations

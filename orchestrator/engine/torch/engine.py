@@ -8,6 +8,7 @@ import resource
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -250,7 +251,7 @@ class TorchEngine:
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Take what belongs to an accumulator from this one."""
         self.accumulator, self._clock = accumulator, accumulator.clock
-        self._hyperparameters = Hyperparameters(hyperparameters_of(accumulator.optimizer))
+        self._hyperparameters = Hyperparameters(partial(hyperparameters_of, accumulator.optimizer))
         self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
         self._coupled = None
         if is_coupled(self._job):

@@ -113,8 +113,8 @@ class Leaves:
         """Return the number of the leaf that a micro-batch is."""
         if self.size is None:
             return None
-        leaf, beside = divmod(micro_batch.start, self.size)
-        if beside:
+        leaf, rest = divmod(micro_batch.start, self.size)
+        if rest:
             raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self.size}")
         return leaf
 

@@ -231,13 +231,13 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             # Files of other writers have no such entry.
-            beside = json.loads((file.metadata() or {}).get(BESIDE, "{}"))
+            extra = json.loads((file.metadata() or {}).get(BESIDE, "{}"))
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, FileNotFoundError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error
-    for name in beside.get("complex", ()):
+    for name in extra.get("complex", ()):
         tensors[name] = torch.view_as_complex(tensors[name])
-    for alias, name in beside.get("aliases", {}).items():
+    for alias, name in extra.get("aliases", {}).items():
         tensors[alias] = tensors[name]
     return tensors
 

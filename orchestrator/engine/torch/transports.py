@@ -423,7 +423,7 @@ class Transport(ABC):
 
     @classmethod
     def lacking(cls, everyone: Sequence[Presence]) -> str:
-        """Why these ranks cannot use it, in a sentence; "" where nothing stands against it."""
+        """Return why these ranks cannot use it, in a sentence; "" where they can."""
         del everyone
         return ""
 

@@ -22,8 +22,8 @@ from mindspore import Tensor, ops
 from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
 from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
-from orchestrator.engine.mindspore import build_engine, form_group
-from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllReduceSum
+from orchestrator.engine.mindspore.engine import build_engine
+from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllReduceSum, form_group
 from orchestrator.errors import JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import Wire
 from tests.engine.mindspore.jobs import SAMPLES, Steep, Weighted, numpy_update

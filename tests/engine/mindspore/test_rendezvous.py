@@ -12,8 +12,7 @@ import threading
 
 import pytest
 
-from orchestrator.engine.mindspore import form_group
-from orchestrator.engine.mindspore.group import device_index, variables
+from orchestrator.engine.mindspore.group import device_index, form_group, variables
 from orchestrator.engine.mindspore.rendezvous import Scheduler, await_verdict, decide
 from orchestrator.errors import RendezvousError, RunFailed, StopRequested, TransportError
 from tests.engine.mindspore.processes import alive

@@ -257,31 +257,6 @@ def test_settings_that_cannot_be_used_are_refused(settings, message):
 # ------------------------------------------------------------------ what users do
 
 
-@pytest.mark.parametrize("to_none", [True, False])
-def test_zeroing_gradients_between_windows_does_not_matter(to_none):
-    def train(zero):
-        ours, model = _accumulator(TorchGroup.alone())
-        for _ in range(2):
-            ours.backward(_loss(model), last=True)
-            ours.boundary()
-            if zero:
-                ours.optimizer.zero_grad(set_to_none=to_none)
-        ours.close()
-        return _bits(model)
-
-    assert torch.equal(train(zero=True), train(zero=False))
-
-
-def test_gradients_set_to_none_in_mid_window_lose_nothing():
-    ours, model = _accumulator(TorchGroup.alone())
-    ours.backward(_loss(model))
-    once = model[0].weight.grad.clone()
-    ours.optimizer.zero_grad(set_to_none=True)
-    ours.backward(_loss(model), last=True)
-    assert torch.equal(model[0].weight.grad, 2 * once)
-    assert model[0].weight.grad is ours.buffers.views[0]
-
-
 def test_a_backward_run_by_other_code_is_recorded():
     """As a pipeline's schedule does it."""
 

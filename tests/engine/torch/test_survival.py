@@ -117,11 +117,6 @@ def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
 def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it(monkeypatch):
     monkeypatch.setitem(globals(), "DONE", (2,))
 
-    def before(engine, rank):
-        train(engine, rank, 4, range(3))
-        if rank in DONE:  # it has begun the next one
-            train(engine, rank, 4, [3], most=1)
-
     # ranks 1 and 3 are as they were after 2 updates: the third never came to its end there
     states = {}
 
