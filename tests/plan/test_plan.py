@@ -61,69 +61,6 @@ def test_a_plan_is_written_as_it_is_shown(**values):
     assert json.loads(json.dumps(shown)) == shown
 
 
-def test_what_is_not_known_is_none():
-    unknown = plan(epochs=3, decay="cosine", warmup_updates=5)
-    assert unknown.updates is unknown.updates_per_epoch is unknown.learning_rate_last is None
-    assert unknown.collectives_per_update is unknown.bytes_on_wire_per_update is None
-    assert unknown.schedule is None
-    assert unknown.epochs == 3
-    assert unknown.learning_rate_first == pytest.approx(2e-4)
-    assert unknown.learning_rate_peak == 1e-3
-
-
-def test_updates_win_over_epochs_and_one_epoch_is_the_default():
-    assert plan(updates=10, epochs=7, dataset_samples=1024).updates == 10
-    assert plan(updates=10, epochs=7, dataset_samples=1024).epochs == 2.5
-    assert plan(updates=10, dataset_samples=512, ragged="carry").epochs == 5
-    assert plan(dataset_samples=1024).updates == 4
-
-
-def test_learning_rates_of_the_first_the_highest_and_the_last_update():
-    known = plan(
-        updates=100, base_lr=0.1, base_batch=64, scaling="linear", warmup_updates=4, decay="cosine"
-    )
-    rates = (known.learning_rate_first, known.learning_rate_peak, known.learning_rate_last)
-    assert rates == pytest.approx((0.1, 0.4, 0.0))
-
-
-def test_one_rank_talks_to_nobody():
-    alone = plan(nodes=1, ranks_per_node=1)
-    assert alone.collectives_per_update == alone.bytes_on_wire_per_update == 0
-
-
-@pytest.mark.parametrize(
-    ("values", "sentence"),
-    [
-        ({"global_batch": 2, "steps": 1}, "ranks 2-3 of 4 will be idle: there is no work for them"),
-        (
-            {"global_batch": 8, "steps": 5},
-            "accumulation.steps=5 is more than the samples of a rank",
-        ),
-        (
-            {"dataset_samples": 100, "scaling": "linear", "base_batch": 64},
-            "an update holds 100, while the learning rate is scaled for 256",
-        ),
-        ({"dataset_samples": 100, "ragged": "carry"}, "holds some samples more than once"),
-        ({"dataset_samples": 300, "ragged": "drop"}, "leaves 44 of 300 samples out of each epoch"),
-        ({"updates": 5, "warmup_updates": 6}, "the learning rate never reaches its peak"),
-        (
-            {"global_batch": 100, "micro_batch": 10, "reduction": "reproducible"},
-            (
-                "10 leaves do not divide evenly: 2 of 4 ranks take 3 and the others wait for them; "
-                "accumulation.global_batch=120 would fill all ranks at accumulation.micro_batch=10"
-            ),
-        ),
-    ],
-)
-def test_what_is_allowed_but_perhaps_not_meant_is_said(values, sentence):
-    assert any(sentence in warning for warning in plan(**values).warnings)
-
-
-def test_an_ordinary_plan_has_no_warnings():
-    assert plan(dataset_samples=1000).warnings == ()
-    assert plan(global_batch=120, micro_batch=10, reduction="reproducible").warnings == ()
-
-
 @pytest.mark.parametrize(
     ("values", "message"),
     [
@@ -240,12 +177,3 @@ def test_rates_are_told_as_far_as_they_are_known(stated, first, peak, last):
     assert told == (first, peak, last)
     open_end = stated.get("updates", 4) is None and stated.get("decay") == "linear"
     assert (made.schedule is None) == open_end
-
-
-def test_what_was_stated_is_kept():
-    stated = {"ragged": "carry", "seed": 7, "parameters": 8,
-              "dataset_samples": 90, "global_batch": 30, "micro_batch": 3}  # fmt: skip
-    made = plan(**stated)
-    assert {name: getattr(made, name) for name in stated} == stated
-    assert (made.nodes, made.ranks_per_node, made.ranks, made.steps) == (2, 2, 4, 3)
-    assert plan(seed=0).reduction == "fast"

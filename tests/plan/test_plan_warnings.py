@@ -88,16 +88,6 @@ def test_every_warning_of_a_plan_is_so(made):
         assert _holds(sentence, stated, plan), (sentence, stated)
 
 
-@pytest.mark.parametrize("scaling", ["none", "linear"])
-def test_only_a_scaled_rate_is_called_scaled(scaling):
-    plan = make_plan(
-        nodes=1, ranks_per_node=1, global_batch=50, dataset_samples=20, scaling=scaling,
-        base_batch=10,
-    )  # fmt: skip
-    [told] = [sentence for sentence in plan.warnings if "data set" in sentence]
-    assert ("is scaled" in told) == (scaling == "linear")
-
-
 IDLE = "rank 3 of 4 will be idle: there is no work for them in an update of 3 samples"
 MORE = "accumulation.global_batch=50 is more than the 49 samples of the data set: an update holds "
 UNEVEN = "9 leaves do not divide evenly: 1 of 4 ranks take 3 and the others wait for them"

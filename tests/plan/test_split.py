@@ -1,7 +1,6 @@
 """Who computes which samples: laws of the split, for any numbers."""
 
 import time
-from collections import Counter
 from itertools import pairwise
 
 import pytest
@@ -93,13 +92,6 @@ def test_any_table_of_whole_leaves_keeps_the_leaves(counts, leaf_size, data):
     split = assign_leaves(counts, samples=samples, leaf_size=leaf_size)
     assert_sound(split, samples, len(counts))
     assert leaves_of(split) == leaves_of(split_leaves(samples, 1, leaf_size))
-
-
-def test_3072_samples_on_240_ranks_are_not_rounded():
-    split = split_window(3072, 240, cap=10)
-    assert Counter(split.samples_per_rank) == {13: 192, 12: 48}
-    assert Counter(split.micro_batches) == {(7, 6): 192, (6, 6): 48}
-    assert split.idle_ranks == ()
 
 
 def test_ranks_beyond_the_samples_are_idle_and_still_in_the_table():

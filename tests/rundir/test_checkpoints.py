@@ -15,8 +15,6 @@ from orchestrator.rundir.checkpoints import ATTEMPT_DIGITS, Fence, StaleAttempt,
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 
-"""Checkpoints appear whole or not at all, and a damaged one is passed over."""
-
 
 class Engine:
     """Writes a few bytes; can run out of disk in the middle."""
@@ -48,12 +46,6 @@ def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path):
     with pytest.raises(OSError, match="No space"):
         save(tmp_path, 2, Engine(fails=True))
     assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
-
-
-def test_a_crash_between_writing_and_renaming_is_not_mistaken_for_a_checkpoint(tmp_path):
-    save(tmp_path, 1)
-    save(tmp_path, 2).rename(tmp_path / ".partial-000000002-77")
-    assert checkpoint.newest(tmp_path)[0].updates == 1
 
 
 def test_what_killed_attempts_left_half_written_is_removed_and_nothing_else(tmp_path):

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.start import resumed
-from orchestrator.cli.status import statuses
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError
@@ -173,21 +172,6 @@ def test_a_folder_is_private_whatever_the_umask(tmp_path):
     modes = {p.name: p.stat().st_mode & 0o777 for p in [run.path, *run.path.rglob("*")]}
     assert {modes[name] for name in ("run", "logs", "attempts", "000")} == {0o700}
     assert not any(mode & 0o077 for mode in modes.values()), modes
-
-
-def test_one_damaged_run_hides_no_other_in_status(tmp_path):
-    sound = made(tmp_path / "sound")
-    for name in ("a", "b", "z"):
-        made(tmp_path / name)
-    (tmp_path / "a" / "plan.json").write_bytes(b"\xff\xfe")
-    (tmp_path / "b" / "submission.json").unlink()
-    (tmp_path / "b" / "submission.json").mkdir()
-    (tmp_path / "z" / "result.json").write_text("[" * 100_000)
-    runs = [RunDir(tmp_path / name) for name in ("a", "b", "sound", "z")]
-    found, _ = statuses(runs)
-    assert [status.state for status in found] == ["damaged", "damaged", "lost", "damaged"]
-    assert found[2].folder == sound.path
-    assert "plan.json is damaged: it is not UTF-8" in found[0].reason
 
 
 def test_the_last_lines_of_a_file_are_found_wherever_pieces_of_it_end(tmp_path, monkeypatch):

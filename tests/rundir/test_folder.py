@@ -45,12 +45,6 @@ def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 
 
-def test_broken_json_is_named(tmp_path):
-    (tmp_path / "x.json").write_text("{")
-    with pytest.raises(RunFolderError, match=r"x\.json is damaged"):
-        read_json(tmp_path / "x.json")
-
-
 def test_a_folder_without_a_run_is_not_resumed(tmp_path):
     with pytest.raises(RunFolderError, match="there is no run folder"):
         RunDir(tmp_path / "absent").existing()

@@ -11,9 +11,6 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import Ruling, describe_stop, rule
 
-"""When a failed run starts again by itself: a rule on what its folder says."""
-
-
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
 RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
 

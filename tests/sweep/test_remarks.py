@@ -30,18 +30,6 @@ def cells(tmp_path):
     return make
 
 
-def test_only_points_that_differ_in_their_split_are_said_to_differ_by_rounding(cells):
-    [said] = remarks(cells("accumulation.steps=1", "accumulation.steps=4 cluster.nodes=1"))
-    assert "magnifies rounding" in said
-
-
-def test_another_global_batch_is_no_rounding(cells):
-    small, large = "accumulation.global_batch=32", "accumulation.global_batch=128"
-    [said] = remarks(cells(small, large))
-    assert "the global batch" in said
-    assert "not by rounding" in said
-
-
 def test_both_are_said_of_a_sweep_that_has_both(cells):
     many = "accumulation.global_batch=128 accumulation.steps=4"
     other, rounding = remarks(cells(many, "accumulation.global_batch=128", "train.seed=1", many))
