@@ -29,7 +29,7 @@ from orchestrator.errors import (
     require_cwd,
     unreadable,
 )
-from orchestrator.report.terminal import print_error, say, while_somebody_reads
+from orchestrator.report.terminal import exit_on_broken_pipe, print_error, say
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.config.command_line import CommandLine
@@ -186,7 +186,7 @@ def resume(
     What is given after the run may change where and for how long it trains, never its numbers.
     """
     from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import resumed, way_of
+    from orchestrator.cli.start import resumed, runner_of
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
@@ -199,7 +199,7 @@ def resume(
         runs = [RunDir(point) for point in points]
         raise typer.Exit(resume_sweep(folder, runs, output, overrides or [], config_dir))
     with resumed(run.absolute(), output, overrides or [], config_dir) as ready:
-        code = EXIT_FINISHED if ready is None else way_of(ready.cluster)(ready).exit_code
+        code = EXIT_FINISHED if ready is None else runner_of(ready.cluster)(ready).exit_code
     raise typer.Exit(code)
 
 
@@ -392,7 +392,7 @@ def main() -> None:
         _program[:] = given[given.index("--") :]
         given = given[: given.index("--")]
     try:
-        with while_somebody_reads():
+        with exit_on_broken_pipe():
             app(given, prog_name="orchestrator" if script else "python -m orchestrator")
     except KeyboardInterrupt:
         sys.exit(EXIT_INTERRUPTED)

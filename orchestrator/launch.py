@@ -55,10 +55,10 @@ def run_app(arguments: Sequence[str]) -> int:
 
         return run_sweep(composer, output)
     config = found.config()
-    from orchestrator.cli.start import begun, way_of
+    from orchestrator.cli.start import begun, runner_of
 
     with begun(config, output, overrides=found.overrides) as ready:
-        return way_of(ready.cluster)(ready).exit_code
+        return runner_of(ready.cluster)(ready).exit_code
 
 
 def show_config(composer: Composer) -> None:
@@ -86,12 +86,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """
     before = signal.signal(signal.SIGINT, _leave)
     try:
-        from orchestrator.report.terminal import print_error, while_somebody_reads
+        from orchestrator.report.terminal import exit_on_broken_pipe, print_error
 
         given = list(sys.argv[1:] if arguments is None else arguments)
         try:
             require_cwd()
-            with while_somebody_reads():
+            with exit_on_broken_pipe():
                 return run_app(given)
         except OrchestratorError as error:
             return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(given))

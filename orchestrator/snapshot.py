@@ -31,7 +31,7 @@ from orchestrator.config.job_source import copied_script, find_module, once
 from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import blocks, write_atomically, write_json
-from orchestrator.rundir.folder import code_state_beside
+from orchestrator.rundir.folder import code_state_path
 from orchestrator.units import format_bytes
 
 SECRET_FOLDERS = (".ssh", ".aws", ".gnupg", ".kube", ".azure", ".docker", "gcloud", ".gcloud")
@@ -325,7 +325,7 @@ def take(target: str | Program, run: Path, into: Path) -> list[str]:
     write_atomically(starter_of(into), STARTER.read_text(encoding="utf-8"))
     write_atomically(digest_of(into), f"{_sha256(into, part)}  -\n")
     part.replace(archive_of(into))
-    write_json(code_state_beside(into), code_state(next(reversed(places), PACKAGE.parent)))
+    write_json(code_state_path(into), code_state(next(reversed(places), PACKAGE.parent)))
     return left_out
 
 

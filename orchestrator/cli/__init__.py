@@ -1,1 +1,1 @@
-"""What a command line asks for; the verbs that look at runs and at machines; completion."""
+"""The commands: start, resume, follow, inspect and cancel runs."""

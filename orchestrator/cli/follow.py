@@ -55,7 +55,7 @@ from orchestrator.rundir.warnings import NewWarnings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OutputOptions:
-    """-v, -q, and where."""
+    """Console and verbosity."""
 
     console: Console
     verbose: bool = False
@@ -101,7 +101,7 @@ class Interrupts:
 
 
 def counted(by: Interrupts | None) -> contextlib.AbstractContextManager[Interrupts]:
-    """Count them for as long as this is entered, unless somebody does already."""
+    """Return a counter to enter: `by`, which counts already, or a new one."""
     return contextlib.nullcontext(by) if by is not None else Interrupts()
 
 
@@ -162,7 +162,7 @@ def handle_of(run: RunDir) -> Handle:
     """Return the handle of a run; one that was never handed to a cluster has a launcher.
 
     Raises:
-        ClusterError: it is being submitted, or may have been, and nobody answers.
+        ClusterError: it is being submitted, or may have been, and the scheduler does not answer.
     """
     _, unknown = settle_submissions([run])
     for why in unknown.values():
@@ -174,7 +174,7 @@ RECENT_BYTES = 32 * 1024  # what the pace is taken from
 
 
 def attach(run: RunDir, output: OutputOptions) -> Ended:
-    """Show a run that somebody started. Nothing is written, nothing is ended.
+    """Show a run that another command started. Nothing is written, nothing is ended.
 
     Returns:
         How the run ended, with its own exit code; or, when the showing was interrupted, 130.

@@ -1,4 +1,4 @@
-"""What a resume may change, and the configuration and plan that it leads to."""
+"""Resume: allowed changes, and the configuration and plan that they lead to."""
 
 from __future__ import annotations
 
@@ -46,12 +46,12 @@ OVERFLOW = Path("/proc/sys/kernel/overflowuid")
 def check_own(run: RunDir) -> None:
     """Raise `RunFolderError` if the folder is another user's.
 
-    root's and nobody's pass: nobody but root makes such folders, and it is what file systems say
-    that translate owners (NFS, containers).
+    Folders of root and of the overflow user pass: only root can create them, and file systems that
+    translate owners (NFS, containers) report them.
     """
     owner = run.path.stat().st_uid
-    nobody = int(OVERFLOW.read_text(encoding="ascii"))
-    if owner not in {os.geteuid(), 0, nobody}:
+    overflow = int(OVERFLOW.read_text(encoding="ascii"))
+    if owner not in {os.geteuid(), 0, overflow}:
         raise RunFolderError(
             f"{run.path} belongs to the user with number {owner}; to go on with a run is to run "
             f"the code that its folder names, so copy it and make sure of {run.config.name} first"
@@ -281,7 +281,7 @@ PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Resumption:
-    """How a run goes on.
+    """A checked request to resume a run.
 
     Attributes:
         config: to go on with.
@@ -301,7 +301,7 @@ class Resumption:
 
     @property
     def words(self) -> str:
-        """What is about to happen, for people."""
+        """The next steps, for people."""
         if isinstance(self.plan, ProgramPlan):
             where = "starting the program again, to go on from what it saved"
             return self._placed(where)

@@ -122,7 +122,7 @@ def _cluster(config: Config, output: OutputOptions) -> Cluster:
     return cluster_of(config, lambda sentence: say(output.console, sentence, "yellow"))
 
 
-def way_of(cluster: Cluster) -> Callable[[Ready], Ended]:
+def runner_of(cluster: Cluster) -> Callable[[Ready], Ended]:
     """Return the function that places a run: trains it here to its end, or queues it.
 
     Only the one that is needed is imported: what is drawn while one waits takes time.

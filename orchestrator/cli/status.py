@@ -140,7 +140,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
 
     Raises:
         ClusterError: there is nothing to stop, or the scheduler cannot be told.
-        RunFolderError: there is no run in the folder, and nobody who is about to begin one.
+        RunFolderError: there is no run in the folder, and no command is about to begin one.
     """
     sweep, said = RunDir(folder), list[str]()
     if is_held(sweep):
@@ -153,7 +153,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         run = RunDir(status.folder)
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
-        elif not is_held(sweep):  # somebody resumed it by itself
+        elif not is_held(sweep):  # it was resumed alone
             said.append(handle_of(run).cancel(run, now=now))
     for cluster, some in members.items():
         for path, words in cluster.cancel_all(some, now=now).items():
@@ -258,7 +258,7 @@ def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Itera
 
 
 class _Standing:
-    """Whether a run is over, asked of its cluster no more often than watchers may."""
+    """Polls whether a run is over, no more often than its cluster allows."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
@@ -269,7 +269,7 @@ class _Standing:
             self._handle = handle_of(run)
 
     def look(self) -> None:
-        """Wait a moment; `news` is then why it is pending, where that was not told before."""
+        """Wait a moment; `news` is then why it is pending, if that is new."""
         self.news = ""
         try:
             if self._handle is not None:

@@ -30,7 +30,7 @@ def status(
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
-    """Say where runs stand: those that wait, run, or have ended, however and wherever they run."""
+    """Print the states of runs: waiting, running or ended, on any cluster."""
     del verbose
     from orchestrator.cli.status import expand, losses_so_far, statuses
     from orchestrator.report import status_tables as tables

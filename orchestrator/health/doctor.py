@@ -29,7 +29,7 @@ from orchestrator.agent.topology import (
     own_address,
 )
 from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import begun, way_of
+from orchestrator.cli.start import begun, runner_of
 from orchestrator.clusters.slurm.admission import PARTITIONS, read_partitions
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
@@ -457,7 +457,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Findi
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
     with begun(config, output, overrides=given) as ready:
-        ended = way_of(ready.cluster)(ready)
+        ended = runner_of(ready.cluster)(ready)
     yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
 
 

@@ -225,7 +225,7 @@ class DisturbedRun:
 
 
 class FaultOutcome:
-    """What follows from a fault that was injected just now."""
+    """The outcome of a fault that was injected just now."""
 
     def __init__(self, run: RehearsedRun, kind: str, injected: Injected) -> None:
         self._run, self._injected = run, injected

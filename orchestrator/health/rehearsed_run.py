@@ -43,7 +43,7 @@ CLOSE = 1e-4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RehearsalSpec:
-    """What all runs of a rehearsal share.
+    """The values that all runs of a rehearsal share.
 
     Attributes:
         kinds: of faults.

@@ -35,7 +35,7 @@ class Known:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Modes:
-    """How samples are ordered and gradients summed, as configured."""
+    """The configured order of samples and reduction of gradients."""
 
     ragged: str
     reduction: str
@@ -44,7 +44,7 @@ class Modes:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
-    """How long the run is.
+    """The length of the run.
 
     Attributes:
         updates: of the whole run; None when only epochs are stated and the data set is not known.
@@ -77,7 +77,7 @@ class Rates:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """What one update sends, as far as it is known.
+    """The traffic of one update, as far as it is known.
 
     Attributes:
         parameters: of the model; None when not known.

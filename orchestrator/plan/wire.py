@@ -14,13 +14,13 @@ LIMBS = 12
 """Numbers of the gradient's type that carry one sum exactly (its digits, so nothing is rounded)."""
 
 SUMS = 4
-"""Exact sums beside the metrics': weight, loss, and two that tell whether ranks still agree."""
+"""Exact sums in addition to the metrics': weight, loss, and two that show if ranks still agree."""
 
 FLAGS = 6
 """Agreed yes-or-no facts that travel with every boundary (stop, overflow, out of memory, ...)."""
 
 WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
-"""How many buckets, of how many bytes, where nobody says; see `bucket_count`."""
+"""Default number of buckets and their bytes; see `bucket_count`."""
 
 
 def trailer_numbers(metric_count: int) -> int:

@@ -1,1 +1,1 @@
-"""What people see: progress, tables, comparisons."""
+"""Output for people: progress, tables, comparisons, pages."""

@@ -19,7 +19,7 @@ from typing import Any
 
 from orchestrator.config.changes import changes
 from orchestrator.errors import RunFolderError
-from orchestrator.report.status_tables import search_of, told_in_words
+from orchestrator.report.status_tables import describe_search, search_of
 from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
@@ -148,9 +148,9 @@ class RunFacts:
     """One run. `name` tells it from the others; the mappings are the files of its folder.
 
     Attributes:
-        windows: what all ranks told of a few windows of the latest attempt that did.
-        nodes: each rank's in that attempt, as far as they said so.
-        pruned: why a search ended it early; "" where none did.
+        windows: measurements of all ranks in a few windows, of the latest attempt that has them.
+        nodes: of each rank in that attempt, as far as known.
+        pruned: why a search ended it early; "" if none did.
     """
 
     name: str
@@ -169,7 +169,7 @@ class Facts:
     """One run, or the runs of a sweep in the order of their folders' names.
 
     Attributes:
-        search: its search.json, where the sweep is a search.
+        search: its search.json, if the sweep is a search.
     """
 
     path: Path
@@ -179,7 +179,7 @@ class Facts:
 
     @property
     def sweep(self) -> bool:
-        """Whether runs are set beside each other."""
+        """True if several runs are compared."""
         return len(self.runs) > 1
 
 
@@ -313,7 +313,7 @@ def data_of(facts: Facts) -> dict[str, Any]:
 
 
 def sayable(value: Any) -> Any:
-    r"""RRemove escape sequences from all texts, names of metrics, hosts and folders included, and
+    r"""Remove escape sequences from all texts, names of metrics, hosts and folders included, and
     numbers that JSON does not have.
 
     >>> sayable({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
@@ -351,7 +351,7 @@ def _data_of(facts: Facts) -> dict[str, Any]:
             for key, values in varied.items()
         ],
         "sentences": [
-            *(told_in_words(facts.search) if facts.search else ()),
+            *(describe_search(facts.search) if facts.search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
             *remarks(cells),
             *(f"not read: {sentence}" for sentence in facts.unreadable),

@@ -34,7 +34,7 @@ GAP = "  "
 
 @dataclass(frozen=True, kw_only=True)
 class Moment:
-    """Where a run is. None means not known yet."""
+    """The state of a run at one moment. None: not known yet."""
 
     updates: int
     total: int | None
@@ -180,9 +180,10 @@ class Progress:
     ) -> None:
         """Show new `records` of `metrics.jsonl`, and the micro-steps done in the open window.
 
-        `micro_progress` is how many are done, or (done, of so many) where this window's number
-        differs from the plan's; None when nobody knows. `warnings` are new ones, of a caller who
-        hears of them before metrics.jsonl does; None: those of `records` are told.
+        Args:
+            micro_progress: how many are done, or (done, of so many) if this window's number differs
+                from the plan's; None if not known.
+            warnings: new ones that are not in `records` yet; None: show those of `records`.
         """
         if self._quiet:
             return

@@ -57,8 +57,8 @@ def print_plan(plan: Mapping[str, Any], console: Console) -> None:
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     ranks = f"{plural(plan.get('ranks'), 'rank')} on {plural(plan.get('nodes'), 'node')}"
     if program := plan.get("program"):
-        told = {"torch": "torchrun's", "mindspore": "msrun's"}.get(program["style"])
-        variables = f"told by {told} variables" if told else "told by the scheduler's variables"
+        launchers = {"torch": "torchrun's", "mindspore": "msrun's"}
+        variables = launchers.get(program["style"], "the scheduler's") + " variables"
         return [("where", ranks), ("program", " ".join(program["words"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
     epoch = _known(plan, "updates_per_epoch", _NO_DATA)
@@ -226,7 +226,7 @@ def print_closing(
     for label, value, style in rows:
         table.add_row(literal(label, console), literal(value, console, style))
     console.print(table)
-    # The folder stands outside the table, in one piece however long it is.
+    # Not in the table, so that it stays in one piece however long it is.
     say(console, f"run folder: {folder}")
     if summary.state == "failed":
         _print_culprit(result.get("culprit"), folder, console)
@@ -359,7 +359,7 @@ def _collectives(
     measured = [r for r in updates if r.get("collectives") is not None]
     if not measured:
         return format_count(summary.collectives_per_update), ""
-    # What only some windows need is told apart: ranks agree there on which parameters were used.
+    # Exchanges in which ranks agree on the used parameters are needed in some windows only.
     exchanges = sum(r.get("exchanges", 0) for r in measured)
     beside = f", and {plural(exchanges, 'exchange')} of used parameters" if exchanges else ""
     counts = [_regular(r) for r in measured]

@@ -99,7 +99,7 @@ def remark(run: RunStatus) -> str | None:
 
 
 def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> None:
-    """Print where runs stand. Names of runs stay whole, however narrow the terminal."""
+    """Print the states of runs. Names stay whole, however narrow the terminal."""
     rows = [_cells(run, here) for run in runs]
     lines = _lines(runs, rows, console)
     if console.is_terminal and max(line.cell_len for line in lines) > console.width:
@@ -282,7 +282,7 @@ def search_of(folder: Path) -> dict[str, Any] | None:
     return read_json(RunDir(folder).search)
 
 
-def words_of(search: Mapping[str, Any], number: int) -> str:
+def describe_trial(search: Mapping[str, Any], number: int) -> str:
     """Return one sentence about a trial that has ended."""
     trial = search["trials"][number]
     words = f"trial {number}: "
@@ -320,7 +320,7 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     if len(shown) < len(trials):
         say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
-    for sentence in told_in_words(search):
+    for sentence in describe_search(search):
         say(console, sentence, "bold")
 
 
@@ -343,7 +343,7 @@ def with_trials(
     ]
 
 
-def told_in_words(search: Mapping[str, Any]) -> list[str]:
+def describe_search(search: Mapping[str, Any]) -> list[str]:
     """Return the outcomes of all trials, and the best one, as sentences."""
     found = [_counted(search)]
     if search["best"] is not None:

@@ -1,4 +1,4 @@
-"""Tables of a sweep: its points beside each other, time and memory, remarks on differences."""
+"""Tables of a sweep: its points side by side, time and memory, remarks on differences."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class SweptRun:
 
     @property
     def finished(self) -> bool:
-        """Whether it ran to its end; only such points are compared."""
+        """True if it ran to its end; only such points are compared."""
         return self.summary.state == "finished"
 
     @property
@@ -411,7 +411,7 @@ def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) ->
     return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
 
 
-def timed_beside(cells: Sequence[SweptRun]) -> str | None:
+def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
     """Return a sentence about points that were timed while others computed, if any."""
     spans: list[tuple[float, float, str]] = []  # begin and end of each attempt's updates
     for name, cell in zip(names(cells), cells, strict=True):
@@ -453,7 +453,7 @@ OF_THE_PLAN = {
 
 def remarks(cells: Sequence[SweptRun]) -> list[str]:
     """Return remarks on times, and on differences from the first finished point's weights."""
-    found = [beside] if (beside := timed_beside(cells)) else []
+    found = [beside] if (beside := timed_concurrently(cells)) else []
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
     # A program's weights are its own.
     if len(finished) < 2 or any(cell.plan.get("program") for cell in cells):

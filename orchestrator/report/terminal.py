@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - these signs are meant, and have stand-ins where they cannot be shown.
-"""Text on its way to somebody's screen: what others wrote made harmless, what we draw made legible.
+"""Text for a terminal: foreign text made harmless, our symbols made legible.
 
 Log lines, node names and configuration values come from other programs. Before they are printed,
 escape sequences and control characters are taken out, nothing in them is read as rich markup, and
@@ -39,8 +39,8 @@ EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell has it for a program that this 
 
 
 @contextlib.contextmanager
-def while_somebody_reads() -> Generator[None]:
-    """End without a word when the reader of our output goes away, as in `… --help | head -2`.
+def exit_on_broken_pipe() -> Generator[None]:
+    """End silently when the reader of our output ends, as in `… --help | head -2`.
 
     What is still unwritten is written within, where it can fail, rather than at Python's exit.
     """
@@ -55,7 +55,7 @@ def while_somebody_reads() -> Generator[None]:
 
 
 def harmless(text: object) -> str:
-    r"""RRemove escape sequences and control characters (line feeds stay, tabs are expanded).
+    r"""Remove escape sequences and control characters (line feeds stay, tabs are expanded).
 
     >>> harmless("\x1b[31mred\x1b[0m [bold]x\r\n\tback\x08")
     'red [bold]x\n        back'

@@ -70,7 +70,7 @@ OWN_FOLDERS = (
 )
 
 
-def code_state_beside(snapshot: Path) -> Path:
+def code_state_path(snapshot: Path) -> Path:
     """Return the path of the file that says which code a snapshot holds."""
     return snapshot.with_name(f"{snapshot.name}.json")
 
@@ -156,7 +156,7 @@ class RunDir:
 
     @property
     def may_be_queued(self) -> bool:
-        """Whether a scheduler knows the run, or may: then the folder cannot simply be removed."""
+        """True if a scheduler knows the run, or may: then the folder must not be removed."""
         of_array = self.path.parent / self.submitting.name
         return any(p.exists() for p in (self.handle, self.submitting, of_array))
 
@@ -307,7 +307,7 @@ class RunDir:
         """Return the `code_state` of the copy that this attempt runs; None without a copy."""
         names = map(CODE_STATE.fullmatch, names_in(self.code))
         ours = sorted({int(n[1]) for n in names if n and int(n[1]) <= attempt}, reverse=True)
-        found = (self.read(code_state_beside(self.snapshot(number))) for number in ours)
+        found = (self.read(code_state_path(self.snapshot(number))) for number in ours)
         return next((state for state in found if state is not None), None)
 
     def begin_attempt(self) -> int:
@@ -367,7 +367,7 @@ class RunDir:
 
     @property
     def has_identity(self) -> bool:
-        """Whether config.yaml was written: from then on, all files carry checksums."""
+        """True once config.yaml was written: from then on, all files carry checksums."""
         return "identity" in self.__dict__ or self.config.exists()
 
     def read(self, path: Path) -> dict[str, Any] | None:

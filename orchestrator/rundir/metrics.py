@@ -1,4 +1,4 @@
-"""What a run did, as its folder records it: `metrics.jsonl`, the place in the current window, sums.
+"""The records of a run: `metrics.jsonl`, the place in the current window, sums.
 
 A run may be killed in the middle of a line and may redo updates after a resume, so a reader meets
 torn lines and updates that appear twice. `Tail` deals with the first, `History` with the second,

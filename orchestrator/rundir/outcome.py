@@ -1,4 +1,4 @@
-"""How a run ends: its state, the culprit of a failure, result.json, and whether it starts again."""
+"""The end of a run: its state, the culprit of a failure, result.json, and automatic restarts."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ class Culprit:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptOutcome:
-    """How an attempt ended, as its coordinator wrote it (`agent/coordinator.py`).
+    """The end of an attempt, as its coordinator wrote it (`agent/coordinator.py`).
 
     Attributes:
         lost: what was lost, in words, where that is no fault of the job's: the run may begin again.
@@ -108,7 +108,7 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ended:
-    """How a followed run ended; PENDING for one that was only queued."""
+    """The end of a followed run; PENDING for one that was only queued."""
 
     run: RunDir
     state: State
@@ -170,7 +170,7 @@ def describe_stop(run: RunDir) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """Whether the next attempt begins. `words`: which one it is, or why not; "" if unremarkable."""
+    """The decision on another attempt. `words`: which one begins, or why none, if remarkable."""
 
     again: bool
     words: str = ""

@@ -74,7 +74,7 @@ class _RankWarnings:
     def warn(self, sentence: str, kind: str) -> None:
         with self._lock:
             if kind not in self._times and len(self._times) >= MOST_KINDS:
-                kind = sentence = f"{MOST_KINDS} kinds of warnings came up here; no more are told"
+                kind = sentence = f"{MOST_KINDS} kinds of warnings came up here; no more are shown"
             times = self._times[kind] = self._times.get(kind, 0) + 1
             if times & (times - 1):  # written at 1, 2, 4, 8, …
                 return

@@ -180,7 +180,7 @@ REPLACED = ".replaced"  # where cells go that are begun anew, in the sweep's fol
 
 
 class Action(Enum):
-    """What is to be done with a point."""
+    """The next step for a point."""
 
     NOTHING = "done"
     WAIT = "in progress"
@@ -217,7 +217,7 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
 
     Raises:
         ConfigError: a cell that has changed is in progress as it was before.
-        RunFolderError: a point's folder holds somebody else's run.
+        RunFolderError: a point's folder holds another run.
     """
     known = _known({point.folder.parent for point in points})
     taken = {run.path for run, _ in known.values()}

@@ -44,7 +44,7 @@ from orchestrator.sweep.submission import ready_of
 from orchestrator.units import format_bytes, format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
-"""What a rank is taken to need before one has been measured: a framework's import is most of it."""
+"""Assumed memory of a rank before one was measured, mostly for the framework's import."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -78,7 +78,7 @@ def checked(
         assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
         _place(point, item, apart=apart or stated[point.config.run.dir] > 1)
     shared = set[str]().union(*(point.overrides for point in points))
-    if not apart:  # otherwise nobody knows what later ones share
+    if not apart:  # otherwise it is unknown what later ones share
         shared.intersection_update(*(point.overrides for point in points))
     return [replace(p, identity=tuple(_identifying(p.overrides, shared))) for p in points]
 
@@ -128,7 +128,7 @@ def _point(item: Composed | ConfigError, number: int) -> Point:
 
 
 def _refuse_at_once(config: Config) -> None:
-    """Raise `ConfigError` for a bound that nobody would see to: nothing may run beside the run."""
+    """Raise `ConfigError` for `sweep.parallel` on a cluster whose runs cannot run side by side."""
     most = config.sweep.parallel
     if at_once(most) in (None, 1) or not class_for(config).attended:
         return

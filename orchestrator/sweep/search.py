@@ -45,7 +45,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import UNREADABLE, print_search, words_of
+from orchestrator.report.status_tables import UNREADABLE, describe_trial, print_search
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
@@ -651,7 +651,7 @@ class Searcher:
         self._record(number, state, why, value)
         self._tell_repeated()
         self._write_table()
-        self._say(words_of(self.table, number), "")
+        self._say(describe_trial(self.table, number), "")
 
     def _tell_repeated(self) -> None:
         """Give trials with a repeated point the result of the first."""

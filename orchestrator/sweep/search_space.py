@@ -48,7 +48,7 @@ class Axis:
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The key as people write it."""
         return self.key.lstrip("+")
 
     def text(self, value: Any) -> str:
@@ -93,7 +93,7 @@ class Axis:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Space:
-    """What a search chooses, and the overrides that all of its trials share."""
+    """The axes of a search, and the overrides that all of its trials share."""
 
     axes: tuple[Axis, ...]
     fixed: tuple[str, ...]
@@ -104,7 +104,7 @@ class Space:
 
     @property
     def size(self) -> int | None:
-        """How many points there are; None where an interval has them without end."""
+        """The number of points; None with an interval."""
         if any(not axis.texts for axis in self.axes):
             return None
         return math.prod(len(axis.texts) for axis in self.axes)

@@ -57,7 +57,7 @@ def alone_in(folder: Path) -> Generator[None]:
 def _remove_if_empty(sweep: RunDir) -> None:
     if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
         sweep.lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # somebody has put something there meanwhile
+        with contextlib.suppress(OSError):  # another process has put something there
             sweep.path.rmdir()
 
 

@@ -31,7 +31,7 @@ from orchestrator.report.sweep_tables import (
     print_time_and_memory,
     remarks,
     swept_run,
-    timed_beside,
+    timed_concurrently,
 )
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
@@ -99,7 +99,7 @@ class Sweep:
         self._stopped: int | None = None
 
     def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
-        """Action what is to be done with these points: submitted together, or run here in a queue.
+        """Submit these points together, or run them here in a queue, as far as they need it.
 
         Args:
             first: the number of the first.
@@ -117,7 +117,7 @@ class Sweep:
         return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
 
     def place(self, cells: Sequence[Cell]) -> None:
-        """Action what is to be done with each. Raises what refuses them, before any is started."""
+        """Start or resume what needs it. Raises what refuses them, before any is started."""
         refuse_beyond(cells)
         self._say(cells)
         ran = {cell.run.path for cell in cells}  # a search may ask for a point again
@@ -181,7 +181,7 @@ class Sweep:
         print_sweep(shown, self._output.console)
         for sentence in remarks(shown):
             say(self._output.console, sentence, "dim", prose=True)
-        if (pairs := accumulation_pairs(shown)) and not timed_beside(shown):
+        if (pairs := accumulation_pairs(shown)) and not timed_concurrently(shown):
             print_time_and_memory(pairs, self._output.console)
         if self._stopped is not None:
             return self._stopped
@@ -204,7 +204,7 @@ def resume_sweep(
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
 ) -> int:
-    """Let all go on that were stopped, cancelled or failed, or never submitted; the exit code.
+    """Resume points that were stopped, cancelled, failed or never submitted; return the exit code.
 
     Args:
         overrides: of each point, as `resume RUN` takes them.

@@ -35,7 +35,7 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
 
     Raises:
         ConfigError: what is wrong with any of them, what a launch would refuse, or a search, whose
-            points nobody knows before.
+            points are not known before.
     """
     if composer.searches:
         raise ConfigError(

@@ -46,7 +46,7 @@ def test_a_flood_leaves_few_short_lines(as_rank, tmp_path, capsys):
     assert len(lines) < MOST_KINDS + 20
     assert max(map(len, lines)) < 2000
     assert capsys.readouterr().out.count("\n") == len(lines)
-    assert "no more are told" in read_warnings(tmp_path)[-1].sentence
+    assert "no more are shown" in read_warnings(tmp_path)[-1].sentence
 
 
 def test_each_warning_is_news_once_and_the_folder_is_looked_at_now_and_then(as_rank, tmp_path):

@@ -8,7 +8,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.report.sweep_tables import SweptRun, remarks, timed_beside
+from orchestrator.report.sweep_tables import SweptRun, remarks, timed_concurrently
 from orchestrator.rundir.folder import RunDir
 
 
@@ -68,8 +68,8 @@ def test_points_that_were_timed_beside_others_are_named(tmp_path):
     first, inside_it = point("0", 11, 12, 50, 51), point("1", 51)
     between_its_attempts, after = point("2", 20, 21), point("3", 60, 61)
     elsewhere = point("4", 60, 61, held=False)
-    assert timed_beside([first, between_its_attempts, after, elsewhere]) is None
-    found = timed_beside([first, inside_it, between_its_attempts, after])
+    assert timed_concurrently([first, between_its_attempts, after, elsewhere]) is None
+    found = timed_concurrently([first, inside_it, between_its_attempts, after])
     assert found.startswith("Points 0, 1 were timed side by side")
-    assert timed_beside([first, inside_it]).startswith("All points")
-    assert remarks([first, inside_it]) == [timed_beside([first, inside_it])]
+    assert timed_concurrently([first, inside_it]).startswith("All points")
+    assert remarks([first, inside_it]) == [timed_concurrently([first, inside_it])]

@@ -30,7 +30,7 @@ from orchestrator.rundir.files import (
     write_json,
     written_together,
 )
-from orchestrator.rundir.folder import RunDir, code_state_beside
+from orchestrator.rundir.folder import RunDir, code_state_path
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
@@ -238,10 +238,10 @@ def _write_code_state(
         states: what was written so far, by the copy and the file's name.
     """
     run.code.mkdir(mode=0o700, exist_ok=True)
-    state = code_state_beside(run.snapshot(attempt))
+    state = code_state_path(run.snapshot(attempt))
     first = states.setdefault((copy, state.name), state)
     if first is state:
-        write_json(state, read_json(code_state_beside(copy)) or {})
+        write_json(state, read_json(code_state_path(copy)) or {})
     else:
         state.unlink(missing_ok=True)
         os.link(first, state)

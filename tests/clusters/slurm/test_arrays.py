@@ -12,7 +12,7 @@ from orchestrator.clusters.slurm.arrays import array_script, lay_out
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.config.composer import compose
 from orchestrator.rundir.files import read_json
-from orchestrator.rundir.folder import RunDir, code_state_beside
+from orchestrator.rundir.folder import RunDir, code_state_path
 
 SAYS = 'echo "umask $(umask)"\n'
 
@@ -51,7 +51,7 @@ def test_each_run_can_tell_its_code_however_the_copy_and_the_attempt_are_numbere
         placed = [(cluster, cluster.request(run.path, attempt)) for run in some]
         [copy] = lay_out(tmp_path, placed)
         copies.add(copy)
-        state = read_json(code_state_beside(copy), checked=True)
+        state = read_json(code_state_path(copy), checked=True)
         assert state["folder"]
         assert all(run.submitted_code(attempt) == state for run in some)
     assert len(copies) == 4
