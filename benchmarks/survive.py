@@ -88,11 +88,12 @@ def losses(
     records: list[dict[str, Any]], kills: list[tuple[float, int]]
 ) -> Iterator[dict[str, Any]]:
     """Return the seconds that each kill cost."""
-    redone = [(place, one) for place, one in enumerate(records) if "survived" in one]
-    for (killed, rank), (place, one) in zip(kills, redone, strict=True):
-        back = one["time"] - one["update_s"]
-        began = records[place - 1]["time"]
-        formed = one["survived"]["seconds"]
+    changes = [(place, one) for place, one in enumerate(records) if "survived" in one]
+    for (killed, rank), (place, change) in zip(kills, changes, strict=True):
+        redone = next(one for one in records[place:] if "loss" in one)
+        back = redone["time"] - redone["update_s"]
+        began = next(one["time"] for one in reversed(records[:place]) if "loss" in one)
+        formed = change["survived"]["seconds"]
         yield {
             "rank": rank, "noticed": max(0.0, back - formed - killed), "back": back - killed,
             "lost": back - began,
@@ -123,11 +124,12 @@ def disturbed(
             wait_for(lambda n=number: _noted(run.records(), "survived") > n, "going on")
             if replaced:
                 wait_for(lambda n=number: _noted(run.records(), "joined") > n, "coming back")
-        ended, records = run.end(), run.records()
+        ended, lines = run.end(), run.records()
+        records = [one for one in lines if "loss" in one]
         if [one["update"] for one in records] != list(range(updates)):
             raise RuntimeError("an update is missing, or stands twice")
         return {
-            "losses": list(losses(records, run.kills)), **useful(records),
+            "losses": list(losses(lines, run.kills)), **useful(records),
             "equal": ended["weights_sha256"] == digest,
         }  # fmt: skip
     finally:

@@ -38,10 +38,11 @@ class WatchedRun:
         self.kills: list[tuple[float, int]] = []
 
     def records(self) -> list[dict[str, Any]]:
-        """Return its updates so far."""
+        """Return its updates so far, and the changes of its group."""
         path = self._run / "metrics.jsonl"
         lines = path.read_text().split("\n")[:-1] if path.exists() else []
-        return [one for line in lines if "loss" in (one := json.loads(line))]
+        found = [json.loads(line) for line in lines]
+        return [one for one in found if "loss" in one or "generation" in one]
 
     def kill(self, rank: int) -> None:
         """Kill a rank in the middle of a window, as soon as possible."""

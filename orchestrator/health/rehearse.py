@@ -38,7 +38,7 @@ from orchestrator.health.rehearsed_run import (
     SlurmRun,
 )
 from orchestrator.report.terminal import say
-from orchestrator.rundir.metrics import History
+from orchestrator.rundir.metrics import History, updates_of
 from orchestrator.rundir.warnings import read_warnings
 
 LEAST_UPDATES = 5 * PER_RUN
@@ -259,9 +259,10 @@ class FaultOutcome:
         elif restarted:
             self._record("resume" if resumed else "restart", restarted[-1])
         elif complete and not self._injected.whole_run:
-            self._record("survived", survived[-1])
-        elif self._is_transient and len(self._new) > self._lifted:
-            self._record("survived" if lost else "went on", self._new[self._lifted])
+            if after := updates_of(self._new[self._new.index(survived[-1]) :]):
+                self._record("survived", after[0])
+        elif self._is_transient and (after := updates_of(self._new[self._lifted :])):
+            self._record("survived" if lost else "went on", after[0])
         return bool(self.row.how)
 
     def finish(self) -> None:
@@ -280,7 +281,7 @@ class FaultOutcome:
         self._lifted = len(self._new)
 
     def _losses(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        """Return the records that follow a survived loss, and those that begin a new attempt."""
+        """Return the records of survived losses, and the first ones of new attempts."""
         survived = [r for r in self._new if "survived" in r]
         return survived, [r for r in self._new if "restart" in r and r["attempt"] > self._attempt]
 

@@ -33,7 +33,7 @@ from orchestrator.health.faults import (
     find_ranks,
 )
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.metrics import Tail, is_change, updates_of
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 
 AFTER_LOSS_S = 3.0  # a node stays frozen so much longer than the others wait for it
@@ -116,14 +116,15 @@ class RehearsedRun(ABC):
         return lines[-1] if lines else ""
 
     def read_new(self) -> list[dict[str, Any]]:
-        """Return the new records of updates."""
-        new = [record for record in self._tail.read() if "loss" in record]
+        """Return the new records of updates and of changes of the group."""
+        new = [record for record in self._tail.read() if "loss" in record or is_change(record)]
         self.records += new
         return new
 
     @property
     def current_update(self) -> int:
-        return self.records[-1]["update"] + 1 if self.records else 0
+        updates = updates_of(self.records)
+        return updates[-1]["update"] + 1 if updates else 0
 
     @property
     def finished(self) -> bool:

@@ -37,8 +37,10 @@ FIELDS: dict[str, tuple[type, ...]] = {
     "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": (int,),
     "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": (dict,),
     "evaluation": (dict, type(None)), "restart": (dict,), "survived": (dict,), "joined": (dict,),
-    "planned_collectives": (int, type(None)),
+    "generation": (int,), "planned_collectives": (int, type(None)),
 }  # fmt: skip
+CHANGES = ("survived", "joined")
+"""Keys of a line about a change of the group: lost ranks, and replacements."""
 _PLACE = struct.Struct("<qqqd")
 
 
@@ -128,6 +130,8 @@ class History:
     thrown away with their weights, so those lines no longer count even before they are redone; nor
     do those that survivors of a loss redo from a checkpoint, within an attempt.
 
+    `changes` has the lines about changes of the group, of all attempts.
+
     >>> history = History([{"update": 0, "attempt": 1}, {"update": 1, "attempt": 1}])
     >>> history.add([{"update": 0, "attempt": 2}])
     >>> history.updates
@@ -136,6 +140,7 @@ class History:
 
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._attempt = -1
+        self.changes: list[Record] = []
         self._updates: dict[int, Record] = {}
         self._evaluations: dict[int, Record] = {}
         self.add(records)
@@ -146,7 +151,8 @@ class History:
             if "evaluation" in record:
                 self._evaluations[record["update"]] = record
                 continue
-            if is_no_update(record):
+            change = is_change(record)
+            if is_no_update(record) and not change:
                 continue
             attempt = record.get("attempt", 0)
             if attempt < self._attempt:
@@ -154,9 +160,12 @@ class History:
             if attempt > self._attempt:
                 self._forget_from(record["update"])
                 self._attempt = attempt
-            if "lost_updates" in record.get("survived", ()):  # back to a checkpoint in its midst
-                self._forget_from(record["update"])
-            self._updates[record["update"]] = record
+            if change:
+                self.changes.append(record)
+                if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
+                    self._forget_from(record["update"])
+            else:
+                self._updates[record["update"]] = record
 
     def _forget_from(self, update: int) -> None:
         self._updates = {n: r for n, r in self._updates.items() if n < update}
@@ -178,9 +187,17 @@ class History:
         return self._attempt
 
 
+def is_change(record: Record) -> bool:
+    """Return whether a line is of a change of the group."""
+    return "loss" not in record and any(key in record for key in CHANGES)
+
+
 def is_no_update(record: Record) -> bool:
-    """Return whether a line is of no update: late warnings, or a program's note that it saved."""
-    return "saved" in record or ("warnings" in record and "loss" not in record)
+    """Return whether a line is of no update: a change of the group, late warnings, or a program's
+    note that it saved.
+    """
+    late = "warnings" in record and "loss" not in record
+    return "saved" in record or late or is_change(record)
 
 
 def read_metrics(path: Path) -> History:

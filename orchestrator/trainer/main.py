@@ -44,7 +44,7 @@ def _train(worker: Worker) -> int:
             if finished or not worker.depart(outcome.updates):
                 result = result_of(
                     worker.run, outcome, training.engine, training.planned, seconds=seconds,
-                    memory=memory, unwritten=training.recorder.note,
+                    memory=memory,
                 )  # fmt: skip
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why

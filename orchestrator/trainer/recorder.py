@@ -9,7 +9,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial, reduce
+from functools import partial
 from typing import Any, ClassVar, Protocol, cast
 
 from orchestrator.client.loop import update_line
@@ -23,31 +23,27 @@ from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import ProgressWriter, read_metrics
+from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
 from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
 # ----------------------------------------------------------------------
-# Notes of changes of the group: lost ranks and replacements.
+# Changes of the group: lost ranks and replacements. Each is a line of metrics.jsonl.
 
-Notes = dict[str, Any]
-WHO = {"survived": "gone", "joined": "came"}
-"""Kinds of notes, and the key of the ranks in each."""
-AT_THE_END = {"redone": 0}
-"""Added to the note of a loss after the last update."""
+Change = dict[str, Any]
 
 
-def notes_of(
+def change_of(
     gone: Sequence[int],
     came: Sequence[int],
-    facts: Notes,
+    facts: Mapping[str, Any],
     lost_updates: int | None,
     *,
-    redone: bool = True,
-) -> Notes:
-    """Return the notes of one change.
+    redone: bool,
+) -> Change:
+    """Return one change as `survived` and `joined`, as it is recorded.
 
     Args:
         gone, came: ranks.
@@ -55,52 +51,14 @@ def notes_of(
         lost_updates: that a lost part of the state takes back; None: no part is lost.
         redone: an update was under way, and is begun again.
     """
-    found: Notes = {}
+    change: Change = {"generation": facts["generation"]}
     if came:
-        found["joined"] = {**facts, "came": list(came)}
+        change["joined"] = {**facts, "came": list(came)}
     if gone:
         back = {} if lost_updates is None else {"lost_updates": lost_updates}
-        found["survived"] = {**facts, "gone": list(gone), **back, **({} if redone else AT_THE_END)}
-    return found
-
-
-def merged(earlier: Notes, later: Notes) -> Notes:
-    """Merge notes, with the facts of the later group.
-
-    >>> first = {"survived": {"generation": 1, "ranks": 3, "gone": [2], "seconds": 0.5}}
-    >>> merged(first, {"survived": {"generation": 2, "ranks": 2, "gone": [0], "seconds": 0.25}})
-    {'survived': {'generation': 2, 'ranks': 2, 'gone': [2, 0], 'seconds': 0.75}}
-    """
-    one = {key: earlier[key] for key in WHO if key in earlier} | later
-    for key, who in WHO.items():
-        if key in earlier and key in later:
-            before, after = earlier[key], later[key]
-            seconds = round(before["seconds"] + after["seconds"], 3)
-            one[key] = {**after, who: [*before[who], *after[who]], "seconds": seconds}
-            if "redone" not in before:
-                one[key].pop("redone", None)
-            if "lost_updates" in before:
-                lost = before["lost_updates"] + after.get("lost_updates", 0)
-                one[key]["lost_updates"] = lost
-    return one
-
-
-def unrecorded(history: Iterable[Notes], lines: Sequence[Mapping[str, Any]], updates: int) -> Notes:
-    """Return the changes that no line below has, as one.
-
-    Args:
-        history: of all changes that a rank knows.
-        lines: of this attempt that have such notes, as they were written.
-        updates: that are done; later ones are done again, and their lines, with the notes that
-            they have, do not count any more.
-    """
-    newest = max(map(_generation, lines), default=0)
-    again = ({key: r[key] for key in WHO if key in r} for r in lines if r["update"] >= updates)
-    return reduce(merged, [*again, *(one for one in history if _generation(one) > newest)], {})
-
-
-def _generation(notes: Mapping[str, Any]) -> int:
-    return max((notes[key]["generation"] for key in WHO if key in notes), default=0)
+        ended = {} if redone else {"redone": 0}
+        change["survived"] = {**facts, "gone": list(gone), **back, **ended}
+    return change
 
 
 # ----------------------------------------------------------------------
@@ -268,18 +226,15 @@ def result_of(
     *,
     seconds: float,
     memory: dict[str, list[int]],
-    unwritten: Mapping[str, Any],
 ) -> dict[str, Any]:
     """Return the values of result.json.
 
     Args:
-        unwritten: changes of the group after the last update, which no line has.
         memory: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
-    history = read_metrics(run.metrics).updates  # of all attempts
-    changes = {
-        key: [record[key] for record in (*history, unwritten) if key in record] for key in WHO
-    }
+    recorded = read_metrics(run.metrics)
+    history = recorded.updates  # of all attempts
+    changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
     outcome.collectives = sum(record.get("collectives", 0) for record in history)
     outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
     return {
@@ -399,7 +354,9 @@ class Recorder(Callback):
         self.progress = Progress(run, attempt)
         self._scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
-        self.noted: list[Mapping[str, Any]] = []  # lines of this attempt with notes of changes
+        changes = read_metrics(run.metrics).changes if run.metrics.exists() else []
+        mine = (line["generation"] for line in changes if line.get("attempt", 0) == attempt)
+        self._generation = max(mine, default=0)  # of the newest recorded change
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
         self._pace = UpdateTime(config.facts.update_s)
@@ -419,8 +376,6 @@ class Recorder(Callback):
             "micro_steps": window.steps,
             "peak_memory_bytes": self._engine.peak_memory_bytes(),
         }
-        if any(key in self.note for key in WHO):
-            self.noted.append({**self.note, "update": window.update})
         self._line(update_line(report, update_s) | line | self.note | self._warned())
         self.note = {}
         self._lines.update(
@@ -438,6 +393,19 @@ class Recorder(Callback):
                 **{f"train/{name}": value for name, value in report.metrics.items()},
             },
         )
+
+    def record_changes(self, changes: Iterable[Change], updates: int) -> None:
+        """Write changes of the group that no line has, of which the last led to this group.
+
+        Args:
+            updates: completed before this group's first one.
+        """
+        for change in changes:
+            if change["generation"] > self._generation:
+                self._generation = change["generation"]
+                self._line(
+                    {"update": updates, "time": time.time(), "attempt": self._attempt, **change}
+                )
 
     def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
         update = done.window.update

@@ -40,7 +40,7 @@ from orchestrator.trainer.consistency_checks import (
     own_rates,
 )
 from orchestrator.trainer.loop import Outcome
-from orchestrator.trainer.recorder import WHO, Notes, Recorder, unrecorded
+from orchestrator.trainer.recorder import Change, Recorder
 from orchestrator.trainer.stop import StopFlag
 from orchestrator.trainer.survival import Survivors, may_stay_out
 from orchestrator.trainer.worker import Worker
@@ -69,7 +69,7 @@ class Training:
     rates: Callable[[int], float] | None
     survivors: Survivors | None = None
     outcome: Outcome = field(default_factory=Outcome)
-    changes: list[Notes] | None = None
+    changes: list[Change] | None = None
     recorder: Recorder | None = None
 
     def restore(self, rank: int) -> bool:
@@ -138,19 +138,16 @@ class Training:
         ranks = self.survivors.place[1] if self.survivors else self.planned.ranks
         return self.planned.traffic.among(ranks)
 
-    def take_over_record(self, changes: list[Notes]) -> None:
-        """On rank 0 of a new group, record the changes that no line has, or only lines of updates
-        that are done again. A new rank 0 continues the record of the one before.
-        """
-        recorder, updates = self.recorder, self.outcome.updates
+    def take_over_record(self, changes: list[Change]) -> None:
+        """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
+        recorder = self.recorder
         if recorder is None:
             recorder = self.record()
-            self._continue_record(recorder)
-        notes = unrecorded(changes, recorder.noted, updates)
-        recorder.noted = [line for line in recorder.noted if line["update"] < updates]
-        recorder.note.update(notes, planned_collectives=self._planned_collectives())
+            self._continue_record()
+        recorder.record_changes(changes, self.outcome.updates)
+        recorder.note["planned_collectives"] = self._planned_collectives()
 
-    def _continue_record(self, recorder: Recorder) -> None:
+    def _continue_record(self) -> None:
         outcome, history = self.outcome, read_metrics(self.run.metrics)
         recorded = max((r["update"] + 1 for r in history.updates), default=0)
         outcome.recorded = min(recorded, outcome.updates)
@@ -163,8 +160,6 @@ class Training:
         for record in history.evaluations:
             if record["update"] == outcome.updates - 1:
                 outcome.evaluated, outcome.evaluation = outcome.updates, record["evaluation"]
-        mine = [line for line in history.updates if line.get("attempt", 0) == self.attempt]
-        recorder.noted = [line for line in mine if any(key in line for key in WHO)]
 
 
 def set_up(worker: Worker) -> Training:

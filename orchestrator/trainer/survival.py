@@ -34,7 +34,7 @@ from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.loop import Callback, Done, Outcome
-from orchestrator.trainer.recorder import Notes, notes_of
+from orchestrator.trainer.recorder import Change, change_of
 from orchestrator.trainer.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -227,7 +227,7 @@ class Survivors(Callback):
         self.membership = worker.link.join_membership(self._me, self._silence_s)
         self._generation = 0
         self._members: Members = tuple(range(spec.size))
-        self._history: list[Notes] = []
+        self._history: list[Change] = []
         self._tries = (-1, 0)
         self.place = spec.rank, spec.size
 
@@ -236,7 +236,7 @@ class Survivors(Callback):
         self.membership.on_newer(group.interrupt)
         self.membership.begin(modules_of(job))
 
-    def join(self, job: Any, outcome: Outcome, stopped: Callable[[], bool]) -> list[Notes]:
+    def join(self, job: Any, outcome: Outcome, stopped: Callable[[], bool]) -> list[Change]:
         """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `outcome`
         to where the others are. Return the notes to record.
 
@@ -271,7 +271,7 @@ class Survivors(Callback):
 
     # ------------------------------------------------------------------ the next generation
 
-    def grow(self, outcome: Outcome) -> list[Notes]:
+    def grow(self, outcome: Outcome) -> list[Change]:
         """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
 
         Returns and raises as `go_on`.
@@ -282,7 +282,7 @@ class Survivors(Callback):
             self.membership.await_newer(self._generation, self._spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), outcome)
 
-    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Notes]:
+    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Change]:
         """Form the next group with the ranks that are left, and bring `outcome` to where the most
         advanced of them is. Collective among these.
 
@@ -366,7 +366,7 @@ class Survivors(Callback):
 
     def _notes(
         self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
-    ) -> list[Notes]:
+    ) -> list[Change]:
         """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
         gone, came = self._change_to(newer.members)
         update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
@@ -375,7 +375,7 @@ class Survivors(Callback):
             "seconds": round(seconds, 3),
         }  # fmt: skip
         over = lost is None and outcome.over(self._updates)
-        self._history.append(notes_of(gone, came, facts, lost, redone=not over))
+        self._history.append(change_of(gone, came, facts, lost, redone=not over))
         if came:
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:

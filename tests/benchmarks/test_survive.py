@@ -8,13 +8,15 @@ from benchmarks.measure import Spread
 
 def test_a_loss_costs_from_the_beginning_of_the_broken_window_to_the_next_group():
     records = [
-        {"update": 0, "time": 10.0, "update_s": 1.0},
-        {"update": 1, "time": 13.0, "update_s": 1.0, "survived": {"seconds": 0.5}},
-        {"update": 2, "time": 14.0, "update_s": 1.0},
+        {"update": 0, "time": 10.0, "update_s": 1.0, "loss": 1.0},
+        {"update": 1, "time": 12.0, "generation": 1, "survived": {"seconds": 0.5}},
+        {"update": 1, "time": 13.0, "update_s": 1.0, "loss": 1.0},
+        {"update": 2, "time": 14.0, "update_s": 1.0, "loss": 1.0},
     ]
     (one,) = survive.losses(records, [(11.25, 3)])
     assert one == {"rank": 3, "noticed": 0.25, "back": 0.75, "lost": 2.0}
-    assert survive.useful(records) == {"whole": 5.0, "useful": 3.0}
+    updates = [one for one in records if "loss" in one]
+    assert survive.useful(updates) == {"whole": 5.0, "useful": 3.0}
     with pytest.raises(ValueError, match="shorter"):  # a kill that nobody noted is no loss of zero
         list(survive.losses(records[:1], [(11.25, 3)]))
 

@@ -39,7 +39,8 @@ def counted(run):
 
 
 def notes(run, key):
-    return [record[key] for record in counted(run) if key in record]
+    changes = read_metrics(run / "metrics.jsonl").changes
+    return [line[key] for line in changes if key in line]
 
 
 def came(run):
@@ -120,10 +121,10 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(tmp_p
     output = kill_one_after_another(run, [1, 0], ranks_per_node=1, full=0)
     check_whole(run, undisturbed, same_bits=True)
     changes = [
-        (key, record[key]["ranks"])
-        for record in counted(run)
+        (key, line[key]["ranks"])
+        for line in read_metrics(run / "metrics.jsonl").changes
         for key in ("survived", "joined")
-        if key in record
+        if key in line
     ]
     assert changes == [("survived", 1), ("joined", 2)] * 2
     assert [note["came"] for note in notes(run, "joined")] == [[1], [0]]

@@ -147,7 +147,8 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     injected = Injected(text="kill ranks 2 and 3", gone=frozenset({2, 3}))
     following = FaultOutcome(run, KILL_TWO, injected)
     following.row.noticed_s = 0.1
-    run.records += [] if more is None else [line(5, **more), line(6)]
+    change = [{"update": 5, "attempt": 0, "time": 5.0, **more}] if more else []
+    run.records += [] if more is None else [*change, line(5), line(6)]
     assert not following.recovered(False)
     following.finish()
     assert following.row.how == how

@@ -152,12 +152,10 @@ def test_what_only_some_windows_need_is_no_mismatch(screen):
 
 
 def test_each_update_is_held_against_the_plan_of_the_ranks_that_did_it(screen):
-    alone = {"generation": 1, "gone": [1], "ranks": 1, "seconds": 0.1}
-    again = {"generation": 2, "came": [1], "ranks": 2, "seconds": 0.1}
     records = [
-        record(0, collectives=1), record(1, collectives=0, survived=alone, planned_collectives=0),
+        record(0, collectives=1), record(1, collectives=0, planned_collectives=0),
         record(2, collectives=0),
-        record(3, collectives=1, joined=again, planned_collectives=1), record(4, collectives=1),
+        record(3, collectives=1, planned_collectives=1), record(4, collectives=1),
     ]  # fmt: skip
     plan = {"collectives_per_update": 1}
     assert "0 to 1, as planned" in flat(closing(screen, plan, History(records)))

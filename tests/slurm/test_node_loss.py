@@ -74,7 +74,7 @@ SURVIVES = (
 
 def ranks_of(run, key, word):
     """Return the ranks that the records name as lost, or as back again."""
-    notes = [record[key] for record in read_metrics(run / "metrics.jsonl").updates if key in record]
+    notes = [line[key] for line in read_metrics(run / "metrics.jsonl").changes if key in line]
     return [rank for note in notes for rank in note[word]]
 
 
