@@ -285,9 +285,11 @@ def _cell(
     force: bool,
 ) -> Cell:
     run = RunDir(point.folder)
-    if not before or status is None:
-        return _unknown(point, run, now)
     anew = Cell(point=point, action=Action.START, why="", made_of=now, old=run.path)
+    if not before or status is None:  # without a record of this cell
+        if run.path.exists() and _is_half_written(run):
+            return replace(anew, why="its folder is half-written")
+        return replace(anew, why="new", old=None)  # its start checks what is in the folder
     if status.state == "damaged":
         return replace(anew, why=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
@@ -300,23 +302,15 @@ def _cell(
     return replace(cell, action=action, old=None)
 
 
-def _unknown(point: Point, run: RunDir, now: Mapping[str, Any]) -> Cell:
-    """Return the cell of a folder without a record of its own. A folder that a start of ours left
-    half-written, or damaged, is replaced.
-    """
-    if not run.path.exists():
-        return Cell(point=point, action=Action.START, why="new", made_of=now)
-    begun = run.lock.exists() and run.attempts.is_dir()
+def _is_half_written(run: RunDir) -> bool:
+    """Return True if a start of ours left the folder incomplete, or if it is damaged since."""
+    if not (run.lock.exists() and run.attempts.is_dir()):
+        return False
     try:
-        sound = run.config.exists() and bool(run.read_config()) and run.submission.exists()
-        sound = sound and bool(run.read_submission())
+        whole = run.config.exists() and bool(run.read_config()) and run.submission.exists()
+        return not (whole and run.read_submission())
     except RunFolderError:
-        sound = False
-    if begun and not sound:
-        why = "its folder is half-written"
-        return Cell(point=point, action=Action.START, why=why, made_of=now, old=run.path)
-    # Its start says what is in the folder.
-    return Cell(point=point, action=Action.START, why="new", made_of=now)
+        return True
 
 
 def replaced_folder(sweep: Path, name: str) -> Path:
@@ -352,40 +346,34 @@ def gpu_hours(point: Point) -> float | None:
 
 
 def refuse_beyond(cells: Sequence[Cell]) -> None:
-    """Raise `ConfigError` where what is to run costs more than `budget.gpu_hours`, or might."""
+    """Raise `ConfigError` if the points that are to run cost more than `budget.gpu_hours`."""
     todo = [cell.point for cell in cells if cell.action in (Action.START, Action.RESUME)]
-    limit = cells[0].point.config.budget.gpu_hours if cells else None
-    if limit is None:
-        return
-    hours = {point.number: gpu_hours(point) for point in todo}
-    unknown = [number for number, hour in hours.items() if hour is None]
-    _refuse_unknown(limit, f"point {unknown[0]}" if unknown else "")
-    total = sum(hour for hour in hours.values() if hour is not None)
-    if total > limit:
-        raise ConfigError(
-            f"the {len(todo)} points that are to run take {total:.3g} GPU-hours by their plans, "
-            f"more than budget.gpu_hours={limit:g}"
-        )
+    if todo:
+        hours = [_known_hours(point, f"point {point.number}") for point in todo]
+        _refuse_hours(todo[0], sum(hours), f"the {len(todo)} points that are to run take")
 
 
 def refuse_trials_beyond(points: Sequence[Point], trials: int) -> None:
-    """Raise `ConfigError` where so many trials like these cost more than `budget.gpu_hours`."""
-    limit = points[0].config.budget.gpu_hours
-    if limit is None:
-        return
-    hours = [gpu_hours(point) for point in points]
-    _refuse_unknown(limit, "a trial" if None in hours else "")
-    total = trials * max(hour for hour in hours if hour is not None)
-    if total > limit:
-        raise ConfigError(
-            f"{trials} trials take up to {total:.3g} GPU-hours by their plans, more than "
-            f"budget.gpu_hours={limit:g}"
-        )
+    """Raise `ConfigError` if so many trials like these cost more than `budget.gpu_hours`."""
+    hours = trials * max(_known_hours(point, "a trial") for point in points)
+    _refuse_hours(points[0], hours, f"{trials} trials take up to")
 
 
-def _refuse_unknown(limit: float, which: str) -> None:
-    if which:
+def _known_hours(point: Point, name: str) -> float:
+    """Return GPU-hours; 0 without a budget."""
+    limit = point.config.budget.gpu_hours
+    hours = 0.0 if limit is None else gpu_hours(point)
+    if hours is None:
         raise ConfigError(
-            f"budget.gpu_hours={limit:g} cannot be kept: how long {which} runs is not known; set "
+            f"budget.gpu_hours={limit:g} cannot be kept: how long {name} runs is not known; set "
             f"facts.update_s, or the limit cluster.time_min"
+        )
+    return hours
+
+
+def _refuse_hours(point: Point, hours: float, what: str) -> None:
+    limit = point.config.budget.gpu_hours
+    if limit is not None and hours > limit:
+        raise ConfigError(
+            f"{what} {hours:.3g} GPU-hours by their plans, more than budget.gpu_hours={limit:g}"
         )
