@@ -462,14 +462,18 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
     if device != "CPU":
         index = device_index(transport, spec.local_rank, os.environ)
         ms.set_device(device, index)
-        _say(f"rank {spec.rank} on {spec.node} computes on {device} {index}")
+        print(f"rank {spec.rank} on {spec.node} computes on {device} {index}", flush=True)
     else:
         # A CPU's kernels run on the cores that issue them: queues between the two are threads that
         # spin while they wait for each other, for two fifths of four ranks' processor time.
         ms.runtime.launch_blocking()
     if spec.size == 1:
         return MindSporeGroup(rank=0, size=1, transport=transport, generation=spec.generation)
-    _check_address(spec)
+    if not is_literal(spec.address):
+        raise TransportError(
+            f"MindSpore takes IP addresses only, but the address of {spec.node} is "
+            f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
+        )
     if spec.generation or communication.GlobalComm.INITED:
         raise RendezvousError(
             "MindSpore forms one group in a process's life; start the ranks again instead"
@@ -486,14 +490,6 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         generation=spec.generation,
         scheduler=scheduler,
     )
-
-
-def _check_address(spec: GroupSpec) -> None:
-    if not is_literal(spec.address):
-        raise TransportError(
-            f"MindSpore takes IP addresses only, but the address of {spec.node} is "
-            f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
-        )
 
 
 def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
@@ -515,7 +511,9 @@ def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
 def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:
     host, port = verdict["scheduler"]
     if os.environ.pop(RANK_TABLE, None):
-        _say(f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster")
+        print(
+            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
+        )
     os.environ.update(variables(spec, transport, (host, port), os.environ))
     try:
         communication.init()
@@ -530,7 +528,3 @@ def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> Non
         raise RendezvousError(
             f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
         )
-
-
-def _say(sentence: str) -> None:
-    print(sentence, flush=True)

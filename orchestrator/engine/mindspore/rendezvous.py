@@ -118,7 +118,10 @@ class Scheduler:
             own = psutil.Process(self.process.pid).net_connections(kind="tcp")
         except psutil.NoSuchProcess:  # it has ended since
             return False
-        return any(_listens(connection, self.port) for connection in own)
+        return any(
+            one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", None) == self.port
+            for one in own
+        )
 
     def watch(self) -> None:
         """Have `check` raise from now on if the child has ended."""
@@ -153,14 +156,6 @@ class Scheduler:
             self.process.kill()
         self.process.wait()
         self._keeper.close()
-
-
-def _listens(connection: object, port: int) -> bool:
-    local = getattr(connection, "laddr", None)
-    return (
-        getattr(connection, "status", "") == psutil.CONN_LISTEN
-        and getattr(local, "port", None) == port
-    )
 
 
 # ------------------------------------------------------------------ Rendezvous

@@ -65,6 +65,12 @@ from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowStat
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.job import Loss
 
+# ------------------------------------------------------------------ Choice of the reduction
+# A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
+# a window, `before_backward`, `take` each gradient, `after_backward`, and `finish` at the boundary.
+# Another one (for parameters that are sharded themselves, say) is a class with these five methods.
+
+
 _REDUCTIONS = ("fast", "reproducible")
 _WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
@@ -99,6 +105,9 @@ def _reduction_for(
         return ReproducibleReduction(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
     return FastReduction(buffers, group, bucket_bytes, wire=_WIRES[wire], overlap=overlap)
+
+
+# ------------------------------------------------------------------ Accumulator
 
 
 class Accumulator:
