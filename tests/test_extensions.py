@@ -48,7 +48,7 @@ def installed(tmp_path, monkeypatch):
     def install(name, value="theirs:Good", package="theirs-package"):
         module = value.partition(":")[0]
         (tmp_path / f"{module}.py").write_text(CLUSTER)
-        monkeypatch.delitem(sys.modules, module, raising=False)
+        sys.modules.pop(module, None)
         folder = tmp_path / f"{package.replace('-', '_')}-1.2.dist-info"
         folder.mkdir()
         (folder / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
@@ -56,7 +56,9 @@ def installed(tmp_path, monkeypatch):
         (folder / "entry_points.txt").write_text(entry)
         return tmp_path / f"{module}.py"
 
-    return install
+    yield install
+    for module in ("theirs", "others"):
+        sys.modules.pop(module, None)
 
 
 def test_a_cluster_of_an_installed_package_is_found_by_its_name_with_its_own_options(installed):

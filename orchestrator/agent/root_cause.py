@@ -22,7 +22,7 @@ IN_A_CIRCLE = "A link between them is cut, or they did not call the same collect
 TAKEN_AWAY = frozenset({signal.SIGKILL, signal.SIGTERM})
 """Signals by which a process is ended from outside, by the kernel for lack of memory included. All
 other ends are due to the job's own code (an exception, a bad pointer), and would come back."""
-MEMORY = "more accumulation.steps make the micro-batches smaller"
+MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
 OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
@@ -167,7 +167,7 @@ def _of_end(run: RunDir, end: End) -> Culprit:
     log = tail(run.rank_log(end.rank)) or tail(end.log)
     cause = describe_status(end.status)
     if end.out_of_memory and -end.status == signal.SIGKILL:
-        cause = f"out of memory, killed by the kernel ({cause}); {MEMORY}"
+        cause = f"out of memory, killed by the kernel ({cause}); {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
         cause += WORDLESS
     elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that

@@ -13,6 +13,7 @@ import time
 import traceback
 from typing import Any
 
+from orchestrator.agent.root_cause import MEMORY_REMEDY
 from orchestrator.errors import (
     EXIT_FAILED,
     OrchestratorError,
@@ -28,10 +29,9 @@ from orchestrator.rundir.folder import RunDir
 
 log = logging.getLogger(__name__)
 
-MEMORY = "more accumulation.steps make the micro-batches smaller"
 _BY_WORDS = (
-    ("out of memory", MEMORY),  # CUDA's
-    ("t allocate memory", MEMORY),  # torch's own on a CPU, and the kernel's
+    ("out of memory", MEMORY_REMEDY),  # CUDA's
+    ("t allocate memory", MEMORY_REMEDY),  # torch's own on a CPU, and the kernel's
     (
         "Default process group has not been initialized",
         (
@@ -55,7 +55,7 @@ _BY_WORDS = (
     ("EOF when reading a line", "ranks have no terminal to read from"),
 )
 _BY_KIND = {
-    "MemoryError": MEMORY,
+    "MemoryError": MEMORY_REMEDY,
     "BdbQuit": "ranks have no terminal for a debugger: leave breakpoint() out, or call the job's "
     "methods in a script of your own",
     "SystemExit": "something in the job ended the process: sys.exit() or exit()",

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
+from orchestrator.agent.node_spec import SILENCE_S
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common.waiting import for_others
@@ -159,8 +160,6 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
 # ----------------------------------------------------------------------
 # A worker's part in training on after losses, and with replacements.
 
-SILENCE_S = 5.0
-"""The longest silence of a rank that counts as alive; cluster.heartbeat_timeout_s may be less."""
 MARGIN_S = 3.0
 GOES_BACK = (
     "no rank has its part of the optimizer's state, so the run goes back to its newest checkpoint, "

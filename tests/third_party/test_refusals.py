@@ -36,10 +36,11 @@ def registered(tmp_path, monkeypatch):
         module, name = BASES[seam.key].rsplit(".", 1)
         (folder / "theirs.py").write_text(f"from {module} import {name}\n{source}\n")
         (info / "entry_points.txt").write_text(f"[{seam.group}]\ntheirs = theirs:Theirs\n")
-        monkeypatch.delitem(sys.modules, "theirs", raising=False)
+        sys.modules.pop("theirs", None)
         return folder
 
-    return register
+    yield register
+    sys.modules.pop("theirs", None)
 
 
 FORM = "    @classmethod\n    def form(cls, spec, store): "
