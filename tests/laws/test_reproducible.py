@@ -18,7 +18,7 @@ from orchestrator.engine.torch.reproducible import (
 )
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
-from tests.engine.torch.processes import run_ranks
+from orchestrator.testing.processes import run_ranks
 
 LEAF = 3
 

@@ -26,7 +26,6 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-import mindspore
 import mindspore as ms
 import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
@@ -100,7 +99,7 @@ CUT = 1200
 STDERR = 2
 CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
 TRACE = "The Traceback of Net Construct Code:"
-NOT_THE_USERS = (str(Path(mindspore.__file__).parent), str(Path(__file__).parent))
+NOT_THE_USERS = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
 
 
 def explain(error: Exception, what: str, printed: str = "") -> str:
@@ -267,7 +266,7 @@ def _describe(value: Any) -> str:
 # ------------------------------------------------------------------ Accumulator
 
 
-framework: Any = mindspore  # its annotations are not those of its behaviour
+framework: Any = ms  # its annotations are not those of its behaviour
 BLOCK = 4096
 PLAIN_STEPS = 3
 

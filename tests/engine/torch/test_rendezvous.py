@@ -23,7 +23,7 @@ from orchestrator.engine.torch.rendezvous import SecretStore, host, rendezvous_f
 from orchestrator.engine.torch.transports import Presence, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from orchestrator.rundir.files import write_atomically
-from tests.engine.torch.processes import collect, run_ranks, spec, start_ranks
+from orchestrator.testing.processes import collect, run_ranks, spec, start_ranks
 
 
 def _listening(group):

@@ -25,7 +25,7 @@ from orchestrator.engine.torch.sharding import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.plan.split import assign
 from orchestrator.plan.wire import Wire
-from tests.engine.torch.processes import run_ranks
+from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
 from tests.jobs.training import difference as train_difference
 from tests.jobs.training import train
