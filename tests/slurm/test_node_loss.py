@@ -32,18 +32,16 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     """Two runs at once: one node loses power; of another only slurmd dies and its ranks live on."""
     crashed, orphaned = tmp_path / "crashed", tmp_path / "orphaned"
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=2", "cluster.heartbeat_timeout_s=5")
-    holds = [
-        runs.submit_long(mended, orphaned, *alone),
-        runs.submit_long(
-            mended, crashed, "cluster.exclusive=true", "run.survive=false",
-            "cluster.heartbeat_timeout_s=60",  # so SLURM notices first
-        ),
-    ]  # fmt: skip
-    other, job = runs.job_of(orphaned), runs.job_of(crashed)
+    holds = [runs.submit_long(mended, orphaned, *alone)]
+    other = runs.job_of(orphaned)
+    [forgotten] = until(lambda: runs.nodes_of(mended, other), 60, "the orphaned run's node")
+    # Of four nodes two are lost; both runs fit on the others, whichever SLURM restarts first.
+    apart = (f"cluster.exclude={forgotten}", "run.survive=false")
+    late = "cluster.heartbeat_timeout_s=60"  # so SLURM notices first
+    holds.append(runs.submit_long(mended, crashed, *apart, late))
+    job = runs.job_of(crashed)
     runs.wait_for_update(crashed, 6)
     dead = runs.nodes_of(mended, job)[1]
-    forgotten = runs.nodes_of(mended, other)[0]
-    assert forgotten not in runs.nodes_of(mended, job)
     breaking.crash_node(mended, dead)
     runs.wait_for_update(orphaned, 6)
     breaking.kill_slurmd(mended, forgotten)
@@ -56,7 +54,7 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     assert [r for r in records(orphaned) if r["attempt"] == 0 and r["time"] > first] == []
     holds[0].release()
     assert runs.wait_over(mended, orphaned)["weights_sha256"] == digest
-    runs.wait_for_update(crashed, 6, attempt=1)  # the orphaned run's node is free now
+    runs.wait_for_update(crashed, 6, attempt=1)
     holds[1].release()
     assert runs.wait_over(mended, crashed)["weights_sha256"] == digest
     why = runs.first_records(crashed)[1]["restart"]["why"]  # whoever notices first
