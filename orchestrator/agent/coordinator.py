@@ -163,14 +163,10 @@ class Coordinator:
         """Register an agent that connected, perhaps again, with its workers."""
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
-        # A restarted node has none of its earlier workers.
+        # An agent starts its workers before it connects; a restarted one has none of the earlier.
+        here = self._spec.ranks_of(index)
         self._lose_ranks(
-            index,
-            [
-                rank
-                for rank in self._spec.ranks_of(index)
-                if self.workers[rank].state == "alive" and rank not in known
-            ],
+            index, [r for r in here if self.workers[r].state != "ended" and r not in known]
         )
         agent.heard, agent.gone = self._clock(), False
         for event in known.values():

@@ -29,11 +29,18 @@ class Attempt:
         if begin:
             for index in range(self.spec.nodes):
                 if index not in gone:
-                    self.coordinator.joined(index, [])
+                    self.join(index)
             for rank in range(self.spec.ranks):
-                self.take("started", rank, pid=1)
                 self.take("begins", rank, code={"job": "abc"})
             self.tick()
+
+    def join(self, index):
+        """Connect an agent that has started its workers."""
+        workers = [
+            {"rank": r, "events": [{"event": "started", "rank": r, "process": 0}]}
+            for r in self.spec.ranks_of(index)
+        ]
+        self.coordinator.joined(index, workers)
 
     def take(self, event, rank, process=0, **values):
         message = {"event": event, "rank": rank, "process": process, **values}
@@ -80,8 +87,7 @@ def state_of(attempt):
 def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     attempt = Attempt(tmp_path, begin=False)
     for index in range(3):
-        attempt.coordinator.joined(index, [])
-        attempt.take("started", index, pid=1)
+        attempt.join(index)
     attempt.take("begins", 0, code={})
     attempt.take("begins", 1, code={})
     attempt.tick()
@@ -229,6 +235,14 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
     attempt.tick()
 
 
+def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
+    Attempt(tmp_path, nodes=1, ranks_per_node=2)  # its agent is killed, with both workers
+    again = Attempt(tmp_path, nodes=1, ranks_per_node=2, begin=False)
+    again.coordinator.joined(0, [])
+    again.tick(MOMENT_S)
+    assert state_of(again) == "failed"
+
+
 def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
     attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
     attempt.coordinator.disconnected(1)
@@ -332,8 +346,7 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, ot
     if not others_live:
         listener.close()
     evicted = Attempt(tmp_path, nodes=2, index=1, gone=[0], begin=False)
-    evicted.coordinator.joined(1, [])
-    evicted.take("started", 1, pid=1)
+    evicted.join(1)
     evicted.end(1, 75, "evicted")
     evicted.tick(MOMENT_S)
     assert evicted.told("end")
