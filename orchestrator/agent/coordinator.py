@@ -71,8 +71,9 @@ class WorkerState:
     Attributes:
         state: "expected" until its agent has connected.
         waits: a new worker that asks to join.
-        begun: it is ready to train; ready: it is at a boundary of this generation, after so many
-            updates, and waits for new workers.
+        begun: it is ready to train; trains: its loop has begun.
+        ready: it is at a boundary of this generation, after so many updates, and waits for new
+            workers.
     """
 
     rank: int
@@ -80,6 +81,7 @@ class WorkerState:
     state: Literal["expected", "alive", "ended"] = "expected"
     waits: bool = False
     begun: bool = False
+    trains: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
     ready: tuple[int, int] | None = None
     silence_reported: bool = False
@@ -129,7 +131,7 @@ class Coordinator:
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._replacements = Replacements(self._run, spec, self._record, clock)
-        self._positions = Positions(self._run)
+        self._positions = Positions(self._run, spec.hang_s)
         self._words: dict[int, str] = {}
         self._ends: list[End] = []
         self._losses: list[tuple[End, list[int]]] = []
@@ -235,6 +237,8 @@ class Coordinator:
             self._judge(worker, node, event)
         elif kind == "begins":
             worker.begun, worker.code = True, event["code"]
+        elif kind == "trains":
+            worker.trains = True
         elif kind == "joins":
             worker.waits = True
             self._announced_newcomers = False
@@ -250,10 +254,11 @@ class Coordinator:
         state, seconds = event["state"], event["seconds"]
         if state == BUSY and not self._survived:
             return  # the others wait for it
-        limit_s = {
-            STOPPED_PROCESS: self._spec.silence_s if self._survived else self._spec.heartbeat_s,
-            SILENT: self._spec.heartbeat_s,
-        }.get(state, self._spec.hang_s)
+        limit_s = self._spec.hang_s
+        if state == STOPPED_PROCESS:
+            limit_s = self._spec.silence_s if self._survived else self._spec.heartbeat_s
+        elif state == SILENT and worker.trains:  # before, it may wait for others in C code
+            limit_s = self._spec.heartbeat_s
         if seconds >= limit_s and not worker.given_up:
             worker.given_up = True
             culprit = self._positions.unresponsive(worker.rank, node, event, limit_s)

@@ -23,8 +23,8 @@ CAUSES = {
     STOPPED_PROCESS: FROZEN,
     ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
     "a file system does not answer",
-    SILENT: "it gave no sign of life for {0} s (cluster.heartbeat_timeout_s): code that holds "
-    "Python's interpreter waits there for something",
+    SILENT: "it gave no sign of life for {0} s ({2}): code that holds Python's interpreter waits "
+    "there for something",
     BUSY: "it said nothing for {0} s (cluster.hang_timeout_s), although its process lives: code "
     "that holds Python's interpreter",
 }
@@ -39,8 +39,8 @@ class Positions:
 
     answer_s = STACK_S
 
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
+    def __init__(self, run: RunDir, hang_s: float) -> None:
+        self._run, self._hang_s = run, hang_s
         self._seen: dict[int, Seen] = {}
         # Positions at the request count: the signal that requests a stack may wake a sleeper.
         self._answered: set[int] = set()
@@ -63,7 +63,8 @@ class Positions:
         self, rank: int, node: str, event: Mapping[str, Any], limit_s: float
     ) -> Culprit:
         """Blame a worker that sent nothing for `limit_s`."""
-        cause = CAUSES[event["state"]].format(f"{limit_s:g}", event["asleep_in"])
+        key = f"cluster.{'hang' if limit_s == self._hang_s else 'heartbeat'}_timeout_s"
+        cause = CAUSES[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
         log = self._run.rank_log(rank)
         self._unanswered[rank] = log.stat().st_size if log.exists() else 0
         return Culprit(rank=rank, node=node, cause=cause, hangs=True)

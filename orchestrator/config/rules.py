@@ -63,8 +63,8 @@ def _search_keys_without_search(sweep: SweepConfig) -> Iterator[str]:
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
 SURVIVE_ON_MINDSPORE = (
-    f"{SURVIVE} MindSpore, whose ranks end when a peer is gone; try {RESTARTS}, which begins again "
-    "from the newest checkpoint"
+    f"{SURVIVE} MindSpore, whose ranks cannot form a group again; try {RESTARTS}, which begins "
+    "again from the newest checkpoint"
 )
 ON = (
     "a rank or a node that is lost does not end the run: the others redo its update and go on "

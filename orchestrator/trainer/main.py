@@ -62,6 +62,7 @@ def _train_in_groups(worker: Worker, training: Training) -> dict[str, list[int]]
     """
     survivors, outcome, updates = training.survivors, training.outcome, training.updates
     rank, ranks, changes = training.group.rank, training.group.size, training.changes
+    worker.link.send_event("trains")
     while True:
         if survivors is not None and changes is not None:  # in another group than before
             outcome.newcomers = False

@@ -108,6 +108,7 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     tmp_path, recwarn, state, survive, limit_s
 ):
     attempt = Attempt(tmp_path, survive=survive)
+    attempt.take("trains", 1)
     for seconds in range(1, limit_s or 200):
         attempt.take("unresponsive", 1, state=state, seconds=seconds, asleep_in="", seen=SEEN)
     attempt.tick(GRACE_S)
@@ -121,6 +122,16 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
         limit_s is not None and survive,
         limit_s is not None and not survive,
     )
+
+
+def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
+    """MindSpore holds the interpreter while its group forms."""
+    attempt = Attempt(tmp_path, survive=False)
+    for seconds in (59.0, 60.0):
+        assert not attempt.told("where")
+        attempt.take("unresponsive", 1, state="silent", seconds=seconds, asleep_in="", seen=SEEN)
+        attempt.tick()
+    assert attempt.told("where")
 
 
 def test_all_that_finish_are_a_finished_run(attempt):
