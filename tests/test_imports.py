@@ -64,5 +64,6 @@ def test_each_folder_has_its_layer():
     placed = {
         name.split(".")[1] for layer in first["layers"] for name in layer.split() if "." in name
     }
-    there = {p.stem for p in (ROOT / "orchestrator").glob("[!_]*") if p.suffix in ("", ".py")}
+    files = (ROOT / "orchestrator").glob("[!_]*.py"), (ROOT / "orchestrator").glob("*/__init__.py")
+    there = {p.stem for p in files[0]} | {p.parent.name for p in files[1]}
     assert there <= placed

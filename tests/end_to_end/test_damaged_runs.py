@@ -15,7 +15,7 @@ SHAPE = (
 
 @pytest.fixture(scope="module")
 def broken_off(tmp_path_factory):
-    """Left after update 9 of 12, with checkpoints after 4 and 8."""
+    """Left after update 9 of 12, with checkpoints after 8 and, since a rank was killed, 9."""
     run = tmp_path_factory.mktemp("damaged") / "run"
     done = call(*SHAPE, "job.fault=kill", "job.fault_after=19", f"run.dir={run}")
     assert done.returncode == 1, done.stdout + done.stderr
@@ -40,7 +40,7 @@ def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(
     broken_off, undisturbed, tmp_path
 ):
     run = shutil.copytree(broken_off, tmp_path / "run")
-    flip(run / "checkpoints" / "update-000000008" / "state.json", b"0.999")
+    flip(run / "checkpoints" / "update-000000009" / "state.json", b"0.999")
     done = verb("resume", run)
     assert done.returncode == 0, done.stderr
     said = " ".join((done.stdout + done.stderr).split())
@@ -74,7 +74,7 @@ def test_checkpoints_of_the_background_have_the_bytes_of_others_and_cost_no_bit(
     assert done.returncode == 0, done.stderr
     assert result(run)["weights_sha256"] == undisturbed
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert kept == ["update-000000008", "update-000000012"]
+    assert kept == ["update-000000009", "update-000000012"]
     for name in kept:
         ours, theirs = run / "checkpoints" / name, whole / "checkpoints" / name
         for file in ("weights.safetensors", "optimizer.safetensors"):
