@@ -50,7 +50,7 @@ GRACE_S = 1.0
 SAVE_S = 30.0
 """For the one among them that saves the last boundary's state."""
 SETTLE_S = 0.05
-"""How long further losses are waited for: what dies together should cost one generation."""
+"""Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Within which the other agents come to a new coordinator."""
 ROOM_S = 1.0

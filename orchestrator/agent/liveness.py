@@ -135,7 +135,7 @@ class NodeWatch:
 USUAL = 3.0
 LATEST = 3.0  # times heartbeat_timeout_s: when a standstill is reported at the latest
 LOOKS = 4
-"""How often processes are looked at during `notice_s`, once a place has lasted that long."""
+"""Checks of processes during `notice_s`, once a place has lasted that long."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -165,7 +165,7 @@ class Patience:
 
 
 class Standstill:
-    """How long the main thread has been at one place, sampled once a second.
+    """Time that the main thread has been at one place, sampled once a second.
 
     Attributes:
         reported: the standstill at the present place was reported.

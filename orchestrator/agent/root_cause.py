@@ -27,7 +27,7 @@ OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
 LAST_WORD = "error: "
-"""How the log of a rank ends whose main thread was stuck in the framework and could not fail."""
+"""Prefix of the last line of a rank whose main thread was stuck in the framework."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

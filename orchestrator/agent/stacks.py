@@ -1,4 +1,4 @@
-"""Where a process is in its Python code: this one's main thread, or that of another process.
+"""Python stacks of main threads: of this process, or of another one.
 
 SIGQUIT requests a dump: every rank and loader process has a handler (`answer_when_asked`) that
 writes the stacks of all threads to the rank's log, even while code holds the interpreter. No

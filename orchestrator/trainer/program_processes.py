@@ -113,7 +113,7 @@ RAISED = re.compile(
 LOGGED = re.compile(
     r"\[?(?:rank\d+\]:\[)?(?:(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b|[IWEF]\d{4} \d\d:)"
 )
-"""How a line of a log begins, as threads of frameworks write them while an exception is printed."""
+"""Beginning of a line of a log, which threads of frameworks write while an exception is printed."""
 RANK_OF_TORCH = re.compile(r"^\[rank[0-9]+\]: ?")  # before each line, once its group is formed
 TRACEBACK = "Traceback (most recent call last):"
 BY_SHELL = 128

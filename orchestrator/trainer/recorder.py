@@ -419,7 +419,7 @@ class Recorder(Callback):
         )
 
     def can_save(self) -> bool:
-        """Whether a checkpoint can be written in mid-window: rank 0 holds all of the state."""
+        """Return whether rank 0 holds all of the state, so that it can save inside a window."""
         return self._engine.holds_state()
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
@@ -439,7 +439,7 @@ class Recorder(Callback):
 
     @property
     def save_s(self) -> float:
-        """How long a checkpoint that is due now takes until it is written, by the last one."""
+        """Seconds until a checkpoint that is due now is written, estimated from the last one."""
         return max(self._waited_s, self._save_s * (1 + self._saving.running))
 
     def _take_written(self, *, wait: bool) -> None:

@@ -164,7 +164,7 @@ class Scheduler:
 
 
 LINGER_S = 5.0
-"""How much longer the others wait than rank 0, which decides."""
+"""Additional time that the other ranks wait, since rank 0 decides."""
 
 Endpoint = dict[str, Any]
 
