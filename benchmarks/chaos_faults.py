@@ -163,7 +163,7 @@ FAULTS: dict[str, Fault] = {
     "scancel -s USR2": Fault(do=_scancel("-s", "USR2"), why=STOPPED),
     "scontrol requeue": Fault(do=_requeue, why=ANY_END, late=True),
     "preempt": Fault(do=_preempt, why=r"preempted|it ended without a word", alone=True),
-    "node set down": Fault(do=_node_down, why=rf"{NODE}|{ANY_END}", alone=True),
+    "node set down": Fault(do=_node_down, why=rf"{NODE}|requeued|{ANY_END}", alone=True),
     "processes of a node vanish": Fault(do=_node_empty, why=NODE),
     "a node goes dark": Fault(do=_node_dark, why=rf"{NODE}|rank \d", alone=True),
     "no controller": Fault(do=_away(breaking.stop_controller), alone=True, late=True),

@@ -22,7 +22,7 @@ Base = TypeVar("Base")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seam:
+class PluginKind:
     """A kind of plug-in.
 
     Attributes:
@@ -114,7 +114,7 @@ class Seam:
             ) from error
 
 
-CLUSTERS = Seam(
+CLUSTERS = PluginKind(
     key="cluster.kind",
     group="orchestrator.clusters",
     ours={
@@ -122,7 +122,7 @@ CLUSTERS = Seam(
         "slurm": "orchestrator.clusters.slurm.cluster:SlurmCluster",
     },
 )
-TRANSPORTS = Seam(
+TRANSPORTS = PluginKind(
     key="transport",
     group="orchestrator.transports",
     ours={
@@ -131,7 +131,7 @@ TRANSPORTS = Seam(
     },
     besides=("auto", "mccl"),  # the latter is MindSpore's, as is all that it has of the others
 )
-FRAMEWORKS = Seam(
+FRAMEWORKS = PluginKind(
     key="framework",
     group="orchestrator.frameworks",
     ours={
@@ -139,7 +139,7 @@ FRAMEWORKS = Seam(
         "mindspore": "orchestrator.engine.mindspore.framework:MindSpore",
     },
 )
-TRACKERS = Seam(
+TRACKERS = PluginKind(
     key="tracker.kind",
     group="orchestrator.trackers",
     ours={
@@ -149,14 +149,14 @@ TRACKERS = Seam(
     },
     besides=("none",),
 )
-SEAMS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
+PLUGIN_KINDS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
 
 
 def shadowed() -> list[str]:
     """Yield a sentence for each entry point that is never used, since its name is built in."""
     return [
         f"{_package(entry)} registers {seam.key}={entry.name}, which is ours: its own is not used"
-        for seam in SEAMS
+        for seam in PLUGIN_KINDS
         for entry in _entry_points(seam.group)
         if entry.name in seam.ours or entry.name in seam.besides
     ]

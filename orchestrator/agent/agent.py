@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord
-from orchestrator.agent.links import Link, connect, greeted
+from orchestrator.agent.links import Link, authenticate, connect
 from orchestrator.agent.liveness import BEAT_S
 from orchestrator.agent.node_spec import (
     AgentFile,
@@ -41,7 +41,7 @@ LOOK_S = 0.1
 STOOD_STILL_S = 3.0
 """Above this, the process itself stood still between two looks, and cannot judge others by time."""
 RETRY_S = 0.05
-MAX_STRANGERS = 64
+MAX_UNAUTHENTICATED = 64
 MOST_ERRORS = 100  # in a row
 REPORTED_CHARACTERS = 500
 
@@ -75,7 +75,7 @@ class Agent:
         self._listener = listen(spec.address)
         self._listener.setblocking(False)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
-        self._strangers: set[Link] = set()
+        self._unauthenticated: set[Link] = set()
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
         self._up: Link | None = None
@@ -107,7 +107,7 @@ class Agent:
             if descriptor is not None:
                 os.close(descriptor)
         self._listener.close()
-        for link in [*self._strangers, *self._followers.values()]:
+        for link in [*self._unauthenticated, *self._followers.values()]:
             link.close()
         if self._up is not None:
             self._up.close()
@@ -150,7 +150,7 @@ class Agent:
         self._workers.reap()
         now = time.monotonic()
         if now - self._looked > STOOD_STILL_S:
-            self._forgive(now - self._looked)
+            self._discount_suspension(now - self._looked)
         self._looked = now
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
@@ -196,15 +196,15 @@ class Agent:
         if not os.read(descriptor, 64):
             self._over = True
 
-    def _forgive(self, seconds: float) -> None:
+    def _discount_suspension(self, seconds: float) -> None:
         if self._coordinator is not None:
-            self._coordinator.forgive(seconds)
+            self._coordinator.discount_suspension(seconds)
         for link in self._links():
             link.heard += seconds
 
     def _links(self) -> list[Link]:
         up = [self._up] if self._up is not None else []
-        return [*self._followers.values(), *self._strangers, *up]
+        return [*self._followers.values(), *self._unauthenticated, *up]
 
     def _beat(self) -> None:
         now = time.monotonic()
@@ -230,7 +230,7 @@ class Agent:
         if event["event"] == "started" and self._stop is not None:
             self._workers.send([event["rank"]], stop=self._stop)
         if self._coordinator is not None:
-            self._coordinator.take(self._spec.index, event)
+            self._coordinator.handle_event(self._spec.index, event)
         elif self._up is not None:
             self._up.send(**event)
 
@@ -332,7 +332,7 @@ class Agent:
         gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}
         log.info("this agent coordinates; lost before it: %s", sorted(gone) or "none")
         self._coordinator = Coordinator(self._spec, gone)
-        self._coordinator.joined(self._spec.index, self._state_of_workers())
+        self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
                 self._from_follower(index, message)
@@ -370,14 +370,16 @@ class Agent:
             link = Link(listener.accept()[0])
         except OSError:  # it has closed again, or no descriptor is left
             link = None
-        if self._strangers and (link is None or len(self._strangers) >= MAX_STRANGERS):
-            self._close(min(self._strangers, key=lambda one: one.heard))
+        if self._unauthenticated and (
+            link is None or len(self._unauthenticated) >= MAX_UNAUTHENTICATED
+        ):
+            self._close(min(self._unauthenticated, key=lambda one: one.heard))
         if link is not None:
-            self._strangers.add(link)
+            self._unauthenticated.add(link)
             self._selector.register(link.socket, selectors.EVENT_READ, self._hear_follower)
 
     def _hear_follower(self, connection: socket.socket) -> None:
-        every = (*self._strangers, *self._followers.values())
+        every = (*self._unauthenticated, *self._followers.values())
         link = next((one for one in every if one.socket is connection), None)
         if link is None:  # closed by an event before this one
             return
@@ -392,12 +394,12 @@ class Agent:
 
     def _take_message(self, link: Link, message: dict[str, Any]) -> None:
         if link.rank is None:
-            index = greeted(message, secret=self._secret, me=self._spec.index)
+            index = authenticate(message, secret=self._secret, me=self._spec.index)
             if index is None or not 0 <= index < self._spec.nodes:
                 self._close(link)
                 return
             link.rank = index
-            self._strangers.discard(link)
+            self._unauthenticated.discard(link)
             if index in self._followers:
                 self._close(self._followers[index])
             self._followers[index] = link
@@ -416,17 +418,17 @@ class Agent:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
         self._coordinator.heard(index)
         if "workers" in message:
-            self._coordinator.joined(index, message["workers"])
+            self._coordinator.agent_connected(index, message["workers"])
         elif "event" in message:
-            self._coordinator.take(index, message)
+            self._coordinator.handle_event(index, message)
 
     def _close(self, link: Link) -> None:
         if link.socket.fileno() >= 0:
             self._selector.unregister(link.socket)
             link.close()
-        self._strangers.discard(link)
+        self._unauthenticated.discard(link)
         if link.rank is not None and self._followers.get(link.rank) is link:
             del self._followers[link.rank]
             self._early.pop(link.rank, None)
             if self._coordinator is not None:
-                self._coordinator.disconnected(link.rank)
+                self._coordinator.agent_disconnected(link.rank)

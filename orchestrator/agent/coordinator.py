@@ -37,7 +37,7 @@ from orchestrator.agent.liveness import (
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.positions import Positions
 from orchestrator.agent.replacements import Replacements
-from orchestrator.agent.root_cause import TAKEN_AWAY, End, Straggler, blame
+from orchestrator.agent.root_cause import EXTERNAL_KILL_SIGNALS, End, Straggler, find_root_cause
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State
@@ -161,7 +161,7 @@ class Coordinator:
 
     # ------------------------------------------------------------------ agents
 
-    def joined(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
+    def agent_connected(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
         """Register an agent that connected, perhaps again, with its workers."""
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
@@ -173,7 +173,7 @@ class Coordinator:
         agent.heard, agent.gone = self._clock(), False
         for event in known.values():
             for one in event["events"]:
-                self.take(index, one)
+                self.handle_event(index, one)
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._newest_message())
         if self._over:
@@ -184,14 +184,14 @@ class Coordinator:
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
 
-    def forgive(self, seconds: float) -> None:
+    def discount_suspension(self, seconds: float) -> None:
         """Discount a period in which this process was suspended and could not receive."""
         for agent in self.agents.values():
             agent.heard = agent.heard + seconds if agent.heard is not None else None
         self._noticed += seconds if self._noticed else 0.0
         self._began += seconds
 
-    def disconnected(self, index: int) -> None:
+    def agent_disconnected(self, index: int) -> None:
         """Handle an agent whose link is closed: it ended, or follows another coordinator."""
         if not self.agents[index].gone:
             self._lose_agent(index)
@@ -218,12 +218,12 @@ class Coordinator:
 
     # ------------------------------------------------------------------ events
 
-    def take(self, index: int, event: Mapping[str, Any]) -> None:
+    def handle_event(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle an agent's event about one of its workers."""
         self.heard(index)
         kind, worker = event["event"], self.workers[event["rank"]]
         node = self._spec.name_of(index)
-        self._positions.take(node, event)
+        self._positions.handle_event(node, event)
         if kind == "started":
             self._replacements.know(worker.rank, event["process"])
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
@@ -234,7 +234,7 @@ class Coordinator:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._ended(index, event)
         elif kind == "unresponsive":
-            self._judge(worker, node, event)
+            self._check_unresponsive(worker, node, event)
         elif kind == "begins":
             worker.begun, worker.code = True, event["code"]
         elif kind == "trains":
@@ -249,7 +249,7 @@ class Coordinator:
         elif kind == "leaving":
             self._end_in_order()
 
-    def _judge(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
+    def _check_unresponsive(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
         state, seconds = event["state"], event["seconds"]
         if state == BUSY and not self._survived:
@@ -295,7 +295,7 @@ class Coordinator:
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
         evicted = word == EVICTED or not lost  # or a newcomer, which the others do not need
-        taken_away = not word and -end.status in TAKEN_AWAY
+        taken_away = not word and -end.status in EXTERNAL_KILL_SIGNALS
         if self._killed or not (evicted or (taken_away and self._survived)):
             self._failed(end)
             return
@@ -583,7 +583,7 @@ class Coordinator:
             behind: list[Straggler] = list(self._positions.behind.values())
             records = [*self._run.failures(self._spec.attempt), *self._failures]
             done = [rank for rank, word in self._words.items() if word == FINISHED]
-            culprit = blame(self._run, records, ends, behind, done)
+            culprit = find_root_cause(self._run, records, ends, behind, done)
             if culprit.rank is None:
                 culprit = replace(culprit, cause=self._causes[culprit.node])
         culprit = culprit and self._positions.describe(culprit)

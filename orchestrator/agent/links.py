@@ -97,7 +97,7 @@ def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
     return link
 
 
-def greeted(message: dict[str, Any], *, secret: str, me: int) -> int | None:
+def authenticate(message: dict[str, Any], *, secret: str, me: int) -> int | None:
     """Return the rank that a first message authenticates; None if it does not."""
     rank, said = message.get("rank"), message.get("sign")
     if not isinstance(rank, int) or not isinstance(said, str):
@@ -110,11 +110,11 @@ def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:
     if not peers:
         return set()
     with ThreadPoolExecutor(max_workers=min(64, len(peers))) as pool:  # ended before any fork
-        refusals = pool.map(lambda peer: refuses(peer, timeout_s), peers.values())
+        refusals = pool.map(lambda peer: is_port_closed(peer, timeout_s), peers.values())
         return {key for key, refused in zip(peers, refusals, strict=True) if refused}
 
 
-def refuses(peer: Peer, timeout_s: float, *, unknown: bool = False) -> bool:
+def is_port_closed(peer: Peer, timeout_s: float, *, unknown: bool = False) -> bool:
     """Return whether nothing listens there any more.
 
     Args:

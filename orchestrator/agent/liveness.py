@@ -130,7 +130,7 @@ class NodeWatch:
 
 
 # ----------------------------------------------------------------------
-# Standstill detection: a main thread at one place longer than usual, without doing work.
+# ProgressWatchdog detection: a main thread at one place longer than usual, without doing work.
 
 USUAL = 3.0
 LATEST = 3.0  # times heartbeat_timeout_s: when a standstill is reported at the latest
@@ -139,7 +139,7 @@ LOOKS = 4
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Patience:
+class WatchdogTimeouts:
     """Time limits: when a standstill is reported, and when the rank is given up.
 
     Attributes:
@@ -153,7 +153,7 @@ class Patience:
     hang_s: float
 
     @classmethod
-    def of(cls, cluster: ClusterConfig) -> Patience:
+    def of(cls, cluster: ClusterConfig) -> WatchdogTimeouts:
         """Derive the limits so that a rank that is behind reports before the others' wait ends."""
         notice_s = cluster.heartbeat_timeout_s
         over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
@@ -164,14 +164,14 @@ class Patience:
         )
 
 
-class Standstill:
+class ProgressWatchdog:
     """Time that the main thread has been at one place, sampled once a second.
 
     Attributes:
         reported: the standstill at the present place was reported.
     """
 
-    def __init__(self, patience: Patience) -> None:
+    def __init__(self, patience: WatchdogTimeouts) -> None:
         self._patience = patience
         self._since = self._stood = self._longest = 0.0
         self.reported = False

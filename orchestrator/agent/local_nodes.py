@@ -23,11 +23,11 @@ from orchestrator.agent.agent import Agent
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
-    branch,
-    die_with,
     ending,
+    fork_session,
     leave,
     name_process,
+    set_parent_death_signal,
 )
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.worker import preload, run_worker
@@ -122,7 +122,7 @@ class NodeProcesses:
 
     def _start(self, index: int) -> int | None:
         """Fork an agent. Return the rank in a worker's process."""
-        pid = branch()
+        pid = fork_session()
         if not pid:
             return self._become(index)
         self._pids[pid] = index
@@ -184,7 +184,8 @@ def _live(order: dict[str, Any]) -> int:
 def main() -> None:
     with ending() as end:
         order = json.load(sys.stdin)
-        die_with(order["launcher"], signal.SIGTERM)  # then the pipe has ended as well
+        # The pipe to the launcher ends at the same time.
+        set_parent_death_signal(order["launcher"], signal.SIGTERM)
         end.code = _live(order)
 
 

@@ -18,10 +18,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.liveness import Patience, Standstill
+from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.local_nodes import NodeProcesses
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
-from orchestrator.agent.processes import die_with, ending, processor_s
+from orchestrator.agent.processes import ending, processor_s, set_parent_death_signal
 from orchestrator.agent.replacements import max_replacements
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
 from orchestrator.agent.worker import preload, run_worker
@@ -79,7 +79,7 @@ def worker_environment(spec: NodeSpec) -> dict[str, str]:
     }
 
 
-def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Agent) -> int:
+def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Agent) -> int:
     """Run this node, or one of its workers, to the end; return the exit status.
 
     Args:
@@ -101,7 +101,7 @@ def be_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Ag
 def _import_framework(run: RunDir, hang_s: float) -> None:
     """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
     done = threading.Event()
-    standstill = Standstill(Patience(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
+    standstill = ProgressWatchdog(WatchdogTimeouts(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
 
     def look() -> None:
         while not done.wait(LOOK_S):
@@ -129,8 +129,8 @@ def main() -> None:
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the agent can handle them
     with ending() as end:
-        die_with(os.getppid())
-        end.code = be_node(arguments.run, arguments.attempt)
+        set_parent_death_signal(os.getppid())
+        end.code = run_node(arguments.run, arguments.attempt)
 
 
 if __name__ == "__main__":

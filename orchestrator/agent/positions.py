@@ -47,7 +47,7 @@ class Positions:
         self._unanswered: dict[int, int] = {}  # rank: the size of its log at the request
         self.behind: dict[int, Straggler] = {}
 
-    def take(self, node: str, event: Mapping[str, Any]) -> None:
+    def handle_event(self, node: str, event: Mapping[str, Any]) -> None:
         """Record an agent's report of a worker."""
         kind, rank = event["event"], event["rank"]
         if kind == "seen":

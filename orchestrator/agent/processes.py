@@ -72,7 +72,7 @@ def leave(code: int) -> NoReturn:
     os._exit(code)
 
 
-def branch() -> int:
+def fork_session() -> int:
     """Fork within `ending`: the child has its own session, and dies with this process.
 
     Returns:
@@ -81,14 +81,14 @@ def branch() -> int:
     parent = os.getpid()
     pid = os.fork()
     if not pid:
-        die_with(parent)
+        set_parent_death_signal(parent)
         os.setsid()
     return pid
 
 
 def fork(be: Callable[[], int]) -> int:
     """Fork a child that only calls `be`, which returns its exit status; return its pid."""
-    pid = branch()
+    pid = fork_session()
     if not pid:
         with ending() as end:
             end.code = be()
@@ -104,7 +104,7 @@ _PR_SET_CHILD_SUBREAPER = 36
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def die_with(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
+def set_parent_death_signal(parent: int | None, by: signal.Signals = signal.SIGKILL) -> None:
     """Have the kernel signal this process when its parent ends; with None, no longer.
 
     Args:

@@ -17,9 +17,9 @@ from orchestrator.rundir.outcome import Culprit
 TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 MOST_NAMED = 4
-WORDLESS = " before its training had ended: something in it ended the process (os._exit, say)"
+NO_EXIT_REPORT = " before its training had ended: something in it ended the process (os._exit, say)"
 IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
-TAKEN_AWAY = frozenset({signal.SIGKILL, signal.SIGTERM})
+EXTERNAL_KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM})
 """Signals by which a process is ended from outside, by the kernel for lack of memory included. All
 other ends are due to the job's own code (an exception, a bad pointer), and would come back."""
 MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
@@ -82,7 +82,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
     return tuple(text.splitlines()[-lines:])
 
 
-def blame(
+def find_root_cause(
     run: RunDir,
     records: Sequence[Mapping[str, Any]],
     ends: Sequence[End],
@@ -169,7 +169,7 @@ def _of_end(run: RunDir, end: End) -> Culprit:
     if end.out_of_memory and -end.status == signal.SIGKILL:
         cause = f"out of memory, killed by the kernel ({cause}); {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
-        cause += WORDLESS
+        cause += NO_EXIT_REPORT
     elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
         cause = log[-1].removeprefix(LAST_WORD)
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)

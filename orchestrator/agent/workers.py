@@ -24,7 +24,7 @@ import psutil
 
 from orchestrator.agent.links import Link
 from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch, Seen
-from orchestrator.agent.processes import adopt_orphans, asleep_in, branch
+from orchestrator.agent.processes import adopt_orphans, asleep_in, fork_session
 from orchestrator.agent.stacks import ASKS, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 
@@ -129,7 +129,7 @@ class Workers:
         agent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
         try:
-            pid = branch()
+            pid = fork_session()
         except OSError as error:  # no memory or process left: as if it had been killed at once
             log.warning("rank %d cannot be started: %s", rank, error.strerror)
             self._report(self._exit_event(rank, process, -signal.SIGKILL))

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
 from orchestrator.errors import ConfigError, did_you_mean, shortened
-from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, Seam
+from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, PluginKind
 
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
@@ -31,7 +31,7 @@ class Bound:
     """
 
     choice: tuple[str, ...] = ()
-    seam: Seam | None = None
+    seam: PluginKind | None = None
     least: float | None = None
     above: float | None = None
     most: float | None = None
@@ -67,7 +67,7 @@ def choice(*allowed: str, default: str | None = None) -> Any:
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 
 
-def registered(seam: Seam, default: str) -> Any:
+def registered(seam: PluginKind, default: str) -> Any:
     """Define a field that is the name of one of ours, or of an installed package's."""
     bound = Bound(choice=(*seam.besides, *seam.ours), seam=seam)
     return field(default=default, metadata={"bound": bound})

@@ -33,7 +33,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, Patience, Seen, Standstill
+from orchestrator.agent.liveness import (
+    BEAT_S,
+    LINK_VARIABLE,
+    ProgressWatchdog,
+    Seen,
+    WatchdogTimeouts,
+)
 from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
 from orchestrator.agent.stacks import (
     answer_when_asked,
@@ -78,7 +84,7 @@ class AgentLink:
         self._sending = threading.Lock()
         self._broken = False
         self._ended = threading.Event()
-        self._standstill: Standstill | None = None
+        self._standstill: ProgressWatchdog | None = None
         self._membership: Membership | None = None
         self._place: tuple[float, str, tuple[int, ...], bool] = (0.0, "", (), False)
         self.saves_on_failure = self.run_failed = False
@@ -133,9 +139,9 @@ class AgentLink:
 
     # ------------------------------------------------------------------ progress
 
-    def expect_progress(self, patience: Patience) -> None:
+    def expect_progress(self, patience: WatchdogTimeouts) -> None:
         """Check the main thread's progress from now on."""
-        self._standstill = Standstill(patience)
+        self._standstill = ProgressWatchdog(patience)
 
     def mark(self, place: str, *numbers: int, waits: bool = False) -> None:
         """Mark where the main thread is. `place` has a `%d` for each number.
@@ -161,7 +167,7 @@ class AgentLink:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
         return Seen(at=f"at {where}, {in_words(stack)}", waits=waits, stack=stack)
 
-    def _check_progress(self, standstill: Standstill) -> None:
+    def _check_progress(self, standstill: ProgressWatchdog) -> None:
         now, (came, place, numbers, may_wait) = time.monotonic(), self._place
         where, since = place % numbers, max(came, waiting.last_ended())
         change = standstill.look(now, since, waits=may_wait or waiting.waits())
@@ -182,7 +188,7 @@ class AgentLink:
         if standstill.due(now):
             self._check_hang(standstill, where, now - since)
 
-    def _check_hang(self, standstill: Standstill, where: str, stood_s: float) -> None:
+    def _check_hang(self, standstill: ProgressWatchdog, where: str, stood_s: float) -> None:
         children = descendants(os.getpid())
         stopped = [pid for pid in children if state_of(pid) == "T"]
         used_s = sum(map(processor_s, [os.getpid(), *children]))

@@ -22,7 +22,12 @@ import time
 from pathlib import Path
 
 from orchestrator.agent.liveness import AT_WORK, FROZEN
-from orchestrator.agent.processes import adopt_orphans, descendants, die_with, state_of
+from orchestrator.agent.processes import (
+    adopt_orphans,
+    descendants,
+    set_parent_death_signal,
+    state_of,
+)
 from orchestrator.agent.stacks import describe_processes
 from orchestrator.agent.topology import OUTER_UMASK_VARIABLE
 from orchestrator.agent.workers import STOP_SIGNALS
@@ -35,7 +40,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.program_environment import (
-    MeetingPlace,
+    ProgramRendezvous,
     Start,
     command_line,
     copies_of,
@@ -77,7 +82,7 @@ def main(path: Path, attempt: int) -> int:
 class Joining:
     """Check for whether a rank's program joins the others. Call `check` each second."""
 
-    def __init__(self, place: MeetingPlace, worker: Worker, config: Config) -> None:
+    def __init__(self, place: ProgramRendezvous, worker: Worker, config: Config) -> None:
         self._address, self._port = place.address, place.port
         self._serves = worker.topology.rank == 0 and place.scheduler is None
         self._link = worker.link
@@ -227,7 +232,7 @@ class ProgramRank:
 
     def __init__(self) -> None:
         self._worker: Worker | None = None
-        self._place: MeetingPlace | None = None
+        self._place: ProgramRendezvous | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._own: set[int] = set()  # children that are ours, not the program's
         self._log_began = 0
@@ -298,7 +303,7 @@ class ProgramRank:
         parent, umask = os.getpid(), int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
 
         def set_signals() -> None:
-            die_with(parent)
+            set_parent_death_signal(parent)
             for number in STOP_SIGNALS:
                 signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 

@@ -30,7 +30,7 @@ from orchestrator.start_from_copy import PLACE_VARIABLE
 
 
 @dataclass(slots=True)
-class MeetingPlace:
+class ProgramRendezvous:
     """An address and a port; on rank 0 what keeps the port."""
 
     address: str
@@ -45,13 +45,13 @@ class MeetingPlace:
             self.scheduler.end()
 
 
-def host(path: Path, topology: Topology, style: str, timeout_s: float) -> MeetingPlace:
+def host(path: Path, topology: Topology, style: str, timeout_s: float) -> ProgramRendezvous:
     """On rank 0: find the port, publish it at `path`. Raises `RendezvousError`: not our address."""
     notice = Notice(path, node=topology.node, first=True)
     if style == "mindspore":
         engine = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
         scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
-        place = MeetingPlace(topology.address, scheduler.port, scheduler=scheduler)
+        place = ProgramRendezvous(topology.address, scheduler.port, scheduler=scheduler)
     else:
         try:
             keeper = keep_port(topology.address)
@@ -60,14 +60,14 @@ def host(path: Path, topology: Topology, style: str, timeout_s: float) -> Meetin
                 f"rank 0 cannot use its address {topology.address}: {error.strerror}; it must be "
                 f"an address of this node (cluster.interface chooses it)"
             ) from error
-        place = MeetingPlace(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
+        place = ProgramRendezvous(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
     notice.publish({"address": place.address, "port": place.port})
     return place
 
 
 def find(
     path: Path, topology: Topology, timeout_s: float, stopped: Callable[[], bool]
-) -> MeetingPlace:
+) -> ProgramRendezvous:
     """On other ranks: wait until rank 0 has published it.
 
     Raises:
@@ -83,7 +83,7 @@ def find(
             raise RanksMissing(
                 f"rank 0 did not begin within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
             )
-    return MeetingPlace(str(found["address"]), int(found["port"]))
+    return ProgramRendezvous(str(found["address"]), int(found["port"]))
 
 
 # ----------------------------------------------------------------------
@@ -112,7 +112,7 @@ class Start:
 
     program: Program
     topology: Topology
-    place: MeetingPlace | None
+    place: ProgramRendezvous | None
     run: RunDir
     error_file: Path
     attempt: int
@@ -220,7 +220,7 @@ def _devices(found: dict[str, str], start: Start) -> None:
             found[name] = there[local]
 
 
-def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
+def _torchrun(start: Start, place: ProgramRendezvous) -> dict[str, str]:
     """Return the variables that torch's local_elastic_agent.py sets."""
     topology = start.topology
     width = topology.size // topology.nodes
@@ -244,7 +244,7 @@ def _torchrun(start: Start, place: MeetingPlace) -> dict[str, str]:
     }
 
 
-def _msrun(start: Start, place: MeetingPlace) -> dict[str, str]:
+def _msrun(start: Start, place: ProgramRendezvous) -> dict[str, str]:
     """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
     topology = start.topology
     return {

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, Patience
+from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, WatchdogTimeouts
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.topology import Topology, interface_variables
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
@@ -100,7 +100,7 @@ class Worker:
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
         self._ahead_s = float(cluster.signal_ahead_s or SIGNAL_AHEAD_S)
-        self.link.expect_progress(Patience.of(cluster))
+        self.link.expect_progress(WatchdogTimeouts.of(cluster))
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.take()
 

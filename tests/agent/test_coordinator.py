@@ -40,11 +40,11 @@ class Attempt:
             {"rank": r, "events": [{"event": "started", "rank": r, "process": 0}]}
             for r in self.spec.ranks_of(index)
         ]
-        self.coordinator.joined(index, workers)
+        self.coordinator.agent_connected(index, workers)
 
     def take(self, event, rank, process=0, **values):
         message = {"event": event, "rank": rank, "process": process, **values}
-        self.coordinator.take(self.spec.node_of(rank), message)
+        self.coordinator.handle_event(self.spec.node_of(rank), message)
 
     def end(self, rank, status=0, word="", process=0, failure=None):
         self.take(
@@ -249,19 +249,19 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
 def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
     Attempt(tmp_path, nodes=1, ranks_per_node=2)  # its agent is killed, with both workers
     again = Attempt(tmp_path, nodes=1, ranks_per_node=2, begin=False)
-    again.coordinator.joined(0, [])
+    again.coordinator.agent_connected(0, [])
     again.tick(MOMENT_S)
     assert state_of(again) == "failed"
 
 
 def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_path):
     attempt = Attempt(tmp_path, ranks_per_node=2, replacements=4)
-    attempt.coordinator.disconnected(1)
+    attempt.coordinator.agent_disconnected(1)
     attempt.tick(MOMENT_S)
     assert attempt.newest["gone"] == [2, 3]
     attempt.tick(1.0)
     assert attempt.told("start") == [], "there is no agent to start them"
-    attempt.coordinator.joined(1, [])
+    attempt.coordinator.agent_connected(1, [])
     attempt.tick()
     assert [(a, c["rank"]) for a, c in attempt.told("start")] == [(1, 2), (1, 3)]
 
@@ -278,7 +278,7 @@ def test_an_agent_that_falls_silent_is_lost(attempt):
 
 def test_a_standstill_of_its_own_is_not_held_against_the_others(attempt):
     attempt.now += 60.0
-    attempt.coordinator.forgive(60.0)
+    attempt.coordinator.discount_suspension(60.0)
     attempt.coordinator.tick()
     attempt.tick(MOMENT_S)
     assert attempt.newest["generation"] == 0
@@ -294,10 +294,10 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
         "failure": None, "seen": SEEN,
     }  # fmt: skip
     started = {"event": "started", "rank": 1, "process": 0}
-    second.coordinator.joined(1, [{"rank": 1, "events": [started, ended]}])
+    second.coordinator.agent_connected(1, [{"rank": 1, "events": [started, ended]}])
     second.tick(MOMENT_S)
     assert second.newest["generation"] == 1, "one agent has not come yet"
-    second.coordinator.joined(2, [{"rank": 2, "events": [{**started, "rank": 2}]}])
+    second.coordinator.agent_connected(2, [{"rank": 2, "events": [{**started, "rank": 2}]}])
     second.tick(MOMENT_S)
     assert second.newest["members"] == [2]
     second.end(2, word="finished")
@@ -313,9 +313,9 @@ def test_the_smaller_half_waits_while_the_others_may_live(
     attempt = Attempt(tmp_path)
     known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0)
     monkeypatch.setattr("orchestrator.agent.coordinator.agent_file", lambda *_: known)
-    monkeypatch.setattr("orchestrator.agent.links.refuses", lambda *_: not listens)
-    attempt.coordinator.disconnected(1)
-    attempt.coordinator.disconnected(2)
+    monkeypatch.setattr("orchestrator.agent.links.is_port_closed", lambda *_: not listens)
+    attempt.coordinator.agent_disconnected(1)
+    attempt.coordinator.agent_disconnected(2)
     attempt.tick(MOMENT_S)
     assert attempt.newest["generation"] == generation
     attempt.tick(5.0)
@@ -334,7 +334,7 @@ def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
 
 def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
-    attempt.coordinator.joined(1, [])
+    attempt.coordinator.agent_connected(1, [])
     attempt.tick(GRACE_S)
     attempt.end(0, status=-9)
     attempt.end(2, status=-9)

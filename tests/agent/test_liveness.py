@@ -7,18 +7,18 @@ import sys
 
 import pytest
 
-from orchestrator.agent.liveness import NodeWatch, Patience, Standstill
+from orchestrator.agent.liveness import NodeWatch, ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.processes import descendants, processor_s, state_of
 from tests.helpers import until
 
-PATIENCE = Patience(notice_s=10.0, most_s=30.0, hang_s=60.0)
+PATIENCE = WatchdogTimeouts(notice_s=10.0, most_s=30.0, hang_s=60.0)
 
 
 class Watched:
-    """A main thread of `Standstill`, second by second."""
+    """A main thread of `ProgressWatchdog`, second by second."""
 
     def __init__(self):
-        self.now, self.since, self.standstill = 1000.0, 1000.0, Standstill(PATIENCE)
+        self.now, self.since, self.standstill = 1000.0, 1000.0, ProgressWatchdog(PATIENCE)
 
     def second(self, *, waits=False):
         self.now += 1

@@ -4,7 +4,14 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.root_cause import TAIL_BYTES, End, Straggler, blame, read_straggler, tail
+from orchestrator.agent.root_cause import (
+    TAIL_BYTES,
+    End,
+    Straggler,
+    find_root_cause,
+    read_straggler,
+    tail,
+)
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
@@ -29,7 +36,7 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, l
     run.create()
     run.logs.mkdir(exist_ok=True)
     run.rank_log(1).write_text(log)
-    culprit = blame(run, run.failures(0), [seen("node1", 1, status)])
+    culprit = find_root_cause(run, run.failures(0), [seen("node1", 1, status)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
     assert culprit.log_tail == tuple(log.splitlines())
 
@@ -55,25 +62,27 @@ def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
     written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
     written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
-    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1)])
+    culprit = find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
 
 
 def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_one(begun):
     written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
-    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).cause == "ValueError: mine"
+    assert (
+        find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)]).cause == "ValueError: mine"
+    )
 
 
 def test_where_all_only_followed_the_one_seen_first_is_named(begun):
     written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
     written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
-    assert blame(begun, begun.failures(0), [seen("node0", 0, 1)]).rank == 0
+    assert find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)]).rank == 0
 
 
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
     begun.node_log("node1").write_text("last\n")
-    culprit = blame(
+    culprit = find_root_cause(
         begun, begun.failures(0), [seen("node1", None, -9, log=begun.node_log("node1"))]
     )
     assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
@@ -86,7 +95,7 @@ def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, la
     """The one that waited may be seen first, and may have written of it first."""
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
     ends = [seen("node0", 0, 1, 1.0), seen("node1", 1, status, later)]
-    culprit = blame(begun, begun.failures(0), ends, [straggler(2, 0.5)])
+    culprit = find_root_cause(begun, begun.failures(0), ends, [straggler(2, 0.5)])
     assert culprit.rank == 1
     if status in (0, 3):
         assert f"exited with code {status} before its training had ended" in culprit.cause
@@ -104,10 +113,12 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so
     ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
-    culprit = blame(begun, begun.failures(0), ends, [straggler(2, 8.0), straggler(1, 7.0)])
+    culprit = find_root_cause(
+        begun, begun.failures(0), ends, [straggler(2, 8.0), straggler(1, 7.0)]
+    )
     assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
     assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
-    assert blame(begun, begun.failures(0), ends).rank == 0
+    assert find_root_cause(begun, begun.failures(0), ends).rank == 0
 
 
 def test_what_a_rank_says_of_where_it_stands_is_taken_as_it_is():
@@ -119,26 +130,29 @@ def test_what_a_rank_says_of_where_it_stands_is_taken_as_it_is():
 
 def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
     ends = [seen("node2", 2, -11, 9.0), seen("node1", 1, 7, 3.0), seen("node3", 3, 5, 4.0)]
-    assert (blame(begun, [], ends).rank, blame(begun, [], ends).cause) == (1, "exited with code 7")
+    assert (find_root_cause(begun, [], ends).rank, find_root_cause(begun, [], ends).cause) == (
+        1,
+        "exited with code 7",
+    )
 
 
 def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
     failure = {"rank": 2, "node": "n9", "cause": "no such file", "time": 1.0, "usage": True,
                "secondary": False}  # fmt: skip
     begun.rank_log(2).write_text("one\ntwo\n")
-    culprit = blame(begun, [failure], [seen("n9", 2, 1)])
+    culprit = find_root_cause(begun, [failure], [seen("n9", 2, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (2, "n9", "no such file")
     assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
 
 
 def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     begun.node_log("node1").write_text("error: ImportError\n")
-    culprit = blame(begun, [], [seen("node1", 1, 1, log=begun.node_log("node1"))])
+    culprit = find_root_cause(begun, [], [seen("node1", 1, 1, log=begun.node_log("node1"))])
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(begun):
-    assert blame(begun, [], [seen("node1", 1, -99)]).cause == "killed by signal 99"
+    assert find_root_cause(begun, [], [seen("node1", 1, -99)]).cause == "killed by signal 99"
 
 
 def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):
@@ -155,6 +169,6 @@ def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
     begun.rank_log(1).write_text("epoch 1\n")
     behind = Straggler(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
-    culprit = blame(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
+    culprit = find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
     assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))
     assert culprit.cause.endswith("it was still at update 3, in loss")

@@ -23,7 +23,7 @@ from orchestrator.client.run import current_run
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
-from orchestrator.plugins import SEAMS
+from orchestrator.plugins import PLUGIN_KINDS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
 from orchestrator.sweep.search import read_search
@@ -292,7 +292,7 @@ def test_every_value_of_a_setting_is_one_that_it_takes():
 
 
 OURS = ("orchestrator", "jobs", "slurm")
-ENTRY_POINTS = {seam.group for seam in SEAMS}
+ENTRY_POINTS = {seam.group for seam in PLUGIN_KINDS}
 
 
 def test_every_block_of_python_compiles_and_what_it_imports_of_ours_is_there():

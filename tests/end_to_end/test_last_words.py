@@ -16,7 +16,7 @@ COMMON = (
 )  # fmt: skip
 WAIT = ("cluster.collective_timeout_s=8", "cluster.hang_timeout_s=600")
 HANG = ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8")
-WORDLESS = r"exited with code {} before its training had ended"
+NO_EXIT_REPORT = r"exited with code {} before its training had ended"
 WAITED = r".*; rank {} waited for it \d+ s at the boundary of update \d, for {}"
 BUCKET = r"bucket 1 of 1 of the gradient, all_reduce_sum"
 IN_VAIN = r"the others waited in vain: it was still at {}.*\(.*acting_job.py, line \d+\)"
@@ -25,7 +25,7 @@ HANGS = r"it hangs: it has been at {} for \d+ s {}"
 # act, where, in which ranks, settings -> the culprit (None: any), its cause, a line of its stack
 ROWS = {
     "every rank leaves before the group forms": (
-        "exit0", "init", "all", (), None, WORDLESS.format(0), ""),
+        "exit0", "init", "all", (), None, NO_EXIT_REPORT.format(0), ""),
     "a rank hangs in its loader": (
         "sleep", "loader", 1, HANG, 1,
         HANGS.format("micro-step .*", r"without using.*; in <lambda> \(.*acting_job.py, line")

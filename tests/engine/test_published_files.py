@@ -103,7 +103,7 @@ def test_a_neighbour_of_rank_0_gets_the_file_at_once(tmp_path, meet):
     for thread in threads:
         thread.join(60)
     for place in kept:
-        if isinstance(place, program_environment.MeetingPlace):
+        if isinstance(place, program_environment.ProgramRendezvous):
             place.close()
     assert len(took) == 2
     assert max(took) < AT_ONCE_S

@@ -17,7 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import IO, cast
 
-from orchestrator.agent.liveness import Patience, Standstill
+from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import processor_s
 from orchestrator.agent.replacements import max_replacements
@@ -66,8 +66,10 @@ class LocalHandle(Handle):
         self._folder = self._run.attempt(request.attempt)
         self._state, self._stopping = State.RUNNING, False
         details = request.details
-        self._importing = Standstill(
-            Patience(notice_s=details["hang_s"], most_s=details["hang_s"], hang_s=details["hang_s"])
+        self._importing = ProgressWatchdog(
+            WatchdogTimeouts(
+                notice_s=details["hang_s"], most_s=details["hang_s"], hang_s=details["hang_s"]
+            )
         )
         control, self._control = os.pipe()
         self._report, report = os.pipe()  # receives the outcome even if the disk is full

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 
-from orchestrator.agent.processes import die_with
+from orchestrator.agent.processes import set_parent_death_signal
 from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import (
@@ -56,7 +56,7 @@ class StepHandle(Handle):
                 stderr=log,
                 env=dict(environment),
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
-                preexec_fn=partial(die_with, os.getpid(), signal.SIGTERM),  # noqa: PLW1509  # no other thread of ours holds a lock
+                preexec_fn=partial(set_parent_death_signal, os.getpid(), signal.SIGTERM),  # noqa: PLW1509  # no other thread of ours holds a lock
             )
 
     def poll(self, timeout_s: float) -> State:

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.links import refuses
+from orchestrator.agent.links import is_port_closed
 from orchestrator.agent.node_spec import agent_file
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.root_cause import (
@@ -142,7 +142,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     peers = [one.peer for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
     reported = False
     while not run.outcome(attempt).exists():
-        if all(refuses(peer, REACH_S, unknown=True) for peer in peers):
+        if all(is_port_closed(peer, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
             print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log

@@ -57,7 +57,7 @@ class Task:
         """
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
-        from orchestrator.agent.node import be_node
+        from orchestrator.agent.node import run_node
         from orchestrator.agent.processes import ending
         from orchestrator.agent.topology import attempt_of
 
@@ -68,7 +68,7 @@ class Task:
             return Agent(spec, on_beat=watch.beat, settle=watch.settle)
 
         with ending() as end:
-            end.code = be_node(run.path, attempt, agent_of)
+            end.code = run_node(run.path, attempt, agent_of)
 
 
 class _Watch:
