@@ -1,4 +1,4 @@
-"""A joint-embedding predictive architecture on digits: predict what another encoder sees elsewhere.
+"""A joint-embedding predictive architecture on digits: predict the target encoder's view.
 
 The context encoder sees some patches of a picture, a predictor says what the target encoder makes
 of the others. The target encoder is the context encoder's moving average, once an *update*, with a
@@ -46,7 +46,7 @@ def _blocks(width: int, layers: int) -> nn.Sequential:
 
 
 class Encoder(nn.Module):
-    """Patches, with their places, to one vector each."""
+    """Encoder of patches, with their places, to one vector each."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__()
@@ -82,7 +82,7 @@ class Both(nn.Module):
 
 
 class Patches:
-    """Pictures in patches, each with a random order of its places. A data set."""
+    """Data set of pictures in patches, each with a random order of its places."""
 
     def __init__(self, images: Tensor) -> None:
         self.patches = patches_of(images)

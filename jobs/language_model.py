@@ -37,7 +37,7 @@ class Block(nn.Module):
         samples, places, width = x.shape
         split = self.inward(self.norm1(x)).view(samples, places, 3, self.heads, -1)
         q, k, v = split.permute(2, 0, 3, 1, 4)
-        # Padding stands at the end, so a causal mask hides it from all that counts.
+        # Padding is at the end, so a causal mask hides it from all real tokens.
         seen = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.dropout(self.outward(seen.transpose(1, 2).reshape(samples, places, width)))
         return x + self.dropout(self.back(functional.gelu(self.hidden(self.norm2(x)))))

@@ -29,7 +29,7 @@ def _pieces(longest: int, held_out: bool) -> tuple[bytes, ...]:
 
 
 class Paragraphs:
-    """`count` pieces of 9 to `longest` bytes, taken evenly from the library. A data set.
+    """Data set of `count` pieces of 9 to `longest` bytes, taken evenly from the library.
 
     Each is a uint8 tensor of shape (length,). Indexing repeats nothing and draws nothing at random.
     """

@@ -19,7 +19,7 @@ _SCHEDULER = "bf_interval=1,sched_interval=1,sched_min_interval=0,batch_sched_de
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """What a person may choose; `cpus`, `memory_mb` and `gpus` are one node's, and pretended."""
+    """Options of the user; `cpus`, `memory_mb` and `gpus` are those of one simulated node."""
 
     nodes: int = 4
     cpus: int = 8
@@ -31,7 +31,7 @@ class Shape:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterSpec:
-    """What one cluster is: all that the configuration files depend on, besides their folder.
+    """Specification of one cluster: all that its configuration files depend on but their folder.
 
     `host` is this machine's short name, and `address` what its name resolves to.
     `ports` are slurmctld's, slurmdbd's, and then one for each slurmd.
@@ -154,7 +154,7 @@ def _accounting_lines(spec: ClusterSpec, at: Layout, port: int) -> list[str]:
         # With munge this is the socket's path, not a password; without it each call waits 10 s.
         f"AccountingStoragePass={at.munge_socket}",
         "AccountingStorageTRES=gres/gpu",
-        # So that a limit that somebody sets with sacctmgr holds; there is none until then.
+        # Enforce limits that are set with sacctmgr; by default there are none.
         "AccountingStorageEnforce=limits,qos",
         "AccountingStoreFlags=job_comment,job_script",
     ]

@@ -1,4 +1,4 @@
-"""A development cluster as a person thinks of it: up, down, what it is doing, gone.
+"""Development cluster: bring up, take down, status, delete.
 
 Any number live side by side, told apart by name; nothing but the folder `state` belongs to one.
 """

@@ -1,5 +1,5 @@
-"""The one exception of the development cluster: every message says what to do next."""
+"""The exception of the development cluster; each message says what to do next."""
 
 
 class DevClusterError(RuntimeError):
-    """The development cluster cannot do what was asked; the message is written for a person."""
+    """Refused or failed request to the development cluster."""

@@ -1,4 +1,4 @@
-"""The processes that jobs have on the nodes: step daemons, and the tasks below them.
+"""Processes of jobs on the nodes: step daemons, and their tasks.
 
 They outlive their slurmd (that is how SLURM is made), so their pids are in none of our files.
 A step daemon is known by the folder it runs in, which is its node's spool folder; a task, by the

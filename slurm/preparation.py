@@ -95,7 +95,7 @@ def beyond_loopback(spec: ClusterSpec) -> str | None:
 
 
 def write_files(spec: ClusterSpec, at: Layout) -> None:
-    """Write the configuration anew, the munge key once, and the pretended devices."""
+    """Write the configuration anew, the munge key once, and the simulated devices."""
     _write(at.slurm_conf, config_files.slurm_conf(spec, at))
     _write(at.etc / "gres.conf", config_files.gres_conf(spec, at))
     _write(at.etc / "cgroup.conf", config_files.cgroup_conf(at))
