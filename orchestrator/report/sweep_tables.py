@@ -453,7 +453,7 @@ OF_THE_PLAN = {
 
 def remarks(cells: Sequence[SweptRun]) -> list[str]:
     """Return remarks on times, and on differences from the first finished point's weights."""
-    found = [beside] if (beside := timed_concurrently(cells)) else []
+    found = [remark] if (remark := timed_concurrently(cells)) else []
     finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
     # A program's weights are its own.
     if len(finished) < 2 or any(cell.plan.get("program") for cell in cells):

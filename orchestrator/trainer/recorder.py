@@ -354,9 +354,7 @@ class Recorder(Callback):
         self.progress = Progress(run, attempt)
         self._scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}  # goes with the next update's line, once
-        changes = read_metrics(run.metrics).changes if run.metrics.exists() else []
-        mine = (line["generation"] for line in changes if line.get("attempt", 0) == attempt)
-        self._generation = max(mine, default=0)  # of the newest recorded change
+        self.generation = 0  # of the attempt's newest recorded change
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = -1
         self._pace = UpdateTime(config.facts.update_s)
@@ -401,8 +399,8 @@ class Recorder(Callback):
             updates: completed before this group's first one.
         """
         for change in changes:
-            if change["generation"] > self._generation:
-                self._generation = change["generation"]
+            if change["generation"] > self.generation:
+                self.generation = change["generation"]
                 self._line(
                     {"update": updates, "time": time.time(), "attempt": self._attempt, **change}
                 )

@@ -143,12 +143,14 @@ class Training:
         recorder = self.recorder
         if recorder is None:
             recorder = self.record()
-            self._continue_record()
+            self._continue_record(recorder)
         recorder.record_changes(changes, self.outcome.updates)
         recorder.note["planned_collectives"] = self._planned_collectives()
 
-    def _continue_record(self) -> None:
+    def _continue_record(self, recorder: Recorder) -> None:
         outcome, history = self.outcome, read_metrics(self.run.metrics)
+        mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
+        recorder.generation = max((line["generation"] for line in mine), default=0)
         recorded = max((r["update"] + 1 for r in history.updates), default=0)
         outcome.recorded = min(recorded, outcome.updates)
         first = outcome.kept[0].window.update if outcome.kept else outcome.updates

@@ -39,7 +39,7 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     assert all("SIGKILL" in note["why"] for note in notes(run))
     assert "rank 1 on node1" in notes(run)[0]["why"]
     assert "rank 0 on node0" in notes(run)[1]["why"]
-    # Rank 0 saved the last boundary when rank 1 was killed; when it was killed itself, nobody did.
+    # Rank 0 saved the last boundary when rank 1 was killed; when it was killed itself, no rank did.
     assert [(note["resumed_from"], note["lost_updates"]) for note in notes(run)] == [
         (7, 0),
         (10, 4),
