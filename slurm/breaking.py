@@ -49,9 +49,13 @@ def kill_batch_script(cluster: DevCluster, job: str) -> None:
 
 
 def kill_srun(cluster: DevCluster, job: str) -> None:
-    """Kill only the srun of a running job: its batch script lives on, and so do its tasks."""
+    """Kill a running job's srun. The process that srun has forked lives, and kills all tasks.
+
+    If that process were killed too, the tasks would live or not, by which of both died first.
+    """
     children = psutil.Process(batch_script(cluster, job)).children(recursive=True)
-    processes.kill([child.pid for child in children if child.name() == "srun"])
+    sruns = [child for child in children if child.name() == "srun"]
+    processes.kill([srun.pid for srun in sruns if srun.parent() not in sruns])
 
 
 def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals) -> str:

@@ -1,6 +1,7 @@
 """One real SLURM for the tests of this folder."""
 
 import contextlib
+import getpass
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator
@@ -11,6 +12,7 @@ import pytest
 from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 from slurm.testing import dev_cluster
+from tests.helpers import until
 from tests.slurm.runs import LONG, reference
 
 _RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
@@ -25,6 +27,14 @@ def slurm() -> Iterator[DevCluster]:
             yield cluster
     finally:
         shutil.rmtree(base)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def no_job_is_left(slurm: DevCluster) -> Iterator[None]:
+    """Cancel what a failed test or fixture has left: it would take the next module's nodes."""
+    yield
+    slurm.command("scancel", "--user", getpass.getuser())
+    until(lambda: not slurm.command("squeue", "-ha"), 60, "the end of the module's jobs")
 
 
 @pytest.fixture
