@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -19,12 +20,13 @@ from hydra.types import HydraContext, RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.config.changes import flat
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
-from orchestrator.config.reading import read_config, unknown_keys
+from orchestrator.config.reading import RUN_FOLDER, read_config, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
@@ -70,6 +72,28 @@ def expand_home(value: Any) -> Any:
     if isinstance(value, dict):
         return {key: expand_home(inner) for key, inner in value.items()}
     return [expand_home(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _resolved(found: DictConfig, key: Any) -> Any:
+    """Return a section with its interpolations resolved."""
+    if key == "job" and "${run.dir}" in str(OmegaConf.to_container(found, resolve=False)):
+        found = copy.deepcopy(found)
+        OmegaConf.update(found, "run.dir", RUN_FOLDER)
+    node = found[key]
+    values = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+    return expand_home(values) if key == "job" else values
+
+
+def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
+    suspects = [key for key, value in flat(values) if isinstance(value, str) and "None" in value]
+    raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
+    typed = dict(flat(raw))
+    for key in suspects:
+        text = str(typed.get(key))
+        for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
+            if OmegaConf.select(found, name) is None:
+                raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
 
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -341,16 +365,10 @@ class Composer:
     def _composed(
         self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
     ) -> Composed:
-        values: dict[str, Any] = {}
-        for key in found:
-            if key != "hydra":
-                node = found[key]
-                plain = (
-                    OmegaConf.to_container(node, resolve=True)
-                    if OmegaConf.is_config(node)
-                    else node
-                )
-                values[str(key)] = expand_home(plain) if key == "job" else plain
+        values: dict[str, Any] = {
+            str(key): _resolved(found, key) for key in found if key != "hydra"
+        }
+        refuse_null_in_text(found, values)
         sweep = found.hydra.sweep
         return Composed(
             values=values,

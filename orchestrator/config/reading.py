@@ -18,6 +18,21 @@ from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, did_you_mean
 
 PLAIN = (int, float, bool, str)
+RUN_FOLDER = "{run.dir}"
+"""In a job's arguments, the folder of its run, which is chosen after they are composed."""
+
+
+def with_run_folder(value: Any, folder: str) -> Any:
+    """Return a job's arguments, or one of them, with `RUN_FOLDER` replaced.
+
+    >>> with_run_folder({"out": "{run.dir}/weights", "lr": 0.1}, "/runs/7")
+    {'out': '/runs/7/weights', 'lr': 0.1}
+    """
+    if isinstance(value, str):
+        return value.replace(RUN_FOLDER, folder)
+    if isinstance(value, Mapping):
+        return {key: with_run_folder(inner, folder) for key, inner in value.items()}
+    return [with_run_folder(inner, folder) for inner in value] if isinstance(value, list) else value
 
 
 def as_they_are(values: Any) -> Any:

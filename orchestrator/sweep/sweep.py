@@ -37,7 +37,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_beyond
-from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.points import Point, checked, shared_output
 from orchestrator.sweep.submission import alone_in, returned, submit
 from orchestrator.units import plural
 
@@ -119,6 +119,8 @@ class Sweep:
     def place(self, cells: Sequence[Cell]) -> None:
         """Start or resume what needs it. Raises what refuses them, before any is started."""
         refuse_beyond(cells)
+        if remark := shared_output([cell.point for cell in cells]):
+            say(self._output.console, f"warning: {remark}", "yellow", prose=True)
         self._say(cells)
         ran = {cell.run.path for cell in cells}  # a search may ask for a point again
         self.cells = [c for c in self.cells if c.run.path not in ran] + list(cells)

@@ -22,6 +22,7 @@ from typing import Any
 from orchestrator.agent.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import Program
+from orchestrator.config.reading import with_run_folder
 from orchestrator.engine.common.rendezvous import Notice, keep_port
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
 from orchestrator.rundir.folder import RunDir
@@ -120,18 +121,19 @@ class Start:
     timeout_s: float
 
 
-def command_line(program: Program, copies: Mapping[Path, Path]) -> list[str]:
+def command_line(program: Program, run: RunDir, copies: Mapping[Path, Path]) -> list[str]:
     """Return the command to execute; a script or module comes from the copy of the code, if any."""
     python = [sys.executable, "-u"]
+    words = [with_run_folder(word, str(run.path)) for word in program.words]
     if program.is_module:
         # Python would begin its path with the working folder, whose files may have been edited.
         own = ["-P"] if copies else []
-        return [*python, *own, "-m", program.target, *program.words]
+        return [*python, *own, "-m", program.target, *words]
     script = script_of(program)
     if script is None:
-        return [program.target, *program.words]
+        return [program.target, *words]
     start = str(in_copy(script, copies))
-    return [*(python if script.suffix == ".py" else []), start, *program.words]
+    return [*(python if script.suffix == ".py" else []), start, *words]
 
 
 def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:

@@ -14,7 +14,7 @@ from typing import Any
 from orchestrator.agent.topology import Topology
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
-from orchestrator.config.reading import read_config
+from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec
@@ -178,7 +178,7 @@ def _set_up(worker: Worker) -> Training:
     worker.begin(config)
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     _start_ahead(config, spec)
-    job = build_job(config.job)
+    job = build_job(with_run_folder(config.job, str(run.path)))
     framework = FRAMEWORKS.make(framework_of(job), Framework)
     alone = topology.replaces > 0
     with for_others("their group to form"):
