@@ -57,7 +57,7 @@ def run_app(arguments: Sequence[str]) -> int:
     config = found.config()
     from orchestrator.cli.start import begun, runner_of
 
-    with begun(config, output, overrides=found.overrides) as ready:
+    with begun(config, output, overrides=found.overrides, flags=found.flags) as ready:
         return runner_of(ready.cluster)(ready).exit_code
 
 

@@ -142,6 +142,7 @@ def begun(
     output: OutputOptions,
     *,
     overrides: Sequence[str] = (),
+    flags: Sequence[str] = (),
     plan: Plan | ProgramPlan | None = None,
     notes: Mapping[str, Any] | None = None,
     interrupts: Interrupts | None = None,
@@ -149,6 +150,7 @@ def begun(
     """Make a new run ready, for as long as this is entered. Raises `UsageError`.
 
     Args:
+        overrides, flags: of the line that begins the run, for submission.json.
         plan: where it is made already.
         notes: join submission.json.
         interrupts: where they are counted already, for many runs.
@@ -166,7 +168,7 @@ def begun(
                 run.write_config(to_yaml(config))
                 run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                asked = _submission(cluster, overrides)
+                asked = _submission(cluster, overrides, flags)
                 run.write_own(
                     run.submission, {**asked, **digest, **admission.notice, **(notes or {})}
                 )
@@ -289,11 +291,12 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
     return sentences + passed_over
 
 
-def _submission(cluster: Cluster, overrides: Sequence[str]) -> dict[str, Any]:
+def _submission(cluster: Cluster, overrides: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
     return {
         "time": time.time(),
         "command": sys.argv,
         "overrides": list(overrides),
+        "flags": list(flags),
         "folder": str(Path.cwd()),
         **cluster.placed,
     }

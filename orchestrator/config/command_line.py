@@ -41,6 +41,14 @@ class CommandLine:
     cfg: str | None = None
     package: str | None = None
 
+    @property
+    def flags(self) -> tuple[str, ...]:
+        """Return the flags that choose the configuration's files, from any folder."""
+        folder = self.config_dir and str(Path(self.config_dir).expanduser().absolute())
+        name = None if self.config_name == PRIMARY else self.config_name
+        stated = {"--config-dir": folder, "--config-name": name}
+        return tuple(word for flag, value in stated.items() if value for word in (flag, value))
+
 
 SWITCHES = {
     "-m": "multirun", "--multirun": "multirun", "-v": "verbose", "--verbose": "verbose",
@@ -108,9 +116,18 @@ def _check(line: CommandLine) -> None:
     check_overrides(line.overrides)
 
 
+LENGTHS = ("train.updates", "train.epochs")
+
+
 def check_overrides(overrides: Iterable[str]) -> None:
-    """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY."""
+    """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
+
+    Two lengths of the run are refused, too: one of them would have no effect.
+    """
+    lengths: dict[str, str] = {}
     for override in overrides:
+        if (key := key_of(override)) in LENGTHS and override.partition("=")[2] != "null":
+            lengths[key] = override
         if found := re.search(r"[\x00-\x08\x0b-\x1f\x7f]", override):
             name = shortened(repr(override))
             raise ConfigError(f"{name} has the control character {ord(found[0]):#04x} in it")
@@ -128,6 +145,10 @@ def check_overrides(overrides: Iterable[str]) -> None:
         else:
             way = f"a choice is written as in job=digits, a value as in {override}=VALUE"
         raise ConfigError(f"'{override}' is not KEY=VALUE: {way}")
+    if len(lengths) > 1:
+        raise ConfigError(
+            f"{' and '.join(lengths.values())} are two lengths of the run; leave one of them out"
+        )
 
 
 def _is_file(text: str) -> bool:

@@ -38,6 +38,7 @@ class Composed:
     Attributes:
         values: every interpolation resolved.
         overrides: that it was composed with, as typed.
+        flags: that choose the configuration's files, for the same line in this folder.
         sweeps: whether a sweep is asked for, by -m or by the configuration itself.
         sweep_folder: where its points are gathered, unless `run.dir` says otherwise.
         point_folder: in it, this point's.
@@ -45,6 +46,7 @@ class Composed:
 
     values: dict[str, Any]
     overrides: tuple[str, ...]
+    flags: tuple[str, ...]
     sweeps: bool
     sweep_folder: Path
     point_folder: Path
@@ -373,6 +375,7 @@ class Composer:
         return Composed(
             values=values,
             overrides=tuple(overrides),
+            flags=self.line.flags,
             sweeps=sweeps,
             sweep_folder=Path(sweep.dir),
             point_folder=Path(

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import changes
+from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import describe_search, search_of
 from orchestrator.report.sweep_tables import (
@@ -150,6 +151,7 @@ class RunFacts:
     Attributes:
         windows: measurements of all ranks in a few windows, of the latest attempt that has them.
         nodes: of each rank in that attempt, as far as known.
+        changed: overrides of the commands that resumed it.
         pruned: why a search ended it early; "" if none did.
     """
 
@@ -161,6 +163,7 @@ class RunFacts:
     submission: Mapping[str, Any]
     windows: Sequence[Mapping[str, Any]]
     nodes: Mapping[int, str]
+    changed: Sequence[str] = ()
     pruned: str = ""
 
 
@@ -260,7 +263,9 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         windows=told["windows"] if told else (),
         nodes=run.nodes_of_ranks(latest) or _simulated(cell.plan),
     )
-    return replace(found, pruned=(run.read(run.pruned) or {}).get("why", ""))
+    changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
+    why = (run.read(run.pruned) or {}).get("why", "")
+    return replace(found, changed=changed, pruned=why)
 
 
 def _simulated(plan: Mapping[str, Any]) -> dict[int, str]:
@@ -399,7 +404,7 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
         "timeline": timeline(run.windows, run.nodes, (result.get("culprit") or {}).get("rank")),
         "evaluations": _evaluations(thinned(run.evaluations, most)),
         "environment": _environment(run.environment),
-        "command": _command(run.submission),
+        "command": _command(run),
         "made_in": str(run.submission.get("folder") or UNKNOWN),
     }
 
@@ -499,15 +504,18 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
         **{str(name): version for name, version in packages.items()},
         **{f"framework {name}": text for name, text in framework.items()},
         "git commit": git.get("commit"),
-        "uncommitted changes": ("yes" if git.get("diff") else "no") if git else None,
+        "uncommitted changes": ("yes" if git.get("diff") else "no") if git.get("commit") else None,
     }
     return {key: str(value) for key, value in rows.items() if value is not None}
 
 
-def _command(submission: Mapping[str, Any]) -> str:
-    """Return the command that repeats the run in a folder of its own: without overrides that choose
-    the folder, or the point among others.
+def _command(run: RunFacts) -> str:
+    """Return the command that repeats the run in a folder of its own, with what resumes changed:
+    without overrides that choose the folder, or the point among others.
     """
-    stated = submission.get("overrides") or []
-    words = [hidden(word) for word in stated if not ELSEWHERE.match(word)]
-    return f"python -m orchestrator.launch {shlex.join(words)}".rstrip()
+    later = {key_of(word) for word in run.changed}
+    later |= set(LENGTHS) if later.intersection(LENGTHS) else set()
+    stated = [w for w in run.submission.get("overrides") or [] if key_of(w) not in later]
+    words = [hidden(word) for word in (*stated, *run.changed) if not ELSEWHERE.match(word)]
+    flags = run.submission.get("flags") or []
+    return f"python -m orchestrator.launch {shlex.join([*flags, *words])}".rstrip()

@@ -36,6 +36,7 @@ class Point:
     """One run of a sweep, checked, with its folder.
 
     Attributes:
+        flags: that choose the configuration's files.
         identity: the overrides that tell it from the sweep's other points.
     """
 
@@ -43,6 +44,7 @@ class Point:
     overrides: tuple[str, ...]
     config: Config
     plan: Plan | ProgramPlan
+    flags: tuple[str, ...] = ()
     identity: tuple[str, ...] = ()
 
     @property
@@ -131,7 +133,9 @@ def _point(item: Composed | ConfigError, number: int) -> Point:
     config = item.config()
     plan = prepare(config)
     _refuse_at_once(config)
-    return Point(number=number, overrides=item.overrides, config=config, plan=plan)
+    return Point(
+        number=number, overrides=item.overrides, config=config, plan=plan, flags=item.flags
+    )
 
 
 def _refuse_at_once(config: Config) -> None:

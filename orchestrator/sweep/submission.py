@@ -128,6 +128,7 @@ def ready_of(
         point.config,
         output,
         overrides=point.overrides,
+        flags=point.flags,
         plan=point.plan,
         notes={CELL: dict(cell.made_of)},
         interrupts=interrupts,

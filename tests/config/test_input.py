@@ -65,6 +65,12 @@ def test_numbers_that_nothing_could_run_are_refused(values, words):
         read_config(JOB | values)
 
 
+def test_two_lengths_of_a_run_are_refused():
+    with pytest.raises(ConfigError, match=r"train.updates=9 and train.epochs=1 are two lengths"):
+        compose(["train.updates=9", "train.epochs=1"])
+    assert compose(["train.updates=null", "train.epochs=1"]).train.epochs == 1
+
+
 def test_a_window_of_too_many_micro_batches_is_refused_before_its_table_is_made():
     with pytest.raises(PlanError, match="micro-batches; at most"):
         resolve_batch(global_batch=10**12, steps=None, micro_batch=1, ranks=4)

@@ -34,11 +34,22 @@ def test_secrets_among_overrides_are_hidden_everywhere(made):
 
 def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(made):
     chosen = ("run.dir=some", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=4", "sweep.search=tpe")
-    words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b"]
+    words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b", "train.updates=9"]
+    asked = {"overrides": words, "flags": ["--config-name", "mine"]}
     run = made("one")
-    run.write_own(run.submission, run.read_submission() | {"overrides": words})
+    run.write_own(run.submission, run.read_submission() | asked)
+    run.write_own(run.resumes, {"resumes": [{"overrides": ["train.epochs=2"]}]})
     [found] = data_of(facts_of(run.path))["runs"]
-    assert found["command"] == "python -m orchestrator.launch +cluster=slurm 'job.hydra.dir=a b'"
+    line = "--config-name mine +cluster=slurm 'job.hydra.dir=a b' train.epochs=2"
+    assert found["command"] == f"python -m orchestrator.launch {line}"
+
+
+def test_code_outside_git_is_not_called_unchanged(made):
+    run = made("one")
+    for commit, shown in (("1234", "no"), (None, None)):
+        write_json(run.environment, {"git": {"commit": commit, "diff": ""}})
+        [found] = data_of(facts_of(run.path))["runs"]
+        assert found["environment"].get("uncommitted changes") == shown
 
 
 def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
