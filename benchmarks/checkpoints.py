@@ -16,12 +16,11 @@ from torch.utils.data import TensorDataset
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
+from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchGroup, build_engine
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.state import Snapshot
-from orchestrator.rundir import checkpoints as checkpoint
-from orchestrator.trainer.recorder import Saving
 
 AT_ONCE, BACKGROUND = "on the spot", "in the background"
 WIDTH, BATCH, WINDOWS = 3072, 32, 8
@@ -97,8 +96,9 @@ class Training:
     def stands_still(self, way: str) -> float:
         """Return for how many seconds one checkpoint stops training. `way`: how it is written."""
         timed, still = Timed(self._engine), 0.0
-        saving = Saving(timed, background=way == BACKGROUND)  # type: ignore[arg-type]  # the part that is used
         folder = Path(tempfile.mkdtemp(prefix="checkpoints-"))
+        part: Any = timed  # the part of an engine that is used
+        saving = Checkpoints(folder, part, run=None, keep=1, background=way == BACKGROUND)
         for number in range(WINDOWS):
             one = _window(self._update)
             self._engine.begin_window(one)
@@ -108,11 +108,10 @@ class Training:
             self._engine.boundary()
             self._update += 1
             if number == 0:
-                save = partial(checkpoint.save, folder, updates=1, samples=1, keep=1)
-                still += _seconds(partial(saving.begin, 1, save))
-        written = saving.ended(wait=True)
-        if written is None or written.error is not None:
-            raise RuntimeError(f"the checkpoint was not written: {written}")
+                still += _seconds(partial(saving.on_checkpoint, 1, 1))
+        saving.settle()
+        if saving.unsaved is not None:
+            raise RuntimeError(saving.unsaved)
         shutil.rmtree(folder)
         return still
 

@@ -1,8 +1,9 @@
-"""`current_run` for frameworks that have the loop: the Trainer, Lightning, Accelerate.
+"""`Callback` of the loops of ours, and `current_run` for frameworks that have the loop themselves.
 
-Each adds figures, progress, a stop after the same update on every rank, a checkpoint of the
-framework's own there, and where the next start goes on. Without a run of ours they do nothing. Each
-is imported with its first use, and its framework with it.
+Each of these (the Trainer, Lightning, Accelerate) adds figures, progress, a stop after the same
+update on every rank, a checkpoint of the framework's own there, and where the next start goes on.
+Without a run of ours they do nothing. Each is imported with its first use, and its framework with
+it.
 """
 
 from __future__ import annotations
@@ -14,10 +15,12 @@ if TYPE_CHECKING:
     from orchestrator.client.for_accelerate import AccelerateUpdates
     from orchestrator.client.for_lightning import LightningCallback
     from orchestrator.client.for_trainer import TrainerCallback
+    from orchestrator.client.loop import Callback
 
-__all__ = ["AccelerateUpdates", "LightningCallback", "TrainerCallback"]
+__all__ = ["AccelerateUpdates", "Callback", "LightningCallback", "TrainerCallback"]
 _HOMES = {
     "AccelerateUpdates": "for_accelerate",
+    "Callback": "loop",
     "LightningCallback": "for_lightning",
     "TrainerCallback": "for_trainer",
 }

@@ -1,150 +1,168 @@
-"""Checkpoints of a user's own loop: accumulators, and further state of the user.
+"""Checkpoints of a training loop: restored on all ranks, written by rank 0, perhaps by a thread.
 
-Files, digests and names are those of a job's checkpoints; torn or damaged ones are passed over.
+Files, digests and names are those of `rundir/checkpoints.py`; torn or damaged ones are passed over.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, cast
 
-from torch.nn import Module, ModuleList
-
-from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.group import gather_numbers
-from orchestrator.engine.torch.state import load_model, load_optimizer, save_model, save_optimizer
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.client.loop import Callback, Done, Replicas
+from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.warnings import warn
 
 
-class Saved:
-    """Checkpoints of some accumulators.
+class State(Replicas, Saves, Protocol):
+    """The state of a training; see `Engine`, which is one."""
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]: ...
+    def holds_state(self) -> bool: ...
+    def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None: ...
+
+
+class Checkpoints(Callback):
+    """Checkpoints of one training, whose callback rank 0 alone has.
+
+    A checkpoint that cannot be written (a full disk) causes a warning: the last good one stays, and
+    the next is tried when it is due.
 
     Args:
-        folder: that all ranks see.
-        run: the run's identity, in a run.
-        decided: options that must not change; see `decided_by`.
+        run: the run's identity; None outside any run.
         keep: number of checkpoints to keep.
-        state: further objects with `state_dict`, by name.
+        background: write in a thread, from a copy. A checkpoint that is due waits for the one
+            before it: where a disk is slower than the training, the training has the disk's pace,
+            as it has without a thread, and no checkpoint is left out.
+        on_written: called with the number of updates.
+
+    Attributes:
+        unsaved: why the latest checkpoint could not be written.
+
+    Raises:
+        ConfigError: the state gives no copies of itself.
     """
 
     def __init__(
         self,
         folder: Path,
-        accumulators: Sequence[Accumulator],
+        state: State,
         *,
         run: str | None,
-        decided: Mapping[str, Any],
         keep: int,
-        state: Mapping[str, Any],
+        background: bool = False,
+        on_written: Callable[[int], None] | None = None,
     ) -> None:
-        self._folder, self._run, self._keep = folder, run, keep
-        self._all, self._decided, self._state = accumulators, dict(decided), state
-        self._optimizers: dict[str, Any] = {}
-        self._group = accumulators[0].group
-        self._unsaved: str | None = None
-        self._model = _one_module([one.model for one in accumulators])
+        if background and not hasattr(state, "snapshot"):
+            raise ConfigError(
+                "train.checkpoint_in_background=true is not available with this engine, which "
+                f"gives no copy of its state ({type(state).__name__}); leave it out"
+            )
+        self._folder, self._state, self._run, self._keep = folder, state, run, keep
+        self._background, self._on_written = background, on_written
+        self._thread: threading.Thread | None = None
+        self._written: tuple[int, float, Exception | None] | None = None  # updates, seconds
+        self._save_s = self._waited_s = 0.0
+        self.unsaved: str | None = None
 
-    def load(self) -> tuple[int, int]:
+    def restore(self, rank: int) -> tuple[int, int] | None:
         """Load the newest sound checkpoint, the same on every rank. Collective.
 
         Returns:
-            Its updates and samples; 0, 0 without one.
+            Its updates and samples; None without one.
 
         Raises:
-            ConfigError: it was made with another batch, order or number of accumulators.
             RunFolderError: there are checkpoints, but none can be used.
         """
-        first = self._group.rank == 0
-        if first:
-            self._folder.mkdir(parents=True, exist_ok=True)
+        found, passed_over = None, list[str]()
+        if rank == 0:
+            checkpoint.make_again(self._folder)
             checkpoint.remove_partial(self._folder)
-        found, passed_over = checkpoint.newest(self._folder, self._run) if first else (None, [])
+            found, passed_over = checkpoint.newest(self._folder, self._run)
         for sentence in passed_over:
             warn(sentence)
-        updates = int(gather_numbers(self._group, [found.updates if found else -1])[0][0])
+        updates = int(self._state.gather([found.updates if found else -1])[0][0])
         if updates < 0:
-            return 0, 0
+            return None
         folder = checkpoint.folder_of(self._folder, updates)
         chosen = found or checkpoint.load(folder, self._run)
-        self._take(chosen)
+        self._state.load_state(chosen.folder, chosen.extra)
         return chosen.updates, chosen.samples
 
-    def _take(self, chosen: checkpoint.Checkpoint) -> None:
-        extra = chosen.extra
-        before = extra.get("windows") or {}
-        for name, now in self._decided.items():
-            if name in before and before[name] != now:
-                raise ConfigError(
-                    f"run.windows(): {name} is {now}, but this training began with {before[name]} "
-                    f"and has done {chosen.updates} updates with that ({chosen.folder}): its "
-                    f"samples would come in another order. Go on with {before[name]}, or begin "
-                    "another one elsewhere"
-                )
-        if sorted(extra.get("state", ())) != sorted(self._state):
-            raise ConfigError(
-                f"run.windows(): {chosen.folder} was saved with state of "
-                f"{', '.join(extra.get('state', ())) or 'nothing'}, but state= has "
-                f"{', '.join(self._state) or 'nothing'}"
+    def can_save(self) -> bool:
+        """Return whether rank 0 holds all of the state, so that it can save inside a window."""
+        return self._state.holds_state()
+
+    def has(self, updates: int) -> bool:
+        """Return whether there is a checkpoint after so many updates."""
+        return checkpoint.folder_of(self._folder, updates).exists()
+
+    @property
+    def save_s(self) -> float:
+        """Seconds until a checkpoint that is due now is written, estimated from the last one."""
+        running = self._thread is not None and self._thread.is_alive()
+        return max(self._waited_s, self._save_s * (1 + running))
+
+    def on_boundary(self, done: Done) -> None:
+        del done
+        self._report_written()
+
+    def on_checkpoint(self, updates: int, samples: int) -> None:
+        began = time.monotonic()
+        self.settle()
+        if self._background:
+            copy = cast("Any", self._state).snapshot()
+            self._thread = threading.Thread(
+                target=self._write, args=(copy, updates, samples), name="checkpoint", daemon=True
             )
-        load_model(self._model, chosen.folder, extra["model"])
-        load_optimizer(chosen.folder, extra["optimizer"], self._restore)
-        for one, precision in zip(self._all, extra["precision"], strict=True):
-            one.precision.load(precision)
+            self._thread.start()
+        else:
+            self._write(self._state, updates, samples)
+            self._report_written()
+        self._waited_s = time.monotonic() - began
 
-    def _restore(self, saved: dict[str, Any]) -> None:
-        for number, one in enumerate(self._all):
-            one.load_optimizer_state(saved[f"optimizer {number}"])
-        for name, part in self._state.items():
-            part.load_state_dict(saved[f"state {name}"])
-
-    def save(self, updates: int, samples: int) -> bool:
-        """Write a checkpoint after `updates`; return whether this rank wrote it. Collective."""
-        for one in self._all:
-            one.check_replicas()  # ranks that disagree about the state must not save it
-        states = [one.optimizer_state() for one in self._all]
-        if self._group.rank:
-            return False
-        self._optimizers = {f"optimizer {n}": state for n, state in enumerate(states)}
-        self._optimizers |= {f"state {name}": p.state_dict() for name, p in self._state.items()}
+    def _write(self, state: Any, updates: int, samples: int) -> None:
+        began, failed = time.monotonic(), None
         try:
+            if self._background:
+                state.take()
             checkpoint.save(
-                self._folder, self, updates=updates, samples=samples, keep=self._keep, run=self._run
-            )
-        except OSError as error:
-            self._unsaved = (
-                f"the checkpoint after update {updates} could not be written: "
-                f"{error.strerror or error}"
-            )
-            warn(f"{self._unsaved}; the loop goes on", kind="checkpoint not written")
-            return False
-        finally:
-            self._optimizers = {}
-        self._unsaved = None
-        return True
+                self._folder, state, updates=updates, samples=samples, keep=self._keep,
+                run=self._run,
+            )  # fmt: skip
+        except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
+            failed = error
+        self._written = updates, time.monotonic() - began, failed
 
-    def require_saved(self) -> None:
-        """Raise `RunFolderError` if the last checkpoint could not be written."""
-        if self._unsaved is not None:
-            raise RunFolderError(f"{self._unsaved}; make room, and go on")
+    def settle(self) -> None:
+        """Return once no checkpoint is being written any more."""
+        if self._thread is not None:
+            self._thread.join()
+        self._report_written()
 
-    def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write the state into `folder`; see `rundir.checkpoints.Saves`."""
-        return {
-            "model": save_model(self._model, folder),
-            "optimizer": save_optimizer(self._optimizers, folder),
-            "precision": [one.precision.state() for one in self._all],
-            "state": list(self._state),
-            "windows": self._decided,
-        }
-
-
-def _one_module(models: Sequence[Any]) -> Module:
-    if not all(isinstance(model, Module) for model in models):
-        raise ConfigError(
-            "checkpoints need the torch.nn.Module itself: build the Accumulator with it, not with "
-            "its parameters; or keep your own checkpoints, and say first="
-        )
-    return models[0] if len(models) == 1 else ModuleList(models)
+    def _report_written(self) -> None:
+        """Report how the latest checkpoint ended, once, unless it is still being written."""
+        if self._thread is not None and self._thread.is_alive():
+            return
+        self._thread = None
+        written, self._written = self._written, None
+        if written is None:
+            return
+        updates, self._save_s, error = written
+        name = f"the checkpoint after update {updates}"
+        if error is None:
+            if self.unsaved is not None:
+                warn(f"there is room again: {name} was written")
+            self.unsaved = None
+            if self._on_written is not None:
+                self._on_written(updates)
+            return
+        if not isinstance(error, OSError):
+            raise error
+        self.unsaved = f"{name} could not be written: {error.strerror or error}"
+        kept = ", the last good checkpoint is kept" * any(self._folder.glob("update-*"))
+        warn(f"{self.unsaved}; the run goes on{kept}", kind="checkpoint not written")

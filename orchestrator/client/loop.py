@@ -1,16 +1,71 @@
-"""Parts of every training loop: a rank's windows, when to save and evaluate, an update's line."""
+"""The training loop, the same for job classes and for `run.windows`, and its callbacks.
+
+The life of an update on one rank:
+
+1. The loop yields its window: the micro-batches that this rank computes.
+2. The trainer (`trainer/main.py`, by an engine) or the user's own loop (`client/windows.py`, by
+   accumulators) computes them, calls `begin_micro_step` before each and once after the last, and
+   hands the boundary's report to `end_window`.
+3. When the next window is asked for, the loop follows the update up: it is recorded; where it is
+   due, all ranks compare their weights, rank 0 evaluates, and rank 0 saves. A stop that all ranks
+   agreed on at the boundary saves as well, and ends the loop.
+"""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import replace
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import planner_of
+
+KEPT = 1000
+"""Updates whose lines a new rank 0 can write, if the disk was full when the last one was lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class Done:
+    """An applied update: its window, the boundary's report, and this rank's seconds."""
+
+    window: Window
+    report: BoundaryReport
+    seconds: float
+    epoch: int
+
+
+class Callback:
+    """Base of the callbacks of a training loop; a method that is not overridden does nothing.
+
+    The loop calls its callbacks in the order of their list, on every rank. An exception leaves the
+    loop.
+    """
+
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        """Handle the start of a micro-step, after `done` of `steps`; after all, of the boundary."""
+
+    def on_meeting(self, *, last: bool) -> None:
+        """Exchange data before a checkpoint, between two windows, on all ranks. Collective.
+
+        Args:
+            last: no window follows.
+        """
+
+    def before_record(self) -> None:
+        """Raise if this rank must not write any more; called before each of the methods below."""
+
+    def on_boundary(self, done: Done) -> None:
+        """Handle an applied update. Not collective."""
+
+    def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
+        """Handle the held-out figures after an update. Rank 0 only."""
+
+    def on_checkpoint(self, updates: int, samples: int) -> None:
+        """Handle a checkpoint that is due after so many updates. Not collective."""
 
 
 class RankWindows:
@@ -58,6 +113,173 @@ class RankWindows:
         return self._planner.order.epoch_of(update)
 
 
+@dataclass(slots=True)
+class Progress:
+    """Progress of a training. `updates` and `samples` count from its beginning.
+
+    Attributes:
+        done: the last update of this attempt.
+        kept: it and those before it.
+        stopped: all ranks agreed to stop, and what follows the last update is over.
+        newcomers: the loop ended after it to let others in; only its record was written so far.
+        returned: this attempt went back to a checkpoint.
+        recorded, evaluated: updates that this rank has recorded, and after which it evaluated.
+    """
+
+    updates: int = 0
+    samples: int = 0
+    loss: float = float("nan")
+    evaluation: dict[str, float] = field(default_factory=dict[str, float])
+    done: Done | None = None
+    stopped: bool = False
+    returned: bool = False
+    recorded: int = 0
+    evaluated: int = 0
+    newcomers: bool = False
+    kept: deque[Done] = field(default_factory=lambda: deque(maxlen=KEPT))
+
+    def add(self, done: Done) -> None:
+        """Add an applied update."""
+        self.done = done
+        self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
+        self.updates, self.loss = done.window.update + 1, done.report.loss
+        self.samples += done.window.samples
+
+    def over(self, updates: int) -> bool:
+        """Return whether no window follows: all `updates` are done, or all ranks agreed to stop."""
+        stops = self.done is not None and self.done.report.stop_requested
+        return self.updates >= updates or stops
+
+    def go_back(self) -> None:
+        """Forget what came after the checkpoint that `updates` and `samples` are now of."""
+        self.done, self.returned = None, True
+        self.recorded = min(self.recorded, self.updates)
+        self.evaluated = min(self.evaluated, self.updates)
+        while self.kept and self.kept[-1].window.update >= self.updates:
+            self.kept.pop()
+
+
+class Replicas(Protocol):
+    """The part of an engine that the loop needs; see `Engine`."""
+
+    def check_replicas(self) -> None: ...
+    def gather_state(self) -> None: ...
+
+
+@dataclass(kw_only=True, slots=True)
+class TrainingLoop:
+    """The training loop of one rank in one group; iterate over it once. See the module.
+
+    Attributes:
+        updates: of the whole training.
+        state: of the training, on all ranks; None: nothing is saved.
+        progress: which the loop continues, in the next group after a loss too.
+        checkpoint_every, evaluate_every: see `is_due`.
+        evaluate: computes the held-out figures, on the rank that does.
+    """
+
+    windows: RankWindows
+    updates: int
+    state: Replicas | None
+    callbacks: Sequence[Callback]
+    progress: Progress
+    checkpoint_every: int | None
+    evaluate_every: int | None = 0
+    evaluate: Callable[[], dict[str, float]] | None = None
+    _window: Window | None = None
+    _began: float = 0.0
+
+    def __iter__(self) -> Iterator[Window]:
+        """Yield windows until all updates are done, or all ranks agree to stop, or to let newcomers
+        in. What follows an update is collective.
+        """
+        progress = self.progress
+        for done in progress.kept:
+            self._record(done)
+        if progress.done is not None:  # a rank that is lost may have had no time for all of this
+            self._follow_up(progress.done, again=True)
+        while progress.updates < self.updates and not progress.stopped:
+            window = self._window = self.windows.window(progress.updates)
+            self._began = time.perf_counter()
+            yield window
+            done = progress.done
+            if done is None or done.window.update != window.update:
+                raise RuntimeError(f"update {window.update} was not ended by end_window()")
+            if done.report.newcomers and not progress.over(self.updates):
+                progress.newcomers = True
+                self._record(done)
+                return
+            self._follow_up(done)
+
+    def micro_batches(self, first: int) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches from update `first` on, for a loader that reads ahead."""
+        for update in range(first, self.updates):
+            yield from self.windows.window(update).micro_batches
+
+    def begin_micro_step(self, window: Window, done: int) -> None:
+        """Begin a micro-step of `window` after `done` of them; after all, its boundary."""
+        for callback in self.callbacks:
+            callback.on_micro_step(window.update, done, window.steps)
+
+    def end_window(self, report: BoundaryReport, *, learning_rate: float | None = None) -> None:
+        """End the window that was yielded last, right after its boundary.
+
+        Args:
+            learning_rate: of the update, where the plan does not know it.
+        """
+        window = self._window
+        if window is None:
+            raise RuntimeError("end_window() was called before the first window")
+        seconds = time.perf_counter() - self._began
+        if learning_rate is not None:
+            window = replace(window, learning_rate=learning_rate)
+        self.progress.add(Done(window, report, seconds, self.windows.epoch_of(window.update)))
+
+    def _before_record(self) -> None:
+        for callback in self.callbacks:
+            callback.before_record()
+
+    def _record(self, done: Done) -> None:
+        """Pass an update to the callbacks, once. Not collective."""
+        if self.progress.recorded <= done.window.update:
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_boundary(done)
+            self.progress.recorded = done.window.update + 1
+
+    def _follow_up(self, done: Done, *, again: bool = False) -> None:
+        """Record an update; evaluate and save where that is due. Collective.
+
+        Args:
+            again: some ranks did a part of it before another was lost; that part stays as it is.
+        """
+        progress, update = self.progress, done.window.update
+        self._record(done)
+        last = progress.updates == self.updates
+        leaving = done.report.stop_requested and not last
+        ends = last or self.windows.epoch_of(update + 1) != done.epoch
+        due = is_due(self.checkpoint_every, progress.updates, epoch_ends=ends)
+        saved = self.state if last or leaving or due else None
+        if saved is not None:
+            saved.check_replicas()  # ranks that disagree about the state must not save it
+            for callback in () if again else self.callbacks:
+                callback.on_meeting(last=last or leaving)
+        evaluating = last or is_due(self.evaluate_every, progress.updates, epoch_ends=ends)
+        evaluating = evaluating and not leaving and progress.evaluated <= update
+        if self.evaluate is not None and evaluating:
+            progress.evaluation = self.evaluate()
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_evaluation(done, progress.evaluation)
+            progress.evaluated = update + 1
+        if saved is not None:
+            saved.gather_state()
+            self._before_record()
+            for callback in self.callbacks:
+                callback.on_checkpoint(progress.updates, progress.samples)
+        progress.stopped = leaving
+
+
 def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:
     """Return whether to evaluate or save after `done` updates.
 
@@ -67,8 +289,9 @@ def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:
     return epoch_ends if every is None else bool(every) and done % every == 0
 
 
-def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
-    """Return what a line of metrics.jsonl takes from the report of an update's boundary."""
+def update_line(done: Done, peak_memory_bytes: int) -> dict[str, Any]:
+    """Return an update's line of metrics.jsonl."""
+    window, report = done.window, done.report
     seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")
     always = seconds[:3]
     return {
@@ -84,9 +307,14 @@ def update_line(report: BoundaryReport, update_s: float) -> dict[str, Any]:
             for name in seconds
             if (spent := getattr(report, name)) or name in always
         },
-        "update_s": round(update_s, 6),
+        "update_s": round(done.seconds, 6),
         "gradient_norm": report.gradient_norm,
         "applied": report.applied,
         "loss_scale": report.loss_scale,
         "metrics": dict(report.metrics),
+        "epoch": done.epoch,
+        "learning_rate": window.learning_rate,
+        "samples": window.samples,
+        "micro_steps": window.steps,
+        "peak_memory_bytes": peak_memory_bytes,
     }

@@ -5,11 +5,12 @@ from __future__ import annotations
 import operator
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
+from orchestrator.client.loop import Callback
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
 from orchestrator.plan.parts import Known
@@ -39,6 +40,7 @@ class WindowOptions:
         keep_checkpoints: number of the newest that stay.
         state: further objects to save, by name: any with `state_dict()` and
             `load_state_dict()`, such as a learning-rate scheduler.
+        callbacks: of the loop (`orchestrator.callbacks.Callback`), called after ours.
     """
 
     global_batch: int | None = None
@@ -53,6 +55,7 @@ class WindowOptions:
     checkpoint_every: int | None = None
     keep_checkpoints: int = 2
     state: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    callbacks: Sequence[Callback] = ()
 
     @classmethod
     def of(cls, given: Mapping[str, Any]) -> WindowOptions:

@@ -2,7 +2,7 @@
 
 The loop is the user's; mistakes in it are found by counting (`MicroBatchTracker`). The record, a
 checkpoint and the end follow when the loop asks for the next window, so after all that the user's
-code does after `boundary()`, such as a scheduler's step.
+code does after `boundary()`, such as a scheduler's step. See `client/loop.py`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,21 @@ import os
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.checkpoints import Saved
-from orchestrator.client.loop import RankWindows, is_due, update_line
+from torch.nn import Module, ModuleList
+
+from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.loop import (
+    Callback,
+    Done,
+    Progress,
+    RankWindows,
+    TrainingLoop,
+    update_line,
+)
 from orchestrator.client.options import (
     WindowOptions,
     decided_by,
@@ -24,22 +34,23 @@ from orchestrator.client.options import (
     whole_number,
 )
 from orchestrator.client.run import Run
-from orchestrator.engine.api import BoundaryReport
-from orchestrator.engine.api import Window as RankWindow
+from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.engine import peak_memory_bytes
+from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.start_checks import check_same_traits
+from orchestrator.engine.torch.state import load_model, load_optimizer, save_model, save_optimizer
 from orchestrator.engine.torch.window_state import MicroBatchTracker
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
 
 
-class Window:
+class UserWindow:
     """One update, for this rank. Iterate over it for the numbers of its micro-batches' samples.
 
     Attributes:
@@ -47,13 +58,13 @@ class Window:
         samples: of the update over all ranks.
     """
 
-    def __init__(self, given: RankWindow, epoch: int, windows: Windows) -> None:
+    def __init__(self, given: Window, epoch: int, windows: Windows) -> None:
         self.update, self.epoch, self.samples = given.update, epoch, given.samples
-        self._given, self._windows = given, windows
+        self.given, self._windows = given, windows
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches, perhaps 0."""
-        return len(self._given.micro_batches)
+        return len(self.given.micro_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
@@ -61,7 +72,7 @@ class Window:
         Random numbers come from a seed that depends only on the update and the micro-batch's place
         in it.
         """
-        for number, micro_batch in enumerate(self._given.micro_batches):
+        for number, micro_batch in enumerate(self.given.micro_batches):
             self._windows.hand_out(self, number)
             seed = self._windows.seed
             seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
@@ -77,48 +88,66 @@ class Windows:
         first: the update to begin with; earlier ones came from a checkpoint.
         seed: of the order and of random numbers.
         running: the loop has not ended.
-        stopping: all ranks agreed to stop.
     """
 
     def __init__(
-        self, run: Run, plan: Plan, accumulators: Sequence[Accumulator], options: WindowOptions,
-        saved: Saved | None,
-    ) -> None:  # fmt: skip
-        self._run, self.plan, self._all, self._saved = run, plan, accumulators, saved
-        self.seed, self.updates = options.seed, plan.updates or 0
-        self.running, self.stopping, self._begun = True, False, False
-        self._given = RankWindows(plan, accumulators[0].group.rank)
+        self,
+        run: Run,
+        plan: Plan,
+        accumulators: Sequence[Accumulator],
+        options: WindowOptions,
+        state: AccumulatorState | None,
+        checkpoints: Checkpoints | None,
+    ) -> None:
+        self._run, self.plan, self._all, self._checkpoints = run, plan, accumulators, checkpoints
+        self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
+        self.running, self._begun = True, False
         reproducible = plan.modes.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
-        self._checkpoint_every = options.checkpoint_every
-        self._window: Window | None = None
-        self._began = self._rate = 0.0
+        self._window: UserWindow | None = None
         self._parts = [MicroBatchTracker(self._asked_to_stop) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
             one.track_windows(part)
-        self.first, self._samples = saved.load() if saved is not None else (options.first or 0, 0)
+        self.first, samples = options.first or 0, 0
+        if checkpoints is not None:
+            self.first, samples = checkpoints.restore(rank) or (0, 0)
         if self.first > self.updates:
             raise ConfigError(
                 f"run.windows(): {self.first} updates are done, but updates={self.updates} were "
                 f"asked for; updates={self.first} or more would do"
             )
-        if accumulators[0].group.rank == 0:
+        if rank == 0:
             for sentence in plan.warnings:
                 warn(in_its_words(sentence))
+        record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
+        if checkpoints is not None and rank == 0:
+            record.append(checkpoints)
+        self._loop = TrainingLoop(
+            windows=RankWindows(plan, rank),
+            updates=self.updates,
+            state=state,
+            callbacks=[*record, *options.callbacks],
+            progress=Progress(updates=self.first, samples=samples),
+            checkpoint_every=options.checkpoint_every,
+        )
 
     def __len__(self) -> int:
         """Return how many windows come at the start of the loop."""
         return self.updates - self.first
 
+    @property
+    def stopping(self) -> bool:
+        """Return whether all ranks agreed to stop."""
+        return self._loop.progress.stopped
+
     def indices(self) -> Iterator[list[int]]:
         """Yield this rank's micro-batches of all windows to come, in order: a `batch_sampler` for
         a DataLoader, which reads ahead.
         """
-        for update in range(self.first, self.updates):
-            for micro_batch in self._given.window(update).micro_batches:
-                yield list(micro_batch.indices)
+        for micro_batch in self._loop.micro_batches(self.first):
+            yield list(micro_batch.indices)
 
-    def __iter__(self) -> Iterator[Window]:
+    def __iter__(self) -> Iterator[UserWindow]:
         if self._begun:
             raise JobError(
                 "the windows of run.windows() are one training, and were gone through already; "
@@ -127,39 +156,35 @@ class Windows:
         self._begun = True
         return self._each()
 
-    def _each(self) -> Iterator[Window]:
+    def _each(self) -> Iterator[UserWindow]:
         whole = False
         try:
-            for update in range(self.first, self.updates):
-                yield self._begin(update)
-                self._end(update)
-                if self.stopping:
-                    break
+            for window in self._loop:
+                self._window = self._begin(window)
+                # Before a scheduler's step, which comes after the boundary.
+                rate = float(self._all[0].optimizer.param_groups[0]["lr"])
+                yield self._window
+                self._loop.end_window(self._report(), learning_rate=rate)
             whole = True
         finally:
             self._leave(whole=whole)
-        if self._saved is not None:
-            self._saved.require_saved()
+        if self._checkpoints is not None and self._checkpoints.unsaved is not None:
+            raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
 
-    def _begin(self, update: int) -> Window:
-        self._began = time.perf_counter()
-        given = self._given.window(update)
+    def _begin(self, given: Window) -> UserWindow:
         leaves = self._leaves.of_update(given.samples)
         mine = [self._leaves.leaf_of(one) for one in given.micro_batches]
         for one in self._all:
             one.begin_tracked(
-                update,
+                given.update,
                 micro_batches=len(mine),
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
                 leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
             )
-        # Before a scheduler's step, which comes after the boundary.
-        self._rate = float(self._all[0].optimizer.param_groups[0]["lr"])
-        self._window = Window(given, self._given.epoch_of(update), self)
-        return self._window
+        return UserWindow(given, self._loop.windows.epoch_of(given.update), self)
 
-    def hand_out(self, window: Window, number: int) -> None:
+    def hand_out(self, window: UserWindow, number: int) -> None:
         """Record that the loop takes micro-batch `number` of `window`, from 0.
 
         Raises:
@@ -180,45 +205,26 @@ class Windows:
         if number < len(window):
             for part in self._parts:
                 part.taken = number + 1
+        self._loop.begin_micro_step(window.given, number)
 
-    def _end(self, update: int) -> None:
-        window = self._given.window(update)
+    def _report(self) -> BoundaryReport:
+        """Return the first accumulator's report, with the others' losses as metrics, and the
+        traffic of all.
+        """
         for part in self._parts:
             part.require_ended()
         reports = [part.report for part in self._parts if part.report is not None]
-        self._samples += window.samples
-        self._record(reports, window)
-        last = update + 1 == self.updates
-        self.stopping = any(report.stop_requested for report in reports) and not last
-        if self.stopping:
-            self._run.agreed_to_stop(update)
-        ends = last or self._given.epoch_of(update + 1) != self._given.epoch_of(update)
-        due = is_due(self._checkpoint_every, update + 1, epoch_ends=ends)
-        if self._saved is not None and (due or last or self.stopping):
-            self._run.flush()
-            if self._saved.save(update + 1, self._samples):
-                self._run.record({"saved": update, "update": update, "time": time.time()})
-
-    def _record(self, reports: Sequence[BoundaryReport], window: RankWindow) -> None:
-        """Record the first accumulator's report, and the others' losses as metrics."""
-        line = update_line(reports[0], time.perf_counter() - self._began)
         others = {f"loss_{number}": one.loss for number, one in enumerate(reports) if number}
-        self._run.record(
-            {
-                **line,
-                "epoch": self._given.epoch_of(window.update),
-                "samples": window.samples,
-                "micro_steps": window.steps,
-                "learning_rate": self._rate,
-                "peak_memory_bytes": peak_memory_bytes(self._all[0].group.device),
-                "collectives": sum(report.collectives for report in reports),
-                "bytes_on_wire": sum(report.bytes_on_wire for report in reports),
-                "metrics": line["metrics"] | others,
-            }
+        return replace(
+            reports[0],
+            metrics={**reports[0].metrics, **others},
+            stop_requested=any(report.stop_requested for report in reports),
+            collectives=sum(report.collectives for report in reports),
+            bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
 
     def _asked_to_stop(self) -> bool:
-        return self._saved is not None and self._run.asked_to_stop()
+        return self._checkpoints is not None and self._run.asked_to_stop()
 
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
@@ -234,6 +240,108 @@ class Windows:
         if any(within):
             done += f", within update {at}: its micro-steps train nothing"
         warn(f"{done}; ranks that go on wait for this one, and nothing was saved after that")
+
+
+class RunRecord(Callback):
+    """The record of a user's own loop in its run; nothing without one."""
+
+    def __init__(self, run: Run, updates: int, device: Any) -> None:
+        self._run, self._updates, self._device = run, updates, device
+
+    def on_boundary(self, done: Done) -> None:
+        self._run.record(update_line(done, peak_memory_bytes(self._device)))
+        if done.report.stop_requested and done.window.update + 1 < self._updates:
+            self._run.agreed_to_stop(done.window.update)
+
+    def on_checkpoint(self, updates: int, samples: int) -> None:
+        del updates, samples
+        self._run.flush()  # no checkpoint is ahead of the lines
+
+
+class AccumulatorState:
+    """The state of accumulators that share windows, and of further objects of the user.
+
+    Args:
+        decided: options that must not change; see `decided_by`.
+        others: further objects with `state_dict`, by name.
+
+    Raises:
+        ConfigError: an accumulator has parameters in the place of a module.
+    """
+
+    def __init__(
+        self,
+        accumulators: Sequence[Accumulator],
+        decided: Mapping[str, Any],
+        others: Mapping[str, Any],
+    ) -> None:
+        self._all, self._decided, self._others = accumulators, dict(decided), others
+        self._group = accumulators[0].group
+        self._optimizers: list[dict[str, Any] | None] = []
+        modules = [one.model for one in accumulators if isinstance(one.model, Module)]
+        if len(modules) < len(accumulators):
+            raise ConfigError(
+                "checkpoints need the torch.nn.Module itself: build the Accumulator with it, not "
+                "with its parameters; or keep your own checkpoints, and say first="
+            )
+        self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
+
+    def gather(self, numbers: Sequence[float]) -> list[list[float]]:
+        return gather_numbers(self._group, numbers)
+
+    def check_replicas(self) -> None:
+        for one in self._all:
+            one.check_replicas()
+
+    def gather_state(self) -> None:
+        self._optimizers = [one.optimizer_state() for one in self._all]
+
+    def holds_state(self) -> bool:
+        return not any(one.sharded for one in self._all)
+
+    def save_state(self, folder: Path) -> dict[str, Any]:
+        """Write the state that was gathered into `folder`; see `rundir.checkpoints.Saves`."""
+        parts = {f"optimizer {n}": state for n, state in enumerate(self._optimizers)}
+        parts |= {f"state {name}": part.state_dict() for name, part in self._others.items()}
+        self._optimizers = []
+        return {
+            "model": save_model(self._model, folder),
+            "optimizer": save_optimizer(parts, folder),
+            "precision": [one.precision.state() for one in self._all],
+            "state": list(self._others),
+            "windows": self._decided,
+        }
+
+    def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Load what `save_state` wrote. Not collective.
+
+        Raises:
+            ConfigError: it was made with another batch, order or number of accumulators.
+        """
+        before = extra.get("windows") or {}
+        for name, now in self._decided.items():
+            if name in before and before[name] != now:
+                raise ConfigError(
+                    f"run.windows(): {name} is {now}, but this training began with {before[name]}, "
+                    f"and {folder} was reached with that: its samples would come in another order. "
+                    f"Go on with {before[name]}, or begin another one elsewhere"
+                )
+        if sorted(extra.get("state", ())) != sorted(self._others):
+            raise ConfigError(
+                f"run.windows(): {folder} was saved with state of "
+                f"{', '.join(extra.get('state', ())) or 'nothing'}, but state= has "
+                f"{', '.join(self._others) or 'nothing'}"
+            )
+        load_model(self._model, folder, extra["model"])
+        load_optimizer(folder, extra["optimizer"], self._restore)
+        for one, precision in zip(self._all, extra["precision"], strict=True):
+            one.precision.load(precision)
+
+    def _restore(self, saved: dict[str, Any]) -> None:
+        for number, one in enumerate(self._all):
+            one.load_optimizer_state(saved[f"optimizer {number}"])
+        for name, part in self._others.items():
+            part.load_state_dict(saved[f"state {name}"])
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:
@@ -260,8 +368,11 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
     if settings.reduction == "reproducible":
         be_deterministic()
-    saved = _saved(run, accumulators, options, decided)
-    return Windows(run, plan, accumulators, options, saved)
+    state = checkpoints = None
+    if options.checkpoints is not None or (run and options.first is None):
+        state = AccumulatorState(accumulators, decided, options.state)
+        checkpoints = _checkpoints(run, state, options, first_rank=group.rank == 0)
+    return Windows(run, plan, accumulators, options, state, checkpoints)
 
 
 def _listed(accumulator: Any) -> list[Accumulator]:
@@ -291,18 +402,21 @@ def _check_group(run: Run, accumulators: Sequence[Accumulator]) -> None:
         )
 
 
-def _saved(
-    run: Run, accumulators: Sequence[Accumulator], options: WindowOptions, decided: dict[str, Any]
-) -> Saved | None:
-    folder = options.checkpoints
-    if folder is None and (not run or options.first is not None):
-        return None
-    own = run.checkpoint_dir if folder is None else Path(folder)
-    return Saved(
-        own,
-        accumulators,
-        run=RunDir(run.folder).identity if run and folder is None else None,
-        decided=decided,
+def _checkpoints(
+    run: Run, state: AccumulatorState, options: WindowOptions, *, first_rank: bool
+) -> Checkpoints:
+    own = options.checkpoints
+    folder = run.checkpoint_dir if own is None else Path(own)
+    if first_rank:
+        folder.mkdir(parents=True, exist_ok=True)
+
+    def note(updates: int) -> None:
+        run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
+
+    return Checkpoints(
+        folder,
+        state,
+        run=RunDir(run.folder).identity if run and own is None else None,
         keep=options.keep_checkpoints,
-        state=options.state,
+        on_written=note,
     )

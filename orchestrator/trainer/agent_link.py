@@ -48,10 +48,10 @@ from orchestrator.agent.stacks import (
     in_words,
     main_stack,
 )
+from orchestrator.client.loop import Callback, Done
 from orchestrator.engine.common import waiting
 from orchestrator.errors import Evicted, PeerLost
 from orchestrator.rundir.warnings import warn
-from orchestrator.trainer.loop import Callback, Done
 
 log = logging.getLogger(__name__)
 

@@ -1,6 +1,7 @@
 """The trainer: a worker's main function for job classes.
 
-It sets up, trains in as many groups as losses and newcomers make, and writes the result.
+It sets up, trains in as many groups as losses and newcomers make, and writes the result. What
+follows an update is in `client/loop.py`.
 """
 
 from __future__ import annotations
@@ -9,15 +10,15 @@ import time
 from pathlib import Path
 
 from orchestrator.agent.processes import this_process_alone
-from orchestrator.client.loop import RankWindows
+from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
+from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PlaceMarks
-from orchestrator.trainer.loop import Callback, Loop
 from orchestrator.trainer.rank_times import RankTimes
 from orchestrator.trainer.recorder import memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
-from orchestrator.trainer.stop import Follower, LeaveInTime, restart_note
+from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import Worker, run_worker
 
 ASYNCHRONOUS = ("nccl", "hccl")
@@ -33,17 +34,17 @@ def _train(worker: Worker) -> int:
     """Train to the end; on the rank that is 0 then, write the result. Collective."""
     with this_process_alone():
         training = set_up(worker)
-        outcome, began = training.outcome, time.perf_counter()
+        progress, began = training.progress, time.perf_counter()
         memory = _train_in_groups(worker, training)
         seconds = time.perf_counter() - began
-        finished = outcome.state == "finished"
+        finished = not progress.stopped
         if training.recorder is not None:
             training.recorder.close(finished=finished)
             if worker.topology.scheduled:
                 worker.fence.check()
-            if finished or not worker.depart(outcome.updates):
+            if finished or not worker.depart(progress.updates):
                 result = result_of(
-                    worker.run, outcome, training.engine, training.planned, seconds=seconds,
+                    worker.run, progress, training.engine, training.planned, seconds=seconds,
                     memory=memory,
                 )  # fmt: skip
                 if not finished and (why := worker.why_for_good()):
@@ -60,12 +61,13 @@ def _train_in_groups(worker: Worker, training: Training) -> dict[str, list[int]]
     Raises:
         PeerLost: a rank is lost, and the others cannot continue.
     """
-    survivors, outcome, updates = training.survivors, training.outcome, training.updates
+    survivors, progress, engine = training.survivors, training.progress, training.engine
     rank, ranks, changes = training.group.rank, training.group.size, training.changes
+    train = training.config.train
     worker.link.send_event("trains")
     while True:
         if survivors is not None and changes is not None:  # in another group than before
-            outcome.newcomers = False
+            progress.newcomers = False
             rank, ranks = survivors.place
             if rank == 0:
                 training.take_over_record(changes)
@@ -75,64 +77,76 @@ def _train_in_groups(worker: Worker, training: Training) -> dict[str, list[int]]
         if (rank == 0) != (training.recorder is not None):
             raise RuntimeError(f"rank {rank} of a group, of which only rank 0 writes")
         callbacks = _callbacks(worker, training)
-        loop = Loop(
-            engine=training.engine,
+        loop = TrainingLoop(
             windows=RankWindows(training.planned, rank, training.rates, ranks=ranks),
-            settings=training.config.train,
+            updates=training.updates,
+            state=engine,
             callbacks=callbacks if survivors is None else [survivors, *callbacks],
-            updates=updates,
-            stop_requested=lambda: worker.stop.requested,
-            rank=rank,
-            outcome=outcome,
+            progress=progress,
+            checkpoint_every=train.checkpoint_every,
+            evaluate_every=train.evaluate_every,
+            evaluate=engine.evaluate if rank == 0 else None,
         )
         try:
-            loop.run()
-            if survivors is None or not outcome.newcomers:
+            _compute(loop, engine, worker.stop)
+            if survivors is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
-                return memory_of_ranks(training.engine)  # a rank may still be lost here
-            changes = survivors.grow(outcome)
+                return memory_of_ranks(engine)  # a rank may still be lost here
+            changes = survivors.grow(progress)
         except PeerLost as error:
             if survivors is None:
                 if worker.topology.scheduled:
                     worker.fence.check()
                 training.save_after_failure()
                 raise
-            changes = survivors.go_on(error, outcome)
+            changes = survivors.go_on(error, progress)
+
+
+def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
+    """Compute the windows of one group."""
+    batches = engine.batches(loop.micro_batches(loop.progress.updates))
+    for window in loop:
+        engine.begin_window(window)
+        for number, micro_batch in enumerate(window.micro_batches):
+            loop.begin_micro_step(window, number)
+            engine.micro_step(next(batches), micro_batch)
+        loop.begin_micro_step(window, window.steps)
+        loop.end_window(engine.boundary(stop=stop.requested))
 
 
 def _callbacks(worker: Worker, training: Training) -> list[Callback]:
     """Return the callbacks of this rank's loop in a new group, but for `Survivors`."""
-    run, attempt, outcome, recorder = (
+    run, attempt, recorder, progress = (
         worker.run,
         worker.attempt,
-        training.outcome,
         training.recorder,
+        training.progress,
     )
     asynchronous = training.group.transport in ASYNCHRONOUS
     # Others may be stuck in a collective that only a kill ends.
     worker.link.saves_on_failure = training.saves_on_failure and not asynchronous
     found: list[Callback] = [
         PlaceMarks(worker.link, waits_unmarked=asynchronous),
-        RankTimes(run.timeline(attempt) if recorder else None),
+        RankTimes(training.engine.gather, run.timeline(attempt) if recorder else None),
     ]
     if recorder is None:
         if worker.topology.scheduled:
             found.append(Follower(worker.stop, run.departure(attempt)))
         return found
-    if attempt and outcome.done is None and not outcome.returned:
-        note = restart_note(run, attempt, worker.topology, outcome.updates)
+    if attempt and progress.done is None and not progress.returned:
+        note = restart_note(run, attempt, worker.topology, progress.updates)
         recorder.note["restart"] = note
         write_json(run.restart(attempt), note)
-    found.append(recorder.progress)
+    found += [training.checkpoints, recorder]
     if worker.topology.scheduled:
         found.append(
             LeaveInTime(
-                recorder,
+                training.checkpoints,
                 fence=worker.fence,
                 stop=worker.stop,
                 notice=worker.notice,
                 cancelled=run.cancel.exists,
-                outcome=outcome,
+                progress=progress,
             )
         )
-    return [*found, recorder]
+    return found

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.engine.api import Engine
+from orchestrator.client.loop import Callback, Done
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.warnings import warn
-from orchestrator.trainer.loop import Callback, Done
 
 LATEST = 1024  # windows that a rank keeps, besides the first
 Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
@@ -24,11 +23,14 @@ class RankTimes(Callback):
     """The seconds of one rank's windows, in one attempt.
 
     Args:
+        gather: see `Engine.gather`.
         file: where rank 0 writes the times of all ranks; None on the others.
     """
 
-    def __init__(self, file: Path | None) -> None:
-        self._file = file
+    def __init__(
+        self, gather: Callable[[Sequence[float]], list[list[float]]], file: Path | None
+    ) -> None:
+        self._gather, self._file = gather, file
         self._first: Row | None = None
         self._latest = deque[Row](maxlen=LATEST)
         self._meetings = 0
@@ -42,17 +44,17 @@ class RankTimes(Callback):
         else:
             self._latest.append(row)
 
-    def on_meeting(self, engine: Engine, *, last: bool) -> None:
+    def on_meeting(self, *, last: bool) -> None:
         """Gather the seconds of chosen windows from all ranks, ever more seldom."""
         self._meetings += 1
         seldom = not self._meetings & (self._meetings - 1)  # a power of two
         if self._first is None or not (seldom or last):
             return
         rows = list(self._latest) or [self._first]
-        chosen = [int(update) for update in engine.gather(self._choice(self._first, rows))[0]]
+        chosen = [int(update) for update in self._gather(self._choice(self._first, rows))[0]]
         mine = dict([self._first, *rows])
         unknown = (math.nan,) * len(PARTS)
-        rows_of_ranks = engine.gather([s for update in chosen for s in mine.get(update, unknown)])
+        rows_of_ranks = self._gather([s for update in chosen for s in mine.get(update, unknown)])
         if self._file is not None:
             self._keep(chosen, rows_of_ranks)
             self._write(self._file)

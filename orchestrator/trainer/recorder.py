@@ -1,32 +1,27 @@
-"""Rank 0's record of a run: metrics.jsonl, checkpoints, lines of its log, trackers, the result."""
+"""Rank 0's record of a run: metrics.jsonl, lines of its log, trackers, the result."""
 
 from __future__ import annotations
 
 import json
 import math
-import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import partial
-from typing import Any, ClassVar, Protocol, cast
+from typing import Any, ClassVar
 
-from orchestrator.client.loop import update_line
+from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.loop import Callback, Done, Progress, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.errors import RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
-from orchestrator.rundir import checkpoints as checkpoint
-from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics
+from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics, total
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.trainer.consistency_checks import UpdateTime
-from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
 # ----------------------------------------------------------------------
@@ -59,94 +54,6 @@ def change_of(
         ended = {} if redone else {"redone": 0}
         change["survived"] = {**facts, "gone": list(gone), **back, **ended}
     return change
-
-
-# ----------------------------------------------------------------------
-# Checkpoints written in the background, one at a time, or at once.
-
-
-class Kept(Saves, Protocol):
-    """Copy of a state, which training does not change; see `Engine.snapshot`."""
-
-    def take(self) -> None: ...
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Written:
-    """A checkpoint that was written after so many updates, or why it was not."""
-
-    updates: int
-    seconds: float
-    error: Exception | None
-
-
-class Saving:
-    """Rank 0's.
-
-    Args:
-        background: by a thread, from a copy. A checkpoint that is due waits for the one before it:
-            where a disk is slower than the training, the training has the disk's pace, as it has
-            without a thread, and no checkpoint is left out.
-
-    Raises:
-        ConfigError: the engine gives no copies of its state.
-    """
-
-    def __init__(self, engine: Engine, *, background: bool) -> None:
-        if background and not hasattr(engine, "snapshot"):
-            raise ConfigError(
-                "train.checkpoint_in_background=true is not available with this engine, which "
-                f"gives no copy of its state ({type(engine).__name__}); leave it out"
-            )
-        self._engine, self._background = engine, background
-        self._thread: threading.Thread | None = None
-        self._written: Written | None = None
-
-    def begin(self, updates: int, write: Callable[[Saves], object]) -> None:
-        """Write a checkpoint. What came of the one before has to be taken first (`ended`).
-
-        Args:
-            write: does it, from what it is given.
-        """
-        if not self._background:
-            self._run(updates, lambda: write(self._engine))
-            return
-        kept: Kept = cast("Any", self._engine).snapshot()
-
-        def write_kept() -> None:
-            kept.take()
-            write(kept)
-
-        self._thread = threading.Thread(
-            target=self._run, args=(updates, write_kept), name="checkpoint", daemon=True
-        )
-        self._thread.start()
-
-    def _run(self, updates: int, write: Callable[[], object]) -> None:
-        began, failed = time.monotonic(), None
-        try:
-            write()
-        except Exception as error:  # noqa: BLE001  # raised, or warned of, by the main thread
-            failed = error
-        self._written = Written(updates=updates, seconds=time.monotonic() - began, error=failed)
-
-    @property
-    def running(self) -> bool:
-        return self._thread is not None and self._thread.is_alive()
-
-    def ended(self, *, wait: bool) -> Written | None:
-        """Return how the latest checkpoint ended, once; None while it is written and without one.
-
-        Args:
-            wait: until it is written.
-        """
-        if self._thread is not None and (wait or not self._thread.is_alive()):
-            self._thread.join()
-            self._thread = None
-        if self._thread is not None:
-            return None
-        written, self._written = self._written, None
-        return written
 
 
 # ----------------------------------------------------------------------
@@ -220,7 +127,7 @@ def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:
 
 def result_of(
     run: RunDir,
-    outcome: Outcome,
+    progress: Progress,
     engine: Engine,
     planned: Plan,
     *,
@@ -235,20 +142,18 @@ def result_of(
     recorded = read_metrics(run.metrics)
     history = recorded.updates  # of all attempts
     changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
-    outcome.collectives = sum(record.get("collectives", 0) for record in history)
-    outcome.bytes_on_wire = sum(record.get("bytes_on_wire", 0) for record in history)
     return {
-        "state": outcome.state,
-        "updates": outcome.updates,
-        "samples": outcome.samples,
-        "loss": outcome.loss,
-        "metrics": outcome.evaluation,
+        "state": "stopped" if progress.stopped else "finished",
+        "updates": progress.updates,
+        "samples": progress.samples,
+        "loss": progress.loss,
+        "metrics": progress.evaluation,
         "optimizer": engine.optimizer_used(),
         "weights_sha256": engine.weights_sha256(),
         "peak_memory_bytes": memory["peak"],
         "memory": {name: max(sizes) for name, sizes in memory.items()},
-        "collectives": outcome.collectives,
-        "bytes_on_wire": outcome.bytes_on_wire,
+        "collectives": total(history, "collectives") or 0,
+        "bytes_on_wire": total(history, "bytes_on_wire") or 0,
         "seconds": seconds,
         "planned_updates": planned.updates,
         "planned_collectives_per_update": planned.traffic.collectives,
@@ -322,59 +227,47 @@ class Scalars:
 # The callback that writes all of this.
 
 
-class Progress(Callback):
-    """Rank 0's place in the current window, for `status` and for the next attempt."""
-
-    def __init__(self, run: RunDir, attempt: int) -> None:
-        self._writer = ProgressWriter(run.progress(attempt))
-
-    def on_micro_step(self, update: int, done: int, steps: int) -> None:
-        self._writer.write(update, done, steps)
-
-
 class Recorder(Callback):
-    """Rank 0's record: metrics.jsonl, scalars, lines of its log, checkpoints.
+    """Rank 0's record: metrics.jsonl, scalars, lines of its log, its place in the current window.
 
     A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last. A full disk
-    never ends a training: lines wait for room, and a checkpoint that cannot be written causes a
-    warning; the last good one stays, and the next is tried when it is due. Only at the end
-    (`close`) does it matter.
+    never ends a training: lines wait for room. Only at the end (`close`) does it matter.
+
+    Attributes:
+        note: goes with the next update's line, once.
+        generation: of the attempt's newest recorded change.
     """
 
     def __init__(
-        self, run: RunDir, attempt: int, config: Config, engine: Engine, updates: int
+        self,
+        run: RunDir,
+        attempt: int,
+        config: Config,
+        engine: Engine,
+        checkpoints: Checkpoints,
+        updates: int,
     ) -> None:
-        self._run, self._attempt, self._engine = run, attempt, engine
-        self._keep = config.train.keep_checkpoints
-        self._saving = Saving(engine, background=config.train.checkpoint_in_background)
-        self._save_s = self._waited_s = 0.0
-        self._identity = run.identity
+        self._attempt, self._engine, self._checkpoints = attempt, engine, checkpoints
         self._metrics = LineFile(run.metrics)
-        self._unsaved: str | None = None  # why the latest checkpoint could not be written
-        self.progress = Progress(run, attempt)
+        self._progress = ProgressWriter(run.progress(attempt))
         self._scalars = Scalars(run, config)
-        self.note: dict[str, Any] = {}  # goes with the next update's line, once
-        self.generation = 0  # of the attempt's newest recorded change
+        self.note: dict[str, Any] = {}
+        self.generation = 0
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
-        self._update = -1
+        self._update = 0
         self._pace = UpdateTime(config.facts.update_s)
         self._lines = UpdateLines(updates)
 
+    def on_micro_step(self, update: int, done: int, steps: int) -> None:
+        self._progress.write(update, done, steps)
+
     def on_boundary(self, done: Done) -> None:
-        window, report, update_s = done.window, done.report, done.seconds
+        window, report = done.window, done.report
         self._update = window.update
-        self._take_written(wait=False)
         _warn_of_metrics(report)
-        self._pace.see(update_s)
-        line = {
-            "epoch": done.epoch,
-            "attempt": self._attempt,
-            "learning_rate": window.learning_rate,
-            "samples": window.samples,
-            "micro_steps": window.steps,
-            "peak_memory_bytes": self._engine.peak_memory_bytes(),
-        }
-        self._line(update_line(report, update_s) | line | self.note | self._warned())
+        self._pace.see(done.seconds)
+        line = update_line(done, self._engine.peak_memory_bytes())
+        self._line(line | self.note | self._warned())
         self.note = {}
         self._lines.update(
             window.update,
@@ -387,7 +280,7 @@ class Recorder(Callback):
             {
                 "train/loss": report.loss,
                 "train/learning_rate": window.learning_rate,
-                "time/update_s": update_s,
+                "time/update_s": done.seconds,
                 **{f"train/{name}": value for name, value in report.metrics.items()},
             },
         )
@@ -401,61 +294,17 @@ class Recorder(Callback):
         for change in changes:
             if change["generation"] > self.generation:
                 self.generation = change["generation"]
-                self._line(
-                    {"update": updates, "time": time.time(), "attempt": self._attempt, **change}
-                )
+                self._line({"update": updates, "time": time.time(), **change})
 
     def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
         update = done.window.update
         self._line(
-            {"evaluation": figures, "update": update, "epoch": done.epoch, "time": time.time(),
-             "attempt": self._attempt}
-        )  # fmt: skip
+            {"evaluation": figures, "update": update, "epoch": done.epoch, "time": time.time()}
+        )
         self._lines.evaluation(update, figures)
         self._scalars.write(
             update, {f"evaluation/{name}": value for name, value in figures.items()}
         )
-
-    def can_save(self) -> bool:
-        """Return whether rank 0 holds all of the state, so that it can save inside a window."""
-        return self._engine.holds_state()
-
-    def on_checkpoint(self, updates: int, samples: int) -> None:
-        began = time.monotonic()
-        self._take_written(wait=True)
-        write = partial(
-            checkpoint.save, self._run.checkpoints, updates=updates, samples=samples,
-            keep=self._keep, run=self._identity,
-        )  # fmt: skip
-        self._saving.begin(updates, write)
-        self._take_written(wait=False)
-        self._waited_s = time.monotonic() - began
-
-    def settle(self) -> None:
-        """Return once no checkpoint is being written any more."""
-        self._take_written(wait=True)
-
-    @property
-    def save_s(self) -> float:
-        """Seconds until a checkpoint that is due now is written, estimated from the last one."""
-        return max(self._waited_s, self._save_s * (1 + self._saving.running))
-
-    def _take_written(self, *, wait: bool) -> None:
-        written = self._saving.ended(wait=wait)
-        if written is None:
-            return
-        self._save_s, error = written.seconds, written.error
-        name = f"the checkpoint after update {written.updates}"
-        if error is None:
-            if self._unsaved is not None:
-                warn(f"there is room again: {name} was written")
-            self._unsaved = None
-            return
-        if not isinstance(error, OSError):
-            raise error
-        self._unsaved = f"{name} could not be written: {error.strerror or error}"
-        kept = ", the last good checkpoint is kept" * any(self._run.checkpoints.glob("update-*"))
-        warn(f"{self._unsaved}; the run goes on{kept}", kind="checkpoint not written")
 
     def close(self, *, finished: bool) -> None:
         """Write down what was warned of after the last boundary, in a line of its own.
@@ -466,13 +315,10 @@ class Recorder(Callback):
         Raises:
             RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
         """
-        self.settle()
+        self._checkpoints.settle()
         if late := self._warned(now=True):
-            update = max(0, self._update)
-            self._line(
-                {"update": update, "time": time.time(), "attempt": self._attempt, **late}
-            )  # fmt: skip
-        unwritten = self._unsaved
+            self._line({"update": self._update, "time": time.time(), **late})
+        unwritten = self._checkpoints.unsaved
         try:
             self._metrics.close()
         except OSError as error:
@@ -488,7 +334,7 @@ class Recorder(Callback):
     def _line(self, record: Mapping[str, Any]) -> None:
         waited = self._metrics.waiting
         try:
-            self._metrics.write(json.dumps(record))
+            self._metrics.write(json.dumps({**record, "attempt": self._attempt}))
         except OSError as error:
             warn(
                 f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "

@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.topology import Topology
+from orchestrator.client.checkpoints import Checkpoints
+from orchestrator.client.loop import Progress
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config, with_run_folder
@@ -39,7 +41,6 @@ from orchestrator.trainer.consistency_checks import (
     devices_asked,
     own_rates,
 )
-from orchestrator.trainer.loop import Outcome
 from orchestrator.trainer.recorder import Change, Recorder
 from orchestrator.trainer.stop import StopFlag
 from orchestrator.trainer.survival import Survivors, may_stay_out
@@ -63,38 +64,30 @@ class Training:
     attempt: int
     config: Config
     engine: Engine
+    checkpoints: Checkpoints
     group: Group
     planned: Plan
     updates: int
     rates: Callable[[int], float] | None
     survivors: Survivors | None = None
-    outcome: Outcome = field(default_factory=Outcome)
+    progress: Progress = field(default_factory=Progress)
     changes: list[Change] | None = None
     recorder: Recorder | None = None
 
     def restore(self, rank: int) -> bool:
         """Load the newest sound checkpoint, if any; return whether there is one. Collective."""
-        run, outcome, own = self.run, self.outcome, self.run.identity
-        if rank == 0:
-            checkpoint.make_again(run.checkpoints)
-            checkpoint.remove_partial(run.checkpoints)
-        found, passed_over = checkpoint.newest(run.checkpoints, own) if rank == 0 else (None, [])
-        for sentence in passed_over:
-            warn(sentence)
-        if (updates := int(self.engine.gather([found.updates if found else -1])[0][0])) < 0:
-            return False
-        chosen = found or checkpoint.load(checkpoint.folder_of(run.checkpoints, updates), own)
-        self.engine.load_state(chosen.folder, chosen.extra)
-        outcome.updates, outcome.samples = chosen.updates, chosen.samples
-        return True
+        found = self.checkpoints.restore(rank)
+        if found is not None:
+            self.progress.updates, self.progress.samples = found
+        return found is not None
 
     def save(self) -> None:
         """Write a checkpoint after the last update. Collective."""
-        if self.outcome.updates:
+        if self.progress.updates:
             self.engine.gather_state()
             if self.recorder is not None:
-                self.recorder.on_checkpoint(self.outcome.updates, self.outcome.samples)
-                self.recorder.settle()
+                self.checkpoints.on_checkpoint(self.progress.updates, self.progress.samples)
+                self.checkpoints.settle()
 
     @property
     def saves_on_failure(self) -> bool:
@@ -102,16 +95,15 @@ class Training:
 
         An engine that could continue in another group still has that state.
         """
-        recorder = self.recorder
-        return recorder is not None and recorder.can_save() and hasattr(self.engine, "regroup")
+        able = self.recorder is not None and self.checkpoints.can_save()
+        return able and hasattr(self.engine, "regroup")
 
     def save_after_failure(self) -> None:
         """Save the last boundary's state, on the rank that can, unless it is saved already."""
-        outcome = self.outcome
-        saved = checkpoint.folder_of(self.run.checkpoints, outcome.updates)
-        if self.recorder is not None and self.saves_on_failure and not saved.exists():
-            self.recorder.on_checkpoint(outcome.updates, outcome.samples)
-            self.recorder.settle()
+        progress = self.progress
+        if self.saves_on_failure and not self.checkpoints.has(progress.updates):
+            self.checkpoints.on_checkpoint(progress.updates, progress.samples)
+            self.checkpoints.settle()
 
     def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one.
@@ -119,17 +111,18 @@ class Training:
         Args:
             rank: this one's in the present group.
         """
-        if self.recorder is not None:
-            self.recorder.settle()  # a checkpoint that is being written counts
-        before = self.outcome.updates
+        self.checkpoints.settle()  # one that is being written counts
+        before = self.progress.updates
         if not self.restore(rank):
             return None
-        self.outcome.go_back()
-        return max(0, before - self.outcome.updates)
+        self.progress.go_back()
+        return max(0, before - self.progress.updates)
 
     def record(self) -> Recorder:
         """Make this rank the one that writes."""
-        self.recorder = Recorder(self.run, self.attempt, self.config, self.engine, self.updates)
+        self.recorder = Recorder(
+            self.run, self.attempt, self.config, self.engine, self.checkpoints, self.updates
+        )
         self.recorder.note["planned_collectives"] = self._planned_collectives()
         return self.recorder
 
@@ -144,24 +137,24 @@ class Training:
         if recorder is None:
             recorder = self.record()
             self._continue_record(recorder)
-        recorder.record_changes(changes, self.outcome.updates)
+        recorder.record_changes(changes, self.progress.updates)
         recorder.note["planned_collectives"] = self._planned_collectives()
 
     def _continue_record(self, recorder: Recorder) -> None:
-        outcome, history = self.outcome, read_metrics(self.run.metrics)
+        progress, history = self.progress, read_metrics(self.run.metrics)
         mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
         recorder.generation = max((line["generation"] for line in mine), default=0)
         recorded = max((r["update"] + 1 for r in history.updates), default=0)
-        outcome.recorded = min(recorded, outcome.updates)
-        first = outcome.kept[0].window.update if outcome.kept else outcome.updates
-        if outcome.recorded < first:
+        progress.recorded = min(recorded, progress.updates)
+        first = progress.kept[0].window.update if progress.kept else progress.updates
+        if progress.recorded < first:
             warn(
-                f"metrics.jsonl lacks updates {outcome.recorded + 1} to {first}: the rank that "
+                f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank that "
                 f"wrote it is gone, and there had been no room for its lines"
             )
         for record in history.evaluations:
-            if record["update"] == outcome.updates - 1:
-                outcome.evaluated, outcome.evaluation = outcome.updates, record["evaluation"]
+            if record["update"] == progress.updates - 1:
+                progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
 
 
 def set_up(worker: Worker) -> Training:
@@ -187,23 +180,28 @@ def _set_up(worker: Worker) -> Training:
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, topology.nodes)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
+    checkpoints = Checkpoints(
+        run.checkpoints, engine, run=run.identity, keep=config.train.keep_checkpoints,
+        background=config.train.checkpoint_in_background,
+    )  # fmt: skip
     training = Training(
-        run=run, attempt=attempt, config=config, engine=engine, group=group, planned=planned,
+        run=run, attempt=attempt, config=config, engine=engine, checkpoints=checkpoints,
+        group=group, planned=planned,
         updates=planned.updates, rates=own_rates(job, config.schedule, engine, planned.updates),
     )  # fmt: skip
-    outcome = training.outcome
+    progress = training.progress
     if config.run.survive:
         training.survivors = Survivors(
             spec, config.cluster, framework, engine, worker,
             updates=training.updates, go_back=training.go_back,
         )  # fmt: skip
     if alone and training.survivors is not None:
-        training.changes = training.survivors.join(job, outcome, lambda: stop.requested)
+        training.changes = training.survivors.join(job, progress, lambda: stop.requested)
         worker.membership = training.survivors.membership
         return training
     training.restore(topology.rank)
-    checkpoint.refuse_beyond(run, outcome.updates, planned.updates)
-    if config.train.initial_weights is not None and not outcome.updates:
+    checkpoint.refuse_beyond(run, progress.updates, planned.updates)
+    if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
         engine.load_weights(run.initial_weights)
     if topology.rank == 0:

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.agent.topology import Topology
+from orchestrator.client.loop import Callback, Done, Progress
 from orchestrator.errors import ClusterError, StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_end, write_json
@@ -27,11 +28,10 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import read_outcome
 from orchestrator.rundir.warnings import warn
-from orchestrator.trainer.loop import Callback, Done, Outcome
 
 if TYPE_CHECKING:
+    from orchestrator.client.checkpoints import Checkpoints
     from orchestrator.slurm_client import JobStatus, SlurmClient
-    from orchestrator.trainer.recorder import Recorder
 
 KILL_WAIT_S = 30.0
 UNEXPLAINED = "it ended without a word: a node failed, or the time to stop was too short"
@@ -123,23 +123,23 @@ class LeaveInTime(Callback):
     Args:
         notice: None if the run ends for good, so that there is nothing to save in time.
         cancelled: returns whether a person stopped the run for good; called once a second at most.
-        outcome: the loop's progress.
+        progress: the loop's progress.
     """
 
     def __init__(
         self,
-        recorder: Recorder,
+        checkpoints: Checkpoints,
         *,
         fence: Fence,
         stop: StopFlag,
         notice: Notice | None,
         cancelled: Callable[[], bool],
-        outcome: Outcome,
+        progress: Progress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._recorder, self._fence, self._stop = recorder, fence, stop
+        self._checkpoints, self._fence, self._stop = checkpoints, fence, stop
         self._notice, self._cancelled, self._clock = notice, cancelled, clock
-        self._outcome = outcome
+        self._progress = progress
         self._checked = -CANCEL_CHECK_S
         self._recent: deque[float] = deque(maxlen=RECENT)
         self._began = clock()
@@ -156,12 +156,12 @@ class LeaveInTime(Callback):
         deadline = self._notice.deadline(self._stop)
         if not self._too_late(done, steps, deadline):
             return
-        lost, outcome = "", self._outcome
-        if outcome.updates and self._recorder.can_save():
+        lost, progress = "", self._progress
+        if progress.updates and self._checkpoints.can_save():
             self.before_record()
-            self._recorder.on_checkpoint(outcome.updates, outcome.samples)
-            self._recorder.settle()
-        elif outcome.updates:
+            self._checkpoints.on_checkpoint(progress.updates, progress.samples)
+            self._checkpoints.settle()
+        elif progress.updates:
             lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         grace_s = deadline - min(self._stop.times.values())
         raise StopRequested(
@@ -184,10 +184,10 @@ class LeaveInTime(Callback):
         """
         now = self._clock()
         step_s = (now - self._began) / done if done else 0.0
-        if not self._recorder.can_save():
+        if not self._checkpoints.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        save_s = SAVE_MARGIN * max(LEAST_SAVE_S, self._recorder.save_s)
+        save_s = SAVE_MARGIN * max(LEAST_SAVE_S, self._checkpoints.save_s)
         return max(ends, now + step_s * (steps - done)) + save_s > deadline
 
     def before_record(self) -> None:

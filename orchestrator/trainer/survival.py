@@ -17,6 +17,7 @@ from typing import Any, cast
 
 from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
 from orchestrator.agent.node_spec import SILENCE_S
+from orchestrator.client.loop import Callback, Done, Progress
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common.waiting import for_others
@@ -34,7 +35,6 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.loop import Callback, Done, Outcome
 from orchestrator.trainer.recorder import Change, change_of
 from orchestrator.trainer.worker import Worker
 
@@ -70,29 +70,29 @@ def ranks(numbers: Sequence[int]) -> str:
 # The progress of the loop, which a rank that has done the last update sends to one that has not.
 
 
-def progress_to_json(outcome: Outcome) -> str:
+def progress_to_json(progress: Progress) -> str:
     """Return the last update and the samples so far as JSON."""
-    if outcome.done is None:
+    if progress.done is None:
         return "null"
-    window = replace(outcome.done.window, micro_batches=())
+    window = replace(progress.done.window, micro_batches=())
     return json.dumps(
         {
             "window": asdict(window),
-            "report": asdict(outcome.done.report),
-            "seconds": outcome.done.seconds,
-            "epoch": outcome.done.epoch,
-            "samples": outcome.samples,
+            "report": asdict(progress.done.report),
+            "seconds": progress.done.seconds,
+            "epoch": progress.done.epoch,
+            "samples": progress.samples,
         }
     )
 
 
-def load_progress(outcome: Outcome, text: str) -> None:
-    """Bring `outcome` to where the sender of `text` is."""
+def load_progress(progress: Progress, text: str) -> None:
+    """Bring `progress` to where the sender of `text` is."""
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
     report = BoundaryReport(**found["report"])
-    outcome.add(Done(window, report, found["seconds"], found["epoch"]))
-    outcome.samples = found["samples"]
+    progress.add(Done(window, report, found["seconds"], found["epoch"]))
+    progress.samples = found["samples"]
 
 
 # ----------------------------------------------------------------------
@@ -235,8 +235,8 @@ class Survivors(Callback):
         self.membership.on_newer(group.interrupt)
         self.membership.begin(modules_of(job))
 
-    def join(self, job: Any, outcome: Outcome, stopped: Callable[[], bool]) -> list[Change]:
-        """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `outcome`
+    def join(self, job: Any, progress: Progress, stopped: Callable[[], bool]) -> list[Change]:
+        """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `progress`
         to where the others are. Return the notes to record.
 
         Raises:
@@ -249,7 +249,7 @@ class Survivors(Callback):
         newer = self.membership.join(stopped)
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
-        return self.go_on(PeerLost("this rank takes its place again"), outcome)
+        return self.go_on(PeerLost("this rank takes its place again"), progress)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Leave the window when there is a newer generation; before the boundary, which informs
@@ -270,19 +270,19 @@ class Survivors(Callback):
 
     # ------------------------------------------------------------------ the next generation
 
-    def grow(self, outcome: Outcome) -> list[Change]:
+    def grow(self, progress: Progress) -> list[Change]:
         """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
 
         Returns and raises as `go_on`.
         """
         self._engine.before_growth()
-        self.membership.ready(self._generation, outcome.updates)
+        self.membership.ready(self._generation, progress.updates)
         with for_others("newcomers to be let in"):
             self.membership.await_newer(self._generation, self._spec.collective_timeout_s)
-        return self.go_on(PeerLost("newcomers are let in"), outcome)
+        return self.go_on(PeerLost("newcomers are let in"), progress)
 
-    def go_on(self, error: PeerLost, outcome: Outcome) -> list[Change]:
-        """Form the next group with the ranks that are left, and bring `outcome` to where the most
+    def go_on(self, error: PeerLost, progress: Progress) -> list[Change]:
+        """Form the next group with the ranks that are left, and bring `progress` to where the most
         advanced of them is. Collective among these.
 
         Args:
@@ -303,14 +303,14 @@ class Survivors(Callback):
                 newer = self._next(error)
                 noticed = noticed or newer.noticed
                 try:
-                    lost = self._join(newer, outcome)
+                    lost = self._join(newer, progress)
                 except Unrecoverable:
                     raise
                 except (PeerLost, RendezvousError, StopRequested) as again:
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     log.info("%s", error)
                 else:
-                    return self._notes(newer, outcome, time.monotonic() - noticed, lost)
+                    return self._notes(newer, progress, time.monotonic() - noticed, lost)
 
     def _next(self, error: PeerLost) -> Generation:
         """Return the next generation. Raises as `go_on` does if there is none."""
@@ -325,7 +325,7 @@ class Survivors(Callback):
             ) from error
         return newer
 
-    def _join(self, newer: Generation, outcome: Outcome) -> int | None:
+    def _join(self, newer: Generation, progress: Progress) -> int | None:
         """Join the group. Return how many updates a lost part of the state took back."""
         members = newer.members
         rank = members.index(self._me)
@@ -335,14 +335,16 @@ class Survivors(Callback):
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
-            progress = self._engine.catch_up(group, outcome.updates, progress_to_json(outcome))
+            newer_progress = self._engine.catch_up(
+                group, progress.updates, progress_to_json(progress)
+            )
         except StateLost as lost:
             self._engine.regroup(group)
             if (taken_back := self._go_back(rank)) is None:
                 raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
-        if progress is not None:
-            load_progress(outcome, progress)
+        if newer_progress is not None:
+            load_progress(progress, newer_progress)
         self._engine.regroup(group)
         return None
 
@@ -364,24 +366,24 @@ class Survivors(Callback):
         return formed(self._framework, spec, given_up)
 
     def _notes(
-        self, newer: Generation, outcome: Outcome, seconds: float, lost: int | None
+        self, newer: Generation, progress: Progress, seconds: float, lost: int | None
     ) -> list[Change]:
         """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
         gone, came = self._change_to(newer.members)
-        update, count = outcome.updates + 1 + (lost or 0), len(newer.members)
+        update, count = progress.updates + 1 + (lost or 0), len(newer.members)
         facts = {
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        over = lost is None and outcome.over(self._updates)
+        over = lost is None and progress.over(self._updates)
         self._history.append(change_of(gone, came, facts, lost, redone=not over))
         if came:
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
-            self._count_try(outcome.updates, ranks(gone))
+            self._count_try(progress.updates, ranks(gone))
             sentence = went_away(gone, update, over=over)
             if lost is not None:
-                sentence += GOES_BACK.format(outcome.updates)
+                sentence += GOES_BACK.format(progress.updates)
             self._say(sentence + (self._few() or those_left(count, over=over)))
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)

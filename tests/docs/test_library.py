@@ -88,6 +88,21 @@ def test_our_windows_take_the_big_batchs_steps_on_uneven_ranks(start, processes,
     assert row == pytest.approx(wanted, rel=1e-12)
 
 
+def test_a_callback_sees_each_update_of_our_windows(tmp_path):
+    (tmp_path / "losses.py").write_text(script("library.md", "losses.py"))
+    text = script("library.md", "windows.py").partition("if rank == 0")[0]
+    text = text.replace("windows = run.windows(", "losses = Losses()\nwindows = run.windows(")
+    text = text.replace("micro_batch=16", "micro_batch=16, callbacks=[losses]")
+    shown = "print(*(update for update, loss, seconds in losses.seen if loss and seconds))"
+    text = f"from losses import Losses\n{text}{shown}\ndist.destroy_process_group()\n"
+    (tmp_path / "train.py").write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-m", "torch.distributed.run", "--standalone", "train.py"],
+        cwd=tmp_path, capture_output=True, text=True, check=False, env=environment(),
+    )  # fmt: skip
+    assert done.stdout.split() == ["0", "1", "2", "3", "4"], done.stderr
+
+
 def test_our_windows_alone_under_plain_python_take_the_same_steps(tmp_path, wanted):
     text = script("library.md", "windows.py").replace(*IN_FLOAT64)
     kept = [line for line in text.splitlines() if not line.startswith(("dist.", "rank, ranks"))]

@@ -4,9 +4,9 @@ import json
 
 import torch
 
+from orchestrator.client.loop import Done
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch import run_in_threads
-from orchestrator.trainer.loop import Done
 from orchestrator.trainer.rank_times import RankTimes
 
 
@@ -26,13 +26,13 @@ def told(file, updates, *, slow, meet):
 
     def be(group):
         engine = Gathers(group)
-        times = RankTimes(file if group.rank == 0 else None)
+        times = RankTimes(engine.gather, file if group.rank == 0 else None)
         for update in range(updates):
             wait = 5.0 if update == slow else 0.1 * group.rank + 0.001 * update
             report = BoundaryReport(update=update, loss=0, weight=1, wait_s=wait)
             times.on_boundary(Done(None, report, 1 + wait, epoch=0))
             if update + 1 in meet:
-                times.on_meeting(engine, last=update + 1 == updates)
+                times.on_meeting(last=update + 1 == updates)
         return engine.calls
 
     return run_in_threads(3, be)

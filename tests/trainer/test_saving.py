@@ -1,56 +1,79 @@
-"""Checkpoints in the background: one at a time, each told once, errors in the main thread."""
+"""Checkpoints in the background: one at a time, each reported once, errors in the main thread."""
 
 import threading
 
 import pytest
 
+from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.recorder import Saving
 
 
 class State:
-    """Its copy fails with an error where there is one."""
+    """A state whose copy, or whose writing, fails with an error where there is one."""
 
-    def __init__(self, error=None):
-        self.error = error
+    def __init__(self, copy=None, write=None):
+        self.copy, self.write, self.go = copy, write, threading.Event()
 
     def snapshot(self):
         return self
 
     def take(self):
-        if self.error:
-            raise self.error
+        if self.copy:
+            raise self.copy
 
     def save_state(self, folder):
+        self.go.wait(60)
+        if self.write:
+            raise self.write
         return {}
 
 
-def test_training_goes_on_until_somebody_waits_and_what_came_of_it_is_told_once():
-    saving, go = Saving(State(), background=True), threading.Event()
-    saving.begin(4, lambda state: go.wait(60))
-    assert saving.running
-    assert saving.ended(wait=False) is None
-    go.set()
-    written = saving.ended(wait=True)
-    assert (written.updates, written.error, saving.running) == (4, None, False)
-    assert saving.ended(wait=True) is None
+@pytest.fixture
+def build(tmp_path):
+    def build(state, *, background, **more):
+        return Checkpoints(tmp_path, state, run=None, keep=2, background=background, **more)
+
+    return build
 
 
-@pytest.mark.parametrize("background", [False, True])
-@pytest.mark.parametrize("where", ["copy", "disk"])
-def test_an_error_is_told_whoever_writes(background, where):
-    error = OSError(28, "No space left on device")
-    saving = Saving(State(error if where == "copy" else None), background=background)
-
-    def write(state):
-        if where == "disk" or not background:
-            raise error
-
-    saving.begin(4, write)
-    assert saving.ended(wait=True).error is error
+def save(saving, updates):
+    saving.on_checkpoint(updates, 10 * updates)
+    saving.settle()
 
 
-def test_an_engine_that_gives_no_copy_is_refused():
+def test_training_goes_on_until_it_waits_and_each_end_is_reported_once(build):
+    state, written = State(), []
+    saving = build(state, background=True, on_written=written.append)
+    saving.on_checkpoint(4, 40)
+    saving.on_boundary(None)
+    assert written == []
+    state.go.set()
+    saving.settle()
+    saving.settle()
+    assert (written, saving.unsaved, saving.has(4)) == ([4], None, True)
+    assert saving.save_s > 0
+
+
+@pytest.mark.parametrize(
+    ("background", "where"), [(False, "write"), (True, "write"), (True, "copy")]
+)
+def test_a_full_disk_is_warned_of_and_any_other_error_raised(build, background, where):
+    state = State(**{where: OSError(28, "No space left on device")})
+    state.go.set()
+    saving = build(state, background=background)
+    with pytest.warns(UserWarning, match="after update 4 could not be written: No space left"):
+        save(saving, 4)
+    assert "No space left" in saving.unsaved
+    state.copy = state.write = None
+    with pytest.warns(UserWarning, match="there is room again: the checkpoint after update 5"):
+        save(saving, 5)
+    assert saving.unsaved is None
+    setattr(state, where, ValueError("of the state"))
+    with pytest.raises(ValueError, match="of the state"):
+        save(saving, 6)
+
+
+def test_an_engine_that_gives_no_copy_is_refused(build):
     with pytest.raises(ConfigError, match="checkpoint_in_background=true is not available"):
-        Saving(object(), background=True)
-    Saving(object(), background=False)
+        build(object(), background=True)
+    build(object(), background=False)

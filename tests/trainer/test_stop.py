@@ -5,12 +5,12 @@ import signal
 import pytest
 
 from orchestrator.agent.topology import Topology
+from orchestrator.client.loop import Done, Progress
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.loop import Done, Outcome
 from orchestrator.trainer.stop import (
     Follower,
     LeaveInTime,
@@ -56,7 +56,7 @@ def test_only_the_newest_attempt_may_write(run):
 
 
 class Record:
-    """Stands for rank 0's recorder."""
+    """Stands for rank 0's checkpoints."""
 
     save_s = 0.0
 
@@ -80,7 +80,7 @@ class Rank0:
         self.callback = LeaveInTime(
             self.record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
             notice=None if grace_s is None else Notice(ahead_s=grace_s),
-            cancelled=run.cancel.exists, outcome=Outcome(updates=7, samples=70),
+            cancelled=run.cancel.exists, progress=Progress(updates=7, samples=70),
             clock=lambda: self.now,
         )  # fmt: skip
 
