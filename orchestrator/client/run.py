@@ -43,7 +43,7 @@ class Run:
         folder = self.folder / "attempts" / f"{self.attempt:03d}"
         self._warnings = Path(env[WARNINGS]) if env.get(WARNINGS) else None
         signals = {signal.SIGTERM, signal.Signals[f"SIG{env.get(SIGNAL, 'TERM')}"]}
-        self._stop = Stop(folder, self._rank, self._size, tuple(signals), self.warn)
+        self._stop = Stop(folder, self._rank, self._size, tuple(signals))
         self._lines: Lines | None = None
         self._lock = threading.Lock()  # of the first line, which any thread may report
         self._latest, self._reported, self._reports = time.perf_counter(), -1, 0

@@ -13,7 +13,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 
@@ -24,7 +23,6 @@ from orchestrator.rundir.program_link import (
     STOP_AFTER,
     STOP_ASKED,
     read_number,
-    read_numbers,
     write_number,
 )
 
@@ -41,7 +39,6 @@ class Stop:
     Args:
         folder: of the attempt.
         signals: that request a stop of this program.
-        warn: called with a sentence for people.
     """
 
     def __init__(
@@ -50,16 +47,13 @@ class Stop:
         rank: int,
         size: int,
         signals: tuple[signal.Signals, ...] = (signal.SIGTERM,),
-        warn: Callable[[str], None] = print,
     ) -> None:
         self._folder, self._rank, self._size = folder, rank, size
-        self._signals, self._warn = signals, warn
+        self._signals = signals
         self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
         self._signalled = self._told = self._heeding = False
         self._after, self._look = NOT_YET, 0.0
-        self._calls, self._first, self._pid = 0, 0, os.getpid()
-        # Between two calls; None before the second, and once compared.
-        self._step: int | None = None
+        self._calls, self._pid = 0, os.getpid()
 
     def due(self, update: int) -> bool:
         """Return whether to stop now, after `update`: the same on every rank."""
@@ -72,7 +66,6 @@ class Stop:
             self._decide()
         else:
             self._after = read_number(self._after_file)
-        self._compare(update)
         stops = self._after != NOT_YET and self._calls >= self._after
         self._calls += 1
         return stops
@@ -103,30 +96,6 @@ class Stop:
             return  # `trainer/program.py` names the ranks that never ask
         self._after = self._calls + 1
         write_number(self._after_file, self._after)
-
-    def _compare(self, update: int) -> None:
-        """Warn if this rank does not ask as often as rank 0, such as every tenth update only.
-
-        Checked after 2, 4, 8, … calls, until rank 0 has asked twice.
-        """
-        if self._calls == 0:
-            self._first = update
-        elif self._calls == 1:
-            self._step = update - self._first
-            if self._rank == 0:
-                write_number(str(self._note(0)), os.getpid(), self._step)
-        if self._rank == 0 or self._step is None or self._calls & (self._calls - 1):
-            return
-        _, *theirs = read_numbers(str(self._note(0))) or [NOT_YET]
-        if not theirs:
-            return
-        if theirs != [self._step]:
-            self._warn(
-                f"rank {self._rank} calls should_stop with updates that are {self._step} apart, "
-                f"and rank 0 with updates {theirs[0]} apart: every rank has to call it after every "
-                f"update, or they do not stop together"
-            )
-        self._step = None
 
     def take(self) -> None:
         """Handle stop signals from now on, in the place of any handler of a framework."""

@@ -15,33 +15,27 @@ WARNINGS = "ORCHESTRATOR_WARNINGS"
 STOP_ASKED = "stop-asked"
 STOP_AFTER = "stop-after"
 HEEDS = "heeds-{:05d}"
-WIDTH = 40
+WIDTH = 20
 NOT_YET = -1
 
 
-def write_number(path: str, *numbers: int) -> None:
-    """Write a number, or several, in place, and onto the disk."""
-    text = " ".join(map(str, numbers))
+def write_number(path: str, number: int) -> None:
+    """Write a number in place, and onto the disk."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
     try:
-        os.pwrite(descriptor, f"{text:<{WIDTH}}".encode("ascii"), 0)
+        os.pwrite(descriptor, f"{number:<{WIDTH}}".encode("ascii"), 0)
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
 
 
 def read_number(path: str) -> int:
-    """Return the first number in a file; NOT_YET if it has none."""
-    return next(iter(read_numbers(path)), NOT_YET)
-
-
-def read_numbers(path: str) -> list[int]:
-    """Return what `write_number` wrote; nothing without a file."""
+    """Return what `write_number` wrote; NOT_YET without it."""
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
     except FileNotFoundError:
-        return []
+        return NOT_YET
     try:
-        return [int(word) for word in os.pread(descriptor, WIDTH, 0).split()]
+        return int(os.pread(descriptor, WIDTH, 0) or NOT_YET)
     finally:
         os.close(descriptor)

@@ -289,8 +289,7 @@ class Membership:
         """
         self._link.send_event("begins", code=dict(code))
         with self._changed:
-            while self.latest.number < 0:
-                self._changed.wait(POLL_S)
+            self._changed.wait_for(lambda: self.latest.number >= 0)
             self._taken = self.latest
 
     def join(self, stopped: Callable[[], bool]) -> Generation:
@@ -313,12 +312,11 @@ class Membership:
 
     def await_newer(self, than: int, timeout_s: float) -> Generation | None:
         """Wait for a generation after `than`; return None at the timeout, or if none will come."""
-        until = time.monotonic() + max(timeout_s, 3 * self._silence_s)
         with self._changed:
-            while self.latest.number <= than and not self._left:
-                if (left_s := until - time.monotonic()) <= 0:
-                    break
-                self._changed.wait(left_s)
+            self._changed.wait_for(
+                lambda: self.latest.number > than or self._left,
+                max(timeout_s, 3 * self._silence_s),
+            )
             self._taken = self.latest
         return self._taken if self._taken.number > than else None
 

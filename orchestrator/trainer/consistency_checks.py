@@ -10,11 +10,9 @@ import platform
 import random
 import sys
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
-from statistics import median
 from typing import Any
 
 from orchestrator.config.rules import OFF, planned_survival, refuse_schedule, with_survival
@@ -27,90 +25,12 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
 
-_BITS = 48  # a float64 carries them exactly
-_DEEPEST = 8
-
-
-def digests_of(value: Any) -> tuple[int, int]:
-    """Return two numbers of 48 bits, of its structure (types, keys, shapes) and its contents.
-
-    Numbers, text, bytes, tensors, arrays, mappings, sequences, and objects by their fields are
-    looked into; of anything else the type counts alone.
-
-    >>> same = digests_of({"x": [1, 2.0]}), digests_of({"x": [1, 2.0]})
-    >>> same[0] == same[1], digests_of([1])[0] == digests_of([2])[0]
-    (True, True)
-    >>> digests_of([1])[1] == digests_of([2])[1]
-    False
-    """
-    structure, contents = hashlib.blake2b(digest_size=8), hashlib.blake2b(digest_size=8)
-    for what, data in _parts(value, 0):
-        structure.update(f"{what};{len(data)};".encode())
-        contents.update(data)
-    return _number(structure.digest()), _number(contents.digest())
-
-
-def _number(digest: bytes) -> int:
-    return int.from_bytes(digest, "little") >> (64 - _BITS)
-
-
-def _parts(value: Any, depth: int) -> Iterator[tuple[str, bytes]]:
-    """Yield the parts of a value in order, as (kind, bytes)."""
-    kind = type(value).__name__
-    if isinstance(value, bytes | bytearray | memoryview):
-        yield kind, bytes(value)
-    elif isinstance(value, str):
-        yield kind, value.encode("utf-8", "surrogatepass")
-    elif isinstance(value, bool | int | float | complex) or value is None:
-        yield kind, repr(value).encode().ljust(32)
-    elif (array := _as_array(value)) is not None:
-        yield f"{kind} {array.dtype} {array.shape}", array.tobytes()
-    elif depth < _DEEPEST:
-        inner = list(_within(value))
-        yield f"{kind} of {len(inner)}", b""
-        for name, one in inner:
-            yield name, b""
-            yield from _parts(one, depth + 1)
-    else:
-        yield kind, b""
-
-
-def _within(value: Any) -> Iterator[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        yield from ((str(key), one) for key, one in value.items())
-    elif isinstance(value, AbstractSet):
-        yield from (("", one) for one in sorted(value, key=repr))
-    elif isinstance(value, list | tuple):
-        yield from (("", one) for one in value)
-    elif is_dataclass(value):
-        yield from ((field.name, getattr(value, field.name)) for field in fields(value))
-    else:
-        yield from sorted(getattr(value, "__dict__", {}).items())
-
-
-def _as_array(value: Any) -> Any:
-    """Return the numbers of a tensor, array or picture; None for any other value."""
-    import numpy as np
-
-    torch: Any = sys.modules.get("torch")
-    if torch and isinstance(value, torch.Tensor):
-        dense: Any = value.detach().to_dense() if value.layout != torch.strided else value.detach()
-        # NumPy has no bfloat16, nor conjugates that are still to be taken.
-        dense = dense.float() if dense.dtype == torch.bfloat16 else dense.resolve_conj()
-        value = dense.resolve_neg().cpu().numpy()
-    elif hasattr(value, "asnumpy"):  # MindSpore's
-        value = value.asnumpy()
-    if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
-        return None
-    array = np.asarray(value)
-    return None if array.dtype.hasobject else np.ascontiguousarray(array)
-
-
 # ----------------------------------------------------------------------
 # The data set must be the same on every rank, since each derives the same order from it.
 
-_PLACES = 8  # of samples that are looked at
+_PLACES = 8  # of samples that are compared
 _SEED = 20_240_229
+_DEEPEST = 8
 
 
 def agreed_samples(engine: Engine, dataset: Any) -> int:
@@ -130,15 +50,6 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
             f"dataset() must give something with len() and [index], but gives a "
             f"{type(dataset).__name__} without len()"
         ) from None
-    _agree_on_length(engine, samples)
-    places = _places_of(samples)
-    rows = engine.gather(_looked_at(dataset, places))
-    if minority_ranks(rows):
-        _refuse_other_samples(engine, dataset, places, rows)
-    return samples
-
-
-def _agree_on_length(engine: Engine, samples: int) -> None:
     counts = [int(row[0]) for row in engine.gather([float(samples)])]
     most = max(counts, key=lambda count: (Counter(counts)[count], count == counts[0]))
     odd = [f"{count} on rank {rank}" for rank, count in enumerate(counts) if count != most]
@@ -148,6 +59,25 @@ def _agree_on_length(engine: Engine, samples: int) -> None:
             f"dataset() has {most} samples on most ranks, but {', '.join(odd[:3])}{more}; every "
             "rank needs the whole data set, of which the plan gives it its part"
         )
+    places = _places_of(samples)
+    rows = engine.gather(_digests(dataset, places))
+    if not (different := minority_ranks(rows)):
+        return samples
+    if engine.gather(_digests(dataset, places)) != rows:
+        warn(
+            "dataset() gives another sample whenever it is asked for the same one, by random "
+            "numbers that no seed reaches: whether ranks have the same data cannot be told, and a "
+            "resumed run will not have the bits of an undisturbed one. Draw from random, "
+            "numpy.random or torch's default generator, and set augments = True"
+        )
+        return samples
+    column = next(n for n, seen in enumerate(zip(*rows, strict=True)) if len(set(seen)) > 1)
+    raise JobError(
+        f"dataset() is not the same on all ranks: on {named_ranks(different)} sample "
+        f"{places[column]} differs from that on {'rank 0' if len(rows) == 2 else 'most ranks'}; "
+        "every rank needs the whole data set, in the same order, of which the plan gives it its "
+        "part"
+    )
 
 
 def _places_of(samples: int) -> list[int]:
@@ -162,64 +92,92 @@ def _places_of(samples: int) -> list[int]:
     return sorted(spread | {min(1, samples - 1)})
 
 
-def _looked_at(dataset: Any, places: Sequence[int]) -> list[float]:
-    """Return for each place the two digests of its sample."""
-    found: list[float] = []
-    with _generators_as_before():
-        for place in places:
-            _seed(place)
-            found += map(float, digests_of(dataset[place]))
-    return found
-
-
-@contextmanager
-def _generators_as_before() -> Generator[None]:
+def _digests(dataset: Any, places: Sequence[int]) -> list[float]:
+    """Return the digest of each sample, read with all generators seeded by its place, so that
+    samples with random augmentation are equal on all ranks. The generators are as before then.
+    """
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
     python, numpys = random.getstate(), np.random.get_state()
     torchs = torch.default_generator.get_state() if torch else None
+    found: list[float] = []
     try:
-        yield
+        for place in places:
+            random.seed(_SEED + place)
+            np.random.seed(_SEED + place)
+            if torch:
+                torch.default_generator.manual_seed(_SEED + place)
+            found.append(digest_of(dataset[place]))
     finally:
         random.setstate(python)
         np.random.set_state(numpys)
         if torch:
             torch.default_generator.set_state(torchs)
+    return found
 
 
-def _seed(place: int) -> None:
-    """Seed all generators, so that samples with random augmentation are equal on all ranks."""
+def digest_of(value: Any) -> float:
+    """Return a digest of types, keys, shapes and contents, as a number of 48 bits.
+
+    Numbers, text, bytes, tensors, arrays, mappings, sequences, and objects by their fields are
+    looked into; of anything else the type counts alone.
+
+    >>> digest_of({"x": [1, 2.0]}) == digest_of({"x": [1, 2.0]}), digest_of([1]) == digest_of([2])
+    (True, False)
+    """
+    found = hashlib.blake2b(digest_size=6)  # a float64 carries them exactly
+    for part in _parts(value, 0):
+        found.update(len(part).to_bytes(8, "little"))
+        found.update(part)
+    return float(int.from_bytes(found.digest(), "little"))
+
+
+def _parts(value: Any, depth: int) -> Iterator[bytes]:
+    """Yield the parts of a value in order."""
+    yield type(value).__name__.encode()
+    if isinstance(value, bytes | bytearray | memoryview):
+        yield bytes(value)
+    elif isinstance(value, str | bool | int | float | complex) or value is None:
+        yield repr(value).encode()
+    elif (array := _as_array(value)) is not None:
+        yield f"{array.dtype} {array.shape}".encode()
+        yield array.tobytes()
+    elif depth < _DEEPEST:
+        inner = _within(value)
+        yield str(len(inner)).encode()
+        for one in inner:
+            yield from _parts(one, depth + 1)
+
+
+def _within(value: Any) -> list[Any]:
+    if isinstance(value, Mapping):
+        return [part for key, one in value.items() for part in (str(key), one)]
+    if isinstance(value, AbstractSet):
+        return sorted(value, key=repr)
+    if isinstance(value, list | tuple):
+        return list(value)
+    if is_dataclass(value):
+        return [getattr(value, one.name) for one in fields(value)]
+    return [part for pair in sorted(getattr(value, "__dict__", {}).items()) for part in pair]
+
+
+def _as_array(value: Any) -> Any:
+    """Return the numbers of a tensor, array or picture; None for any other value."""
     import numpy as np
 
-    random.seed(_SEED + place)
-    np.random.seed(_SEED + place)
-    if "torch" in sys.modules:
-        sys.modules["torch"].default_generator.manual_seed(_SEED + place)
-
-
-def _refuse_other_samples(
-    engine: Engine, dataset: Any, places: Sequence[int], rows: Sequence[Sequence[float]]
-) -> None:
-    """Raise, unless a second look finds that samples are never the same. Collective."""
-    again = engine.gather(_looked_at(dataset, places))
-    if any(list(one) != list(two) for one, two in zip(rows, again, strict=True)):
-        warn(
-            "dataset() gives another sample whenever it is asked for the same one, by random "
-            "numbers that no seed reaches: whether ranks have the same data cannot be told, and a "
-            "resumed run will not have the bits of an undisturbed one. Draw from random, "
-            "numpy.random or torch's default generator, and set augments = True"
-        )
-        return
-    odd = minority_ranks(rows)
-    column = next(n for n, seen in enumerate(zip(*rows, strict=True)) if len(set(seen)) > 1)
-    what = ("another type or shape", "other values")[column % 2]
-    whose = "rank 0" if len(rows) == 2 else "most ranks"
-    raise JobError(
-        f"dataset() is not the same on all ranks: on {named_ranks(odd)} sample "
-        f"{places[column // 2]} has {what} than on {whose}; every rank needs the whole data set, "
-        "in the same order, of which the plan gives it its part"
-    )
+    torch: Any = sys.modules.get("torch")
+    if torch and isinstance(value, torch.Tensor):
+        dense: Any = value.detach().to_dense() if value.layout != torch.strided else value.detach()
+        # NumPy has no bfloat16, nor conjugates that are still to be taken.
+        dense = dense.float() if dense.dtype == torch.bfloat16 else dense.resolve_conj()
+        value = dense.resolve_neg().cpu().numpy()
+    elif hasattr(value, "asnumpy"):  # MindSpore's
+        value = value.asnumpy()
+    if not (hasattr(value, "__array__") or hasattr(value, "__array_interface__")):
+        return None
+    array = np.asarray(value)
+    return None if array.dtype.hasobject else np.ascontiguousarray(array)
 
 
 # ----------------------------------------------------------------------
@@ -276,8 +234,6 @@ def _rate(found: Any, named: str, update: int) -> float:
 _FIGURES = {"parameters", "dataset_samples", "bytes_on_wire_per_update", "schedule", "warnings"}
 """Figures of a plan that decide nothing; the schedule is compared by its rates."""
 
-_SEEN, _APART = 5, 2.0  # updates; how many times as long or as short
-
 
 def compare_facts(
     facts: FactsConfig, planned: Plan, plan_with: Callable[[int | None, int | None], Plan]
@@ -325,32 +281,6 @@ def compare_facts(
 def _short(value: object) -> str:
     text = str(value)
     return text if len(text) <= 40 else f"{text[:39]}…"
-
-
-class UpdateTime:
-    """Compares `facts.update_s` with the first updates of an attempt, once.
-
-    Args:
-        said: the fact, if any.
-    """
-
-    def __init__(self, said: float | None) -> None:
-        self._said, self._seen = said, list[float]()
-
-    def see(self, update_s: float) -> None:
-        """Note the seconds of an update."""
-        if self._said is None:
-            return
-        self._seen.append(update_s)
-        if len(self._seen) <= _SEEN:
-            return
-        said, self._said = self._said, None
-        took = median(self._seen[1:])  # the first one warms up
-        if not said / _APART <= took <= said * _APART:
-            warn(
-                f"facts.update_s={said:g}, but an update takes {took:.3g} s here (the median of "
-                f"{_SEEN}): what was said of signals and time limits was meant for the other"
-            )
 
 
 # ----------------------------------------------------------------------

@@ -16,7 +16,7 @@ LATEST = 1024  # windows that a rank keeps, besides the first
 Row = tuple[int, tuple[float, ...]]  # an update, and its seconds in the order of `PARTS`
 KINDS = ("first", "typical", "slowest", "last")
 PARTS = ("compute_s", "wait_s", "optimizer_s", "update_s")
-NONE = -1  # in the place of an update
+UNKNOWN = (math.nan,) * len(PARTS)
 
 
 class RankTimes(Callback):
@@ -34,7 +34,7 @@ class RankTimes(Callback):
         self._first: Row | None = None
         self._latest = deque[Row](maxlen=LATEST)
         self._meetings = 0
-        self._found: dict[str, dict[str, Any]] = {}  # rank 0's
+        self._slowest: dict[str, Any] | None = None
 
     def on_boundary(self, done: Done) -> None:
         report = done.report
@@ -51,45 +51,28 @@ class RankTimes(Callback):
         if self._first is None or not (seldom or last):
             return
         rows = list(self._latest) or [self._first]
-        chosen = [int(update) for update in self._gather(self._choice(self._first, rows))[0]]
-        mine = dict([self._first, *rows])
-        unknown = (math.nan,) * len(PARTS)
-        rows_of_ranks = self._gather([s for update in chosen for s in mine.get(update, unknown)])
+        by_length = sorted(rows, key=lambda row: row[1][-1])
+        mine = (self._first, by_length[len(by_length) // 2], by_length[-1], rows[-1])
+        chosen = self._gather([float(update) for update, _ in mine])[0]  # rank 0 decides
+        known = dict([self._first, *rows])
+        ranks = self._gather([s for one in chosen for s in known.get(int(one), UNKNOWN)])
         if self._file is not None:
-            self._keep(chosen, rows_of_ranks)
-            self._write(self._file)
+            self._write(self._file, [int(update) for update in chosen], ranks)
 
-    def _choice(self, first: Row, rows: Sequence[Row]) -> list[float]:
-        """Choose an update for each of `KINDS`; `NONE` keeps the present one. Rank 0 decides."""
-        by_length = sorted(rows, key=_length)
-        slowest, typical = by_length[-1], by_length[len(by_length) // 2]
-        before = self._found.get("slowest")
-        exceeded = before is None or _length(slowest) > before["update_s"][0]
-        chosen = (
-            None if "first" in self._found else first,
-            typical,
-            slowest if exceeded else None,
-            rows[-1],
-        )
-        return [float(NONE if one is None else one[0]) for one in chosen]
-
-    def _keep(self, chosen: Sequence[int], rows: Sequence[Sequence[float]]) -> None:
+    def _write(self, file: Path, chosen: Sequence[int], ranks: Sequence[Sequence[float]]) -> None:
+        windows: dict[str, dict[str, Any]] = {}
         for place, (kind, update) in enumerate(zip(KINDS, chosen, strict=True)):
-            if update == NONE:
-                continue
             columns = {
-                part: [round(row[place * len(PARTS) + number], 6) for row in rows]
+                part: [round(row[place * len(PARTS) + number], 6) for row in ranks]
                 for number, part in enumerate(PARTS)
             }
-            self._found[kind] = {"kind": kind, "update": update, **columns}
-
-    def _write(self, file: Path) -> None:
+            windows[kind] = {"kind": kind, "update": update, **columns}
+        before, slowest = self._slowest, windows["slowest"]
+        if before is not None and before["update_s"][0] >= slowest["update_s"][0]:
+            windows["slowest"] = before
+        self._slowest = windows["slowest"]
         try:
-            write_json(file, {"windows": [self._found[k] for k in KINDS if k in self._found]})
+            write_json(file, {"windows": list(windows.values())})
         except OSError as error:  # only the picture is lost
             why = error.strerror or str(error)
             warn(f"{file.name} could not be written: {why}", kind="timeline not written")
-
-
-def _length(row: Row) -> float:
-    return row[1][-1]

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from orchestrator.client.checkpoints import Checkpoints
@@ -21,39 +21,10 @@ from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics, total
 from orchestrator.rundir.warnings import NewWarnings, warn
-from orchestrator.trainer.consistency_checks import UpdateTime
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
-# ----------------------------------------------------------------------
-# Changes of the group: lost ranks and replacements. Each is a line of metrics.jsonl.
-
 Change = dict[str, Any]
-
-
-def change_of(
-    gone: Sequence[int],
-    came: Sequence[int],
-    facts: Mapping[str, Any],
-    lost_updates: int | None,
-    *,
-    redone: bool,
-) -> Change:
-    """Return one change as `survived` and `joined`, as it is recorded.
-
-    Args:
-        gone, came: ranks.
-        facts: of the new group.
-        lost_updates: that a lost part of the state takes back; None: no part is lost.
-        redone: an update was under way, and is begun again.
-    """
-    change: Change = {"generation": facts["generation"]}
-    if came:
-        change["joined"] = {**facts, "came": list(came)}
-    if gone:
-        back = {} if lost_updates is None else {"lost_updates": lost_updates}
-        ended = {} if redone else {"redone": 0}
-        change["survived"] = {**facts, "gone": list(gone), **back, **ended}
-    return change
+"""A line about a change of the group, with `survived` (lost ranks) and `joined` (replacements)."""
 
 
 # ----------------------------------------------------------------------
@@ -255,7 +226,6 @@ class Recorder(Callback):
         self.generation = 0
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
         self._update = 0
-        self._pace = UpdateTime(config.facts.update_s)
         self._lines = UpdateLines(updates)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
@@ -265,7 +235,6 @@ class Recorder(Callback):
         window, report = done.window, done.report
         self._update = window.update
         _warn_of_metrics(report)
-        self._pace.see(done.seconds)
         line = update_line(done, self._engine.peak_memory_bytes())
         self._line(line | self.note | self._warned())
         self.note = {}

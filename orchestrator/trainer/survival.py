@@ -35,7 +35,7 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import Change, change_of
+from orchestrator.trainer.recorder import Change
 from orchestrator.trainer.worker import Worker
 
 log = logging.getLogger(__name__)
@@ -375,16 +375,21 @@ class Survivors(Callback):
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
             "seconds": round(seconds, 3),
         }  # fmt: skip
-        over = lost is None and progress.over(self._updates)
-        self._history.append(change_of(gone, came, facts, lost, redone=not over))
+        over = lost is None and progress.over(self._updates)  # no update was under way
+        change: Change = {"generation": newer.number}
         if came:
+            change["joined"] = {**facts, "came": came}
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
+            back = {} if lost is None else {"lost_updates": lost}
+            ended = {"redone": 0} if over else {}
+            change["survived"] = {**facts, "gone": gone, **back, **ended}
             self._count_try(progress.updates, ranks(gone))
             sentence = went_away(gone, update, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
             self._say(sentence + (self._few() or those_left(count, over=over)))
+        self._history.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
 

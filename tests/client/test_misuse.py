@@ -129,17 +129,6 @@ def test_reports_of_other_ranks_alone_are_warned_of(ranks):
     assert sentence.startswith("rank 1: rank 1 calls run.report(), but rank 0 did not")
 
 
-@pytest.mark.parametrize("seldom", [0, 1])
-def test_a_rank_that_asks_more_seldom_than_rank_0_is_warned_of_long_before_a_stop(ranks, seldom):
-    for update in range(64):
-        for rank, run in enumerate(ranks):
-            if rank != seldom or update % 10 == 0:
-                assert not run.should_stop(update)
-    [sentence] = warned(ranks[1])
-    own, first = (1, 10) if seldom == 0 else (10, 1)
-    assert f"that are {own} apart, and rank 0 with updates {first} apart" in sentence
-
-
 def test_a_fork_neither_reports_nor_takes_a_stop_for_the_training(ranks):
     run = ranks[0]
     run.report(0, loss=0.5)

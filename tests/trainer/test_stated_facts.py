@@ -4,7 +4,7 @@ import pytest
 
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
-from orchestrator.trainer.consistency_checks import UpdateTime, compare_facts
+from orchestrator.trainer.consistency_checks import compare_facts
 from tests.plan.stated import make_plan
 
 
@@ -50,23 +50,4 @@ def test_a_wrong_fact_that_changes_nothing_is_warned_of(facts, ranks):
 def test_true_facts_and_none_at_all_are_not_mentioned(recwarn):
     _compare({})
     _compare({"parameters": 2_000_000, "dataset_samples": 1000})
-    assert not recwarn.list
-
-
-def _see(time, seconds):
-    for update_s in seconds:
-        time.see(update_s)
-
-
-@pytest.mark.parametrize("said", [10.0, 0.01])
-def test_the_time_of_an_update_is_compared_once_it_is_known(said):
-    time = UpdateTime(said)
-    with pytest.warns(UserWarning, match=r"facts\.update_s=.*, but an update takes 0\.2 s") as told:
-        _see(time, [0.2] * 20)
-    assert len(told) == 1
-
-
-def test_a_time_that_is_about_right_is_not_mentioned(recwarn):
-    time = UpdateTime(0.3)
-    _see(time, [5.0, *[0.2] * 20])
     assert not recwarn.list
