@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from orchestrator.client.loop import Callback, Done, Replicas
+from orchestrator.client.loop import Callback, Done, Progress, Replicas
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
@@ -124,6 +124,11 @@ class Checkpoints(Callback):
             self._write(self._state, updates, samples)
             self._report_written()
         self._waited_s = time.monotonic() - began
+
+    def save_now(self, progress: Progress) -> None:
+        """Save after the last update, and wait until that is written. For rank 0."""
+        self.on_checkpoint(progress.updates, progress.samples)
+        self.settle()
 
     def _write(self, state: Any, updates: int, samples: int) -> None:
         began, failed = time.monotonic(), None

@@ -31,7 +31,7 @@ class AccelerateUpdates:
 
     def __init__(self, accelerator: Accelerator, every: int | None = None) -> None:
         self._accelerator, self._every = accelerator, every
-        found = newest(run.checkpoint_dir, PREFIX) if run else None
+        found = newest(PREFIX)
         self.first = 0
         if found is not None:
             self.first, folder = found

@@ -33,7 +33,7 @@ class LightningCallback(Base):
     @property
     def checkpoint(self) -> str | None:
         """The newest whole checkpoint of this run; None where the training begins."""
-        found = newest(run.checkpoint_dir, PREFIX) if run else None
+        found = newest(PREFIX)
         return None if found is None else str(found[1])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:

@@ -24,11 +24,15 @@ def mark(checkpoint: Path) -> None:
     checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
 
 
-def newest(folder: Path, prefix: str) -> tuple[int, Path] | None:
-    """Return the complete checkpoint `<prefix><number>` of the highest number, and that number."""
+def newest(prefix: str) -> tuple[int, Path] | None:
+    """Return the complete checkpoint `<prefix><number>` of the highest number, and that number;
+    None without a run.
+    """
+    if not current_run:
+        return None
     found = [
         (int(number), path.with_name(path.name.removesuffix(MARK)))
-        for path in folder.glob(f"{prefix}*{MARK}")
+        for path in current_run.checkpoint_dir.glob(f"{prefix}*{MARK}")
         if (number := path.name.removeprefix(prefix).removesuffix(MARK)).isdecimal()
     ]
     return max(((n, path) for n, path in found if path.exists()), default=None)

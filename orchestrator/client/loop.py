@@ -20,9 +20,9 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
-from orchestrator.engine.api import BoundaryReport, MicroBatch, Window
+from orchestrator.engine.api import BoundaryReport
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.window import planner_of
+from orchestrator.plan.window import MicroBatch, Window, planner_of
 
 KEPT = 1000
 """Updates whose lines a new rank 0 can write, if the disk was full when the last one was lost."""
@@ -35,7 +35,6 @@ class Done:
     window: Window
     report: BoundaryReport
     seconds: float
-    epoch: int
 
 
 class Callback:
@@ -96,18 +95,8 @@ class RankWindows:
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
-        mine = self._planner.window(update, self._rank)
-        return Window(
-            update=update,
-            samples=mine.samples,
-            micro_batches=tuple(
-                MicroBatch(update=update, start=start, indices=indices)
-                for start, indices in mine.micro_batches
-            ),
-            steps=mine.steps,
-            learning_rate=self._rates(update) if self._rates else mine.learning_rate,
-            samples_per_rank=mine.samples_per_rank,
-        )
+        window = self._planner.window(update, self._rank)
+        return replace(window, learning_rate=self._rates(update)) if self._rates else window
 
     def epoch_of(self, update: int) -> int:
         return self._planner.order.epoch_of(update)
@@ -233,7 +222,7 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._began
         if learning_rate is not None:
             window = replace(window, learning_rate=learning_rate)
-        self.progress.add(Done(window, report, seconds, self.windows.epoch_of(window.update)))
+        self.progress.add(Done(window, report, seconds))
 
     def _before_record(self) -> None:
         for callback in self.callbacks:
@@ -257,7 +246,7 @@ class TrainingLoop:
         self._record(done)
         last = progress.updates == self.updates
         leaving = done.report.stop_requested and not last
-        ends = last or self.windows.epoch_of(update + 1) != done.epoch
+        ends = last or self.windows.epoch_of(update + 1) != done.window.epoch
         due = is_due(self.checkpoint_every, progress.updates, epoch_ends=ends)
         saved = self.state if last or leaving or due else None
         if saved is not None:
@@ -312,7 +301,7 @@ def update_line(done: Done, peak_memory_bytes: int) -> dict[str, Any]:
         "applied": report.applied,
         "loss_scale": report.loss_scale,
         "metrics": dict(report.metrics),
-        "epoch": done.epoch,
+        "epoch": window.epoch,
         "learning_rate": window.learning_rate,
         "samples": window.samples,
         "micro_steps": window.steps,

@@ -67,10 +67,11 @@ class Run:
         """
         if not self._begin("report()"):
             return
-        number, extra = _update("report()", update), figures("run.report()", metrics)
+        number = _whole_number("report()", "update", update)
+        extra = figures("run.report()", metrics)
         record: Line = {"update": number, **figures("run.report()", {"loss": loss})}
         if samples is not None:
-            record["samples"] = _whole("report()", "samples", samples)
+            record["samples"] = _whole_number("report()", "samples", samples)
         self._reports += 1
         if self._rank:
             if self._reports == FEW:
@@ -92,7 +93,7 @@ class Run:
         """
         if not self._begin("should_stop()"):
             return False
-        self._stopping = self._stop.due(_update("should_stop()", update))
+        self._stopping = self._stop.due(_whole_number("should_stop()", "update", update))
         if self._stopping:
             self.flush()
         return self._stopping
@@ -100,7 +101,7 @@ class Run:
     def save_done(self, update: int) -> None:
         """Record that a checkpoint after `update` is complete. Only rank 0 records."""
         if self._begin("save_done()"):
-            number = _update("save_done()", update)
+            number = _whole_number("save_done()", "update", update)
             self.record({"saved": number, "update": number, "time": time.time()})
 
     def windows(self, samples: int, accumulator: Any = None, **options: Any) -> Any:
@@ -197,11 +198,7 @@ class Run:
             )
 
 
-def _update(call: str, update: Any) -> int:
-    return _whole(call, "update", update)
-
-
-def _whole(call: str, name: str, value: Any) -> int:
+def _whole_number(call: str, name: str, value: Any) -> int:
     try:
         number = operator.index(value)
     except TypeError:

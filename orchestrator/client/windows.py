@@ -34,7 +34,7 @@ from orchestrator.client.options import (
     whole_number,
 )
 from orchestrator.client.run import Run
-from orchestrator.engine.api import BoundaryReport, Window
+from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.engine import peak_memory_bytes
@@ -46,6 +46,7 @@ from orchestrator.engine.torch.state import load_model, load_optimizer, save_mod
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
+from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
 
@@ -58,8 +59,8 @@ class UserWindow:
         samples: of the update over all ranks.
     """
 
-    def __init__(self, given: Window, epoch: int, windows: Windows) -> None:
-        self.update, self.epoch, self.samples = given.update, epoch, given.samples
+    def __init__(self, given: Window, windows: Windows) -> None:
+        self.update, self.epoch, self.samples = given.update, given.epoch, given.samples
         self.given, self._windows = given, windows
 
     def __len__(self) -> int:
@@ -182,7 +183,7 @@ class Windows:
                 expected_weight=given.samples if len(self._all) == 1 else None,
                 leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
             )
-        return UserWindow(given, self._loop.windows.epoch_of(given.update), self)
+        return UserWindow(given, self)
 
     def hand_out(self, window: UserWindow, number: int) -> None:
         """Record that the loop takes micro-batch `number` of `window`, from 0.

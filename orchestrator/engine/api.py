@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from orchestrator.errors import did_you_mean
+from orchestrator.plan.window import MicroBatch, Window
 
 _RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
 
@@ -204,39 +205,6 @@ class GroupSpec:
     def reads_for_node(self) -> bool:
         """True if this rank polls published files, and relays them to the ranks of its node."""
         return self.local_rank == 0 if self.reads is None else self.reads
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class MicroBatch:
-    """Work of one micro-step: samples `indices` of the data set, from place `start` of the update.
-
-    `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
-    """
-
-    update: int
-    start: int
-    indices: tuple[int, ...]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
-    """One rank's share of one update. A value, never derived from `rank` inside an engine.
-
-    Attributes:
-        update: the update's number, from 0.
-        samples: samples of this update over all ranks.
-        micro_batches: this rank's, in order, none of them empty; () when the rank has no samples.
-        steps: micro-steps of the rank that has most of them.
-        learning_rate: for this update.
-        samples_per_rank: of this update; blocks are contiguous, in the order of ranks.
-    """
-
-    update: int
-    samples: int
-    micro_batches: tuple[MicroBatch, ...]
-    steps: int
-    learning_rate: float
-    samples_per_rank: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

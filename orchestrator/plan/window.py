@@ -20,27 +20,38 @@ _split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: f
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankWindow:
-    """One rank's part of one update.
+class MicroBatch:
+    """Work of one micro-step: samples `indices` of the data set, from place `start` of the update.
+
+    `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
+    """
+
+    update: int
+    start: int
+    indices: tuple[int, ...]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Window:
+    """One rank's share of one update. A value, never derived from `rank` inside an engine.
 
     Attributes:
         update: the update's number, from 0.
         epoch: in which the update's first sample lies.
-        samples: of this update over all ranks.
-        micro_batches: this rank's `(start, indices)` in order: the place in the update of the
-            first sample, and the samples of the data set. None is empty; () when the rank is idle.
-        learning_rate: for this update.
+        samples: samples of this update over all ranks.
+        micro_batches: this rank's, in order, none of them empty; () when the rank has no samples.
         steps: micro-steps of the busiest rank, the same on all ranks. What synchronises after every
             micro-step does so this many times, also on ranks that have fewer.
-        samples_per_rank: of this update.
+        learning_rate: for this update.
+        samples_per_rank: of this update; blocks are contiguous, in the order of ranks.
     """
 
     update: int
-    epoch: int
+    epoch: int = 0
     samples: int
-    micro_batches: tuple[tuple[int, tuple[int, ...]], ...]
-    learning_rate: float
+    micro_batches: tuple[MicroBatch, ...]
     steps: int
+    learning_rate: float
     samples_per_rank: tuple[int, ...] = ()
 
 
@@ -59,7 +70,7 @@ class WindowPlanner:
         samples = self.order.samples_of(update)
         return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
 
-    def window(self, update: int, rank: int, assignment: Split | None = None) -> RankWindow:
+    def window(self, update: int, rank: int, assignment: Split | None = None) -> Window:
         """Return the work of `rank` in `update`, by `assignment` or else by the even division.
 
         Raises:
@@ -76,12 +87,17 @@ class WindowPlanner:
         if assignment is not None and self.reduction == "reproducible":
             self._check_leaves(pieces, samples)
         indices = self.order.indices(update)
-        return RankWindow(
+        return Window(
             update=update,
             epoch=self.order.epoch_of(update),
             samples=samples,
             micro_batches=tuple(
-                (start, tuple(indices[start : start + count].tolist())) for start, count in pieces
+                MicroBatch(
+                    update=update,
+                    start=start,
+                    indices=tuple(indices[start : start + count].tolist()),
+                )
+                for start, count in pieces
             ),
             learning_rate=self.schedule.learning_rate(update),
             steps=split.micro_steps,

@@ -268,7 +268,12 @@ class Recorder(Callback):
     def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
         update = done.window.update
         self._line(
-            {"evaluation": figures, "update": update, "epoch": done.epoch, "time": time.time()}
+            {
+                "evaluation": figures,
+                "update": update,
+                "epoch": done.window.epoch,
+                "time": time.time(),
+            }
         )
         self._lines.evaluation(update, figures)
         self._scalars.write(

@@ -86,8 +86,7 @@ class Training:
         if self.progress.updates:
             self.engine.gather_state()
             if self.recorder is not None:
-                self.checkpoints.on_checkpoint(self.progress.updates, self.progress.samples)
-                self.checkpoints.settle()
+                self.checkpoints.save_now(self.progress)
 
     @property
     def saves_on_failure(self) -> bool:
@@ -100,10 +99,8 @@ class Training:
 
     def save_after_failure(self) -> None:
         """Save the last boundary's state, on the rank that can, unless it is saved already."""
-        progress = self.progress
-        if self.saves_on_failure and not self.checkpoints.has(progress.updates):
-            self.checkpoints.on_checkpoint(progress.updates, progress.samples)
-            self.checkpoints.settle()
+        if self.saves_on_failure and not self.checkpoints.has(self.progress.updates):
+            self.checkpoints.save_now(self.progress)
 
     def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one.

@@ -159,8 +159,7 @@ class LeaveInTime(Callback):
         lost, progress = "", self._progress
         if progress.updates and self._checkpoints.can_save():
             self.before_record()
-            self._checkpoints.on_checkpoint(progress.updates, progress.samples)
-            self._checkpoints.settle()
+            self._checkpoints.save_now(progress)
         elif progress.updates:
             lost = "; what came after the newest checkpoint is lost, since the optimizer is sharded"
         grace_s = deadline - min(self._stop.times.values())

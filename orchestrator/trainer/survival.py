@@ -80,7 +80,6 @@ def progress_to_json(progress: Progress) -> str:
             "window": asdict(window),
             "report": asdict(progress.done.report),
             "seconds": progress.done.seconds,
-            "epoch": progress.done.epoch,
             "samples": progress.samples,
         }
     )
@@ -91,7 +90,7 @@ def load_progress(progress: Progress, text: str) -> None:
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
     report = BoundaryReport(**found["report"])
-    progress.add(Done(window, report, found["seconds"], found["epoch"]))
+    progress.add(Done(window, report, found["seconds"]))
     progress.samples = found["samples"]
 
 

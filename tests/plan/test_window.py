@@ -18,7 +18,7 @@ def planner(**values) -> WindowPlanner:
 def samples_of(planner: WindowPlanner, update: int, assignment=None) -> list[int]:
     ranks = planner.ranks if assignment is None else assignment.ranks
     windows = [planner.window(update, rank, assignment) for rank in range(ranks)]
-    return [index for w in windows for _, indices in w.micro_batches for index in indices]
+    return [index for w in windows for one in w.micro_batches for index in one.indices]
 
 
 @given(
@@ -44,9 +44,9 @@ def test_ranks_together_compute_the_update_in_its_order(ranks, update, values, c
         window = some.window(update, rank)
         assert window.samples == len(expected)
         assert len(window.micro_batches) <= window.steps
-        for start, indices in window.micro_batches:
-            assert indices
-            assert list(indices) == expected[start : start + len(indices)]
+        for one in window.micro_batches:
+            assert one.indices
+            assert list(one.indices) == expected[one.start : one.start + len(one.indices)]
     assert samples_of(planner(ranks_per_node=1, **values, **cut), update) == expected
 
 
@@ -54,7 +54,7 @@ def test_the_last_window_of_an_epoch_is_divided_over_all_ranks():
     small = planner(steps=2)
     assert [small.order.samples_of(update) for update in range(5)] == [16, 16, 16, 2, 16]
     windows = [small.window(3, rank) for rank in range(3)]
-    assert [[len(i) for _, i in w.micro_batches] for w in windows] == [[1], [1], []]
+    assert [[len(one.indices) for one in w.micro_batches] for w in windows] == [[1], [1], []]
     assert [w.steps for w in windows] == [1, 1, 1]
     assert [small.window(update, 0).epoch for update in range(5)] == [0, 0, 0, 0, 1]
 

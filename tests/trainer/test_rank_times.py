@@ -30,7 +30,7 @@ def told(file, updates, *, slow, meet):
         for update in range(updates):
             wait = 5.0 if update == slow else 0.1 * group.rank + 0.001 * update
             report = BoundaryReport(update=update, loss=0, weight=1, wait_s=wait)
-            times.on_boundary(Done(None, report, 1 + wait, epoch=0))
+            times.on_boundary(Done(None, report, 1 + wait))
             if update + 1 in meet:
                 times.on_meeting(last=update + 1 == updates)
         return engine.calls

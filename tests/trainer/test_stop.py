@@ -27,7 +27,6 @@ DONE = Done(
     Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),
     BoundaryReport(update=7, loss=0, weight=1),
     seconds=9,
-    epoch=0,
 )
 
 
@@ -66,10 +65,8 @@ class Record:
     def can_save(self):
         return self.whole
 
-    def settle(self): ...
-
-    def on_checkpoint(self, updates, samples):
-        self.saved.append((updates, samples))
+    def save_now(self, progress):
+        self.saved.append((progress.updates, progress.samples))
 
 
 class Rank0:
