@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from orchestrator.client.loop import Callback, Done, Progress, Replicas
+from orchestrator.client.loop import Callback, Done, Replicas, TrainingProgress
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.warnings import warn
 
 
-class State(Replicas, Saves, Protocol):
+class TrainingState(Replicas, Saves, Protocol):
     """The state of a training; see `Engine`, which is one."""
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]: ...
@@ -50,7 +50,7 @@ class Checkpoints(Callback):
     def __init__(
         self,
         folder: Path,
-        state: State,
+        state: TrainingState,
         *,
         run: str | None,
         keep: int,
@@ -125,7 +125,7 @@ class Checkpoints(Callback):
             self._report_written()
         self._waited_s = time.monotonic() - began
 
-    def save_now(self, progress: Progress) -> None:
+    def save_now(self, progress: TrainingProgress) -> None:
         """Save after the last update, and wait until that is written. For rank 0."""
         self.on_checkpoint(progress.updates, progress.samples)
         self.settle()

@@ -103,8 +103,8 @@ class RankWindows:
 
 
 @dataclass(slots=True)
-class Progress:
-    """Progress of a training. `updates` and `samples` count from its beginning.
+class TrainingProgress:
+    """TrainingProgress of a training. `updates` and `samples` count from its beginning.
 
     Attributes:
         done: the last update of this attempt.
@@ -171,7 +171,7 @@ class TrainingLoop:
     updates: int
     state: Replicas | None
     callbacks: Sequence[Callback]
-    progress: Progress
+    progress: TrainingProgress
     checkpoint_every: int | None
     evaluate_every: int | None = 0
     evaluate: Callable[[], dict[str, float]] | None = None

@@ -21,9 +21,9 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import (
     Callback,
     Done,
-    Progress,
     RankWindows,
     TrainingLoop,
+    TrainingProgress,
     update_line,
 )
 from orchestrator.client.options import (
@@ -128,7 +128,7 @@ class Windows:
             updates=self.updates,
             state=state,
             callbacks=[*record, *options.callbacks],
-            progress=Progress(updates=self.first, samples=samples),
+            progress=TrainingProgress(updates=self.first, samples=samples),
             checkpoint_every=options.checkpoint_every,
         )
 

@@ -19,7 +19,7 @@ from orchestrator.trainer.rank_times import RankTimes
 from orchestrator.trainer.recorder import memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
-from orchestrator.trainer.worker import Worker, run_worker
+from orchestrator.trainer.worker import WorkerProcess, run_in_worker
 
 ASYNCHRONOUS = ("nccl", "hccl")
 """Transports whose collectives return before they are done."""
@@ -27,10 +27,10 @@ ASYNCHRONOUS = ("nccl", "hccl")
 
 def main(run: Path, attempt: int) -> int:
     """Run one rank of a job; return its exit status."""
-    return run_worker(run, attempt, _train)
+    return run_in_worker(run, attempt, _train)
 
 
-def _train(worker: Worker) -> int:
+def _train(worker: WorkerProcess) -> int:
     """Train to the end; on the rank that is 0 then, write the result. Collective."""
     with this_process_alone():
         training = set_up(worker)
@@ -55,7 +55,7 @@ def _train(worker: Worker) -> int:
         return EXIT_FINISHED if finished else EXIT_STOPPED
 
 
-def _train_in_groups(worker: Worker, training: Training) -> dict[str, list[int]]:
+def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, list[int]]:
     """Train to the end, in as many groups as it takes; return the last one's memory. Collective.
 
     Raises:
@@ -114,7 +114,7 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
         loop.end_window(engine.boundary(stop=stop.requested))
 
 
-def _callbacks(worker: Worker, training: Training) -> list[Callback]:
+def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     """Return the callbacks of this rank's loop in a new group, but for `Survivors`."""
     run, attempt, recorder, progress = (
         worker.run,
@@ -144,7 +144,7 @@ def _callbacks(worker: Worker, training: Training) -> list[Callback]:
                 training.checkpoints,
                 fence=worker.fence,
                 stop=worker.stop,
-                notice=worker.notice,
+                grace=worker.grace,
                 cancelled=run.cancel.exists,
                 progress=progress,
             )

@@ -21,7 +21,7 @@ import subprocess
 import time
 from pathlib import Path
 
-from orchestrator.agent.liveness import AT_WORK, FROZEN
+from orchestrator.agent.liveness import FROZEN, ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.processes import (
     adopt_orphans,
     descendants,
@@ -41,7 +41,7 @@ from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.program_environment import (
     ProgramRendezvous,
-    Start,
+    ProgramStart,
     command_line,
     copies_of,
     environment,
@@ -60,7 +60,7 @@ from orchestrator.trainer.program_processes import (
     used_s,
 )
 from orchestrator.trainer.stop import restart_note
-from orchestrator.trainer.worker import Worker, run_worker
+from orchestrator.trainer.worker import WorkerProcess, run_in_worker
 
 log = logging.getLogger(__name__)
 
@@ -76,20 +76,22 @@ def main(path: Path, attempt: int) -> int:
     """Run one rank of a program; return its exit status."""
     adopt_orphans()
     program = ProgramRank()
-    return run_worker(path, attempt, program.run, program.clean_up)
+    return run_in_worker(path, attempt, program.run, program.clean_up)
 
 
 class Joining:
     """Check for whether a rank's program joins the others. Call `check` each second."""
 
-    def __init__(self, place: ProgramRendezvous, worker: Worker, config: Config) -> None:
+    def __init__(self, place: ProgramRendezvous, worker: WorkerProcess, config: Config) -> None:
         self._address, self._port = place.address, place.port
         self._serves = worker.topology.rank == 0 and place.scheduler is None
         self._link = worker.link
-        self._patience_s = config.cluster.rendezvous_timeout_s
-        self._most_s = max(config.cluster.collective_timeout_s, self._patience_s)
-        self._began = self._checked = time.monotonic()
-        self._idle_since, self._used_s = self._began, 0.0
+        self._patience_s = patience_s = config.cluster.rendezvous_timeout_s
+        self._most_s = max(config.cluster.collective_timeout_s, patience_s)
+        self._began = time.monotonic()
+        self._watchdog = ProgressWatchdog(
+            WatchdogTimeouts(notice_s=patience_s, most_s=patience_s, hang_s=patience_s / 2)
+        )
         self._joined = self._warned = self._reported = False
 
     def check(self, pid: int) -> None:
@@ -97,37 +99,25 @@ class Joining:
         if self._joined:
             return
         now = time.monotonic()
-        used = used_s(pid)
-        if used - self._used_s > AT_WORK * (now - self._checked):
-            self._idle_since = now
-        self._checked, self._used_s = now, used
+        idle, waited_s = self._watchdog.hangs(now, used_s(pid)), now - self._began
         if has_joined(pid, self._port):
             self._joined = True
             self._link.send_behind(None)
-            return
-        waited_s = now - self._began
-        if waited_s < self._patience_s:
-            return
-        idle = now - self._idle_since >= self._patience_s / 2
-        if self._serves:
+        elif waited_s >= self._patience_s and self._serves:
             self._report_unserved(idle=idle)
-            return
-        if not is_served(self._address, self._port):
-            return
-        sentence = (
-            f"it has not joined the others, who wait for it at {self._address}:{self._port}, in "
-            f"{waited_s:.0f} s"
-        )
-        if idle:
-            raise RankHangs(
-                f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is stuck "
-                f"before its group is formed"
+        elif waited_s >= self._patience_s and is_served(self._address, self._port):
+            sentence = (
+                f"it has not joined the others, who wait for it at {self._address}:{self._port}, "
+                f"in {waited_s:.0f} s"
             )
-        if waited_s >= self._most_s:
-            raise RankHangs(f"{sentence} (cluster.collective_timeout_s)")
-        if not self._warned:
-            self._warned = True
-            warn(f"{sentence}; it is at work, so it is waited for", kind="not joined")
+            if idle:
+                raise RankHangs(
+                    f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is "
+                    f"stuck before its group is formed"
+                )
+            if waited_s >= self._most_s:
+                raise RankHangs(f"{sentence} (cluster.collective_timeout_s)")
+            self._warn(f"{sentence}; it is at work, so it is waited for", "not joined")
 
     def _report_unserved(self, *, idle: bool) -> None:
         """On rank 0: let the agent know, in case the others fail; warn if it is idle."""
@@ -141,14 +131,18 @@ class Joining:
                     "stack": [],
                 }
             )
-        if idle and not self._warned:
-            self._warned = True
-            warn(
+        if idle:
+            self._warn(
                 f"the program of rank 0 has not opened {self._address}:{self._port}, where the "
                 f"ranks meet, in {self._patience_s:g} s (cluster.rendezvous_timeout_s), and uses "
                 f"no processor: ranks that wait for it there do so until a time-out of their own",
-                kind="not served",
+                "not served",
             )
+
+    def _warn(self, sentence: str, kind: str) -> None:
+        if not self._warned:
+            self._warned = True
+            warn(sentence, kind=kind)
 
 
 class StopForwarding:
@@ -161,7 +155,7 @@ class StopForwarding:
         done: whether the program was asked to stop.
     """
 
-    def __init__(self, worker: Worker, number: signal.Signals) -> None:
+    def __init__(self, worker: WorkerProcess, number: signal.Signals) -> None:
         run, attempt, topology = worker.run, worker.attempt, worker.topology
         self._stop, self._number, self._size = worker.stop, number, topology.size
         self._rank, self._folder = topology.rank, run.attempt(attempt)
@@ -231,13 +225,13 @@ class ProgramRank:
     """The program of this rank, from its start to its end."""
 
     def __init__(self) -> None:
-        self._worker: Worker | None = None
+        self._worker: WorkerProcess | None = None
         self._place: ProgramRendezvous | None = None
         self._child: subprocess.Popen[bytes] | None = None
         self._own: set[int] = set()  # children that are ours, not the program's
         self._log_began = 0
 
-    def run(self, worker: Worker) -> int:
+    def run(self, worker: WorkerProcess) -> int:
         """Start the program and wait for its end; return this rank's exit status.
 
         Raises:
@@ -272,7 +266,7 @@ class ProgramRank:
             raise error_of(status, output, start.error_file)
         return EXIT_FINISHED
 
-    def _prepare(self, worker: Worker, config: Config) -> Start:
+    def _prepare(self, worker: WorkerProcess, config: Config) -> ProgramStart:
         run, attempt, topology = worker.run, worker.attempt, worker.topology
         program, timeout_s = program_of(config.job), config.cluster.rendezvous_timeout_s
         published = run.meeting_place(attempt)
@@ -284,7 +278,7 @@ class ProgramRank:
         elif program.style != "plain":
             with for_others():
                 self._place = find(published, topology, timeout_s, lambda: worker.stop.requested)
-        return Start(
+        return ProgramStart(
             program=program,
             topology=topology,
             place=self._place,
@@ -295,7 +289,7 @@ class ProgramRank:
             timeout_s=timeout_s,
         )
 
-    def _start(self, start: Start, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
+    def _start(self, start: ProgramStart, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
         copies = copies_of(os.environ)
         words = command_line(start.program, start.run, copies)
         log.info("attempt %d: %s", start.attempt, shlex.join(words))
@@ -323,7 +317,7 @@ class ProgramRank:
     def _wait(
         self,
         child: subprocess.Popen[bytes],
-        worker: Worker,
+        worker: WorkerProcess,
         config: Config,
         stop: StopForwarding,
     ) -> int:

@@ -102,7 +102,7 @@ DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEV
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Start:
+class ProgramStart:
     """One start of a rank's program.
 
     Attributes:
@@ -151,7 +151,7 @@ def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
 
 
 def environment(
-    env: Mapping[str, str], start: Start, copies: Mapping[Path, Path]
+    env: Mapping[str, str], start: ProgramStart, copies: Mapping[Path, Path]
 ) -> dict[str, str]:
     """Return all variables of the program.
 
@@ -177,7 +177,7 @@ def environment(
     return {NCCL_ERRORS: "1", **found, **set_by_launcher, **_ours(start)}
 
 
-def _ours(start: Start) -> dict[str, str]:
+def _ours(start: ProgramStart) -> dict[str, str]:
     topology = start.topology
     return {
         RUN: str(start.run.path), ATTEMPT: str(start.attempt),
@@ -204,7 +204,7 @@ def _search_path(
         found["PYTHONPATH"] = os.pathsep.join(map(str, own))
 
 
-def _devices(found: dict[str, str], start: Start) -> None:
+def _devices(found: dict[str, str], start: ProgramStart) -> None:
     if start.program.devices != "rank":
         return
     local = start.topology.local_rank
@@ -222,7 +222,7 @@ def _devices(found: dict[str, str], start: Start) -> None:
             found[name] = there[local]
 
 
-def _torchrun(start: Start, place: ProgramRendezvous) -> dict[str, str]:
+def _torchrun(start: ProgramStart, place: ProgramRendezvous) -> dict[str, str]:
     """Return the variables that torch's local_elastic_agent.py sets."""
     topology = start.topology
     width = topology.size // topology.nodes
@@ -246,7 +246,7 @@ def _torchrun(start: Start, place: ProgramRendezvous) -> dict[str, str]:
     }
 
 
-def _msrun(start: Start, place: ProgramRendezvous) -> dict[str, str]:
+def _msrun(start: ProgramStart, place: ProgramRendezvous) -> dict[str, str]:
     """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
     topology = start.topology
     return {

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Callback, Done, Progress, update_line
+from orchestrator.client.loop import Callback, Done, TrainingProgress, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine
@@ -23,7 +23,7 @@ from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics, t
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
-Change = dict[str, Any]
+GroupChange = dict[str, Any]
 """A line about a change of the group, with `survived` (lost ranks) and `joined` (replacements)."""
 
 
@@ -98,7 +98,7 @@ def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:
 
 def result_of(
     run: RunDir,
-    progress: Progress,
+    progress: TrainingProgress,
     engine: Engine,
     planned: Plan,
     *,
@@ -254,7 +254,7 @@ class Recorder(Callback):
             },
         )
 
-    def record_changes(self, changes: Iterable[Change], updates: int) -> None:
+    def record_changes(self, changes: Iterable[GroupChange], updates: int) -> None:
         """Write changes of the group that no line has, of which the last led to this group.
 
         Args:

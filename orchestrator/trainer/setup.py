@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Progress
+from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.reading import read_config, with_run_folder
@@ -41,10 +41,10 @@ from orchestrator.trainer.consistency_checks import (
     devices_asked,
     own_rates,
 )
-from orchestrator.trainer.recorder import Change, Recorder
+from orchestrator.trainer.recorder import GroupChange, Recorder
 from orchestrator.trainer.stop import StopFlag
 from orchestrator.trainer.survival import Survivors, may_stay_out
-from orchestrator.trainer.worker import Worker
+from orchestrator.trainer.worker import WorkerProcess
 
 
 @dataclass(kw_only=True, slots=True)
@@ -70,8 +70,8 @@ class Training:
     updates: int
     rates: Callable[[int], float] | None
     survivors: Survivors | None = None
-    progress: Progress = field(default_factory=Progress)
-    changes: list[Change] | None = None
+    progress: TrainingProgress = field(default_factory=TrainingProgress)
+    changes: list[GroupChange] | None = None
     recorder: Recorder | None = None
 
     def restore(self, rank: int) -> bool:
@@ -128,7 +128,7 @@ class Training:
         ranks = self.survivors.place[1] if self.survivors else self.planned.ranks
         return self.planned.traffic.among(ranks)
 
-    def take_over_record(self, changes: list[Change]) -> None:
+    def take_over_record(self, changes: list[GroupChange]) -> None:
         """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
         recorder = self.recorder
         if recorder is None:
@@ -154,7 +154,7 @@ class Training:
                 progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
 
 
-def set_up(worker: Worker) -> Training:
+def set_up(worker: WorkerProcess) -> Training:
     """Build what this rank trains with, and restore the run's state. Collective; a replacement of a
     lost rank does so alone, until the others let it in.
     """
@@ -162,7 +162,7 @@ def set_up(worker: Worker) -> Training:
         return _set_up(worker)
 
 
-def _set_up(worker: Worker) -> Training:
+def _set_up(worker: WorkerProcess) -> Training:
     run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
     worker.begin(config)

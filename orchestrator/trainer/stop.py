@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.agent.topology import Topology
-from orchestrator.client.loop import Callback, Done, Progress
+from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.errors import ClusterError, StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_end, write_json
@@ -74,7 +74,7 @@ class StopFlag:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Notice:
+class GracePeriods:
     """Times between a stop signal and SIGKILL, from the scheduler's configuration.
 
     Attributes:
@@ -88,7 +88,7 @@ class Notice:
     ahead_s: float = 60.0
 
     @classmethod
-    def read(cls, submission: dict[str, Any], ahead_s: float) -> Notice:
+    def read(cls, submission: dict[str, Any], ahead_s: float) -> GracePeriods:
         """Read the times that the launcher wrote to submission.json."""
         return cls(
             kill_wait_s=float(submission.get("kill_wait_s", KILL_WAIT_S)),
@@ -121,7 +121,7 @@ class LeaveInTime(Callback):
     attempt has begun.
 
     Args:
-        notice: None if the run ends for good, so that there is nothing to save in time.
+        grace: None if the run ends for good, so that there is nothing to save in time.
         cancelled: returns whether a person stopped the run for good; called once a second at most.
         progress: the loop's progress.
     """
@@ -132,13 +132,13 @@ class LeaveInTime(Callback):
         *,
         fence: Fence,
         stop: StopFlag,
-        notice: Notice | None,
+        grace: GracePeriods | None,
         cancelled: Callable[[], bool],
-        progress: Progress,
+        progress: TrainingProgress,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._checkpoints, self._fence, self._stop = checkpoints, fence, stop
-        self._notice, self._cancelled, self._clock = notice, cancelled, clock
+        self._grace, self._cancelled, self._clock = grace, cancelled, clock
         self._progress = progress
         self._checked = -CANCEL_CHECK_S
         self._recent: deque[float] = deque(maxlen=RECENT)
@@ -151,9 +151,9 @@ class LeaveInTime(Callback):
         if done == steps:
             self._check_cancel()
             return
-        if not self._stop.requested or self._notice is None or self._cancelled():
+        if not self._stop.requested or self._grace is None or self._cancelled():
             return
-        deadline = self._notice.deadline(self._stop)
+        deadline = self._grace.deadline(self._stop)
         if not self._too_late(done, steps, deadline):
             return
         lost, progress = "", self._progress
@@ -195,11 +195,11 @@ class LeaveInTime(Callback):
     def on_boundary(self, done: Done) -> None:
         update_s = done.seconds
         self._recent.append(update_s)
-        if self._warned or self._notice is None or update_s <= self._notice.shortest_s:
+        if self._warned or self._grace is None or update_s <= self._grace.shortest_s:
             return
         self._warned = True
         warn(
-            f"an update takes {update_s:.1f} s, longer than the {self._notice.shortest_s:g} s that "
+            f"an update takes {update_s:.1f} s, longer than the {self._grace.shortest_s:g} s that "
             f"the scheduler gives after a signal: a stop will lose the window under way; a larger "
             f"cluster.signal_ahead_s or fewer accumulation.steps would avoid that"
         )

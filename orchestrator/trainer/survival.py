@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
 from orchestrator.agent.node_spec import SILENCE_S
-from orchestrator.client.loop import Callback, Done, Progress
+from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common.waiting import for_others
@@ -35,8 +35,8 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import Change
-from orchestrator.trainer.worker import Worker
+from orchestrator.trainer.recorder import GroupChange
+from orchestrator.trainer.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def ranks(numbers: Sequence[int]) -> str:
 # The progress of the loop, which a rank that has done the last update sends to one that has not.
 
 
-def progress_to_json(progress: Progress) -> str:
+def progress_to_json(progress: TrainingProgress) -> str:
     """Return the last update and the samples so far as JSON."""
     if progress.done is None:
         return "null"
@@ -85,7 +85,7 @@ def progress_to_json(progress: Progress) -> str:
     )
 
 
-def load_progress(progress: Progress, text: str) -> None:
+def load_progress(progress: TrainingProgress, text: str) -> None:
     """Bring `progress` to where the sender of `text` is."""
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
@@ -203,7 +203,7 @@ class Survivors(Callback):
         cluster: ClusterConfig,
         framework: Framework,
         engine: Engine,
-        worker: Worker,
+        worker: WorkerProcess,
         *,
         updates: int,
         go_back: Callable[[int], int | None],
@@ -225,7 +225,7 @@ class Survivors(Callback):
         self.membership = worker.link.join_membership(self._me, self._silence_s)
         self._generation = 0
         self._members: Members = tuple(range(spec.size))
-        self._history: list[Change] = []
+        self._history: list[GroupChange] = []
         self._tries = (-1, 0)
         self.place = spec.rank, spec.size
 
@@ -234,7 +234,9 @@ class Survivors(Callback):
         self.membership.on_newer(group.interrupt)
         self.membership.begin(modules_of(job))
 
-    def join(self, job: Any, progress: Progress, stopped: Callable[[], bool]) -> list[Change]:
+    def join(
+        self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]
+    ) -> list[GroupChange]:
         """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `progress`
         to where the others are. Return the notes to record.
 
@@ -269,7 +271,7 @@ class Survivors(Callback):
 
     # ------------------------------------------------------------------ the next generation
 
-    def grow(self, progress: Progress) -> list[Change]:
+    def grow(self, progress: TrainingProgress) -> list[GroupChange]:
         """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
 
         Returns and raises as `go_on`.
@@ -280,7 +282,7 @@ class Survivors(Callback):
             self.membership.await_newer(self._generation, self._spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), progress)
 
-    def go_on(self, error: PeerLost, progress: Progress) -> list[Change]:
+    def go_on(self, error: PeerLost, progress: TrainingProgress) -> list[GroupChange]:
         """Form the next group with the ranks that are left, and bring `progress` to where the most
         advanced of them is. Collective among these.
 
@@ -324,7 +326,7 @@ class Survivors(Callback):
             ) from error
         return newer
 
-    def _join(self, newer: Generation, progress: Progress) -> int | None:
+    def _join(self, newer: Generation, progress: TrainingProgress) -> int | None:
         """Join the group. Return how many updates a lost part of the state took back."""
         members = newer.members
         rank = members.index(self._me)
@@ -365,8 +367,8 @@ class Survivors(Callback):
         return formed(self._framework, spec, given_up)
 
     def _notes(
-        self, newer: Generation, progress: Progress, seconds: float, lost: int | None
-    ) -> list[Change]:
+        self, newer: Generation, progress: TrainingProgress, seconds: float, lost: int | None
+    ) -> list[GroupChange]:
         """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
         gone, came = self._change_to(newer.members)
         update, count = progress.updates + 1 + (lost or 0), len(newer.members)
@@ -375,7 +377,7 @@ class Survivors(Callback):
             "seconds": round(seconds, 3),
         }  # fmt: skip
         over = lost is None and progress.over(self._updates)  # no update was under way
-        change: Change = {"generation": newer.number}
+        change: GroupChange = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
             self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")

@@ -33,15 +33,15 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink, Membership
 from orchestrator.trainer.failure import exit_code, failure_of, write_failure
-from orchestrator.trainer.stop import Notice, StopFlag, note_departure, note_lost_nodes
+from orchestrator.trainer.stop import GracePeriods, StopFlag, note_departure, note_lost_nodes
 
 END_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
 
 
-def run_worker(
+def run_in_worker(
     path: Path,
     attempt: int,
-    body: Callable[[Worker], int],
+    body: Callable[[WorkerProcess], int],
     clean_up: Callable[[], None] = lambda: None,
 ) -> int:
     """Run `body` as this worker; return its exit status. Errors are recorded, not raised.
@@ -55,7 +55,7 @@ def run_worker(
         os.environ.update(interface_variables(os.environ, topology.address))
     send_output_to(run.rank_log(topology.rank), f"{topology.node} rank {topology.rank}")
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
-    worker, code = Worker(run, attempt, topology), EXIT_FAILED
+    worker, code = WorkerProcess(run, attempt, topology), EXIT_FAILED
     try:
         try:
             code = body(worker)
@@ -70,7 +70,7 @@ def run_worker(
     return code
 
 
-class Worker:
+class WorkerProcess:
     """This process as its agent and the run folder see it.
 
     Attributes:
@@ -107,9 +107,11 @@ class Worker:
     # ------------------------------------------------------------------ stops
 
     @property
-    def notice(self) -> Notice | None:
+    def grace(self) -> GracePeriods | None:
         """Return the times that a stop leaves; None if the scheduler does not restart the run."""
-        return Notice.read(self.run.read_submission(), self._ahead_s) if self._requeue else None
+        return (
+            GracePeriods.read(self.run.read_submission(), self._ahead_s) if self._requeue else None
+        )
 
     @property
     def _restarts(self) -> bool:

@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from orchestrator.agent.topology import Topology
-from orchestrator.client.loop import Done, Progress
+from orchestrator.client.loop import Done, TrainingProgress
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
@@ -13,15 +13,15 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.stop import (
     Follower,
+    GracePeriods,
     LeaveInTime,
-    Notice,
     StopFlag,
     note_departure,
     restart_reason,
 )
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
-NOTICE = Notice(kill_wait_s=30, preempt_s=20, ahead_s=60)
+GRACE = GracePeriods(kill_wait_s=30, preempt_s=20, ahead_s=60)
 
 DONE = Done(
     Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),
@@ -76,8 +76,8 @@ class Rank0:
         self.now, self.record, self.stop = 1000.0, Record(whole), StopFlag()
         self.callback = LeaveInTime(
             self.record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
-            notice=None if grace_s is None else Notice(ahead_s=grace_s),
-            cancelled=run.cancel.exists, progress=Progress(updates=7, samples=70),
+            grace=None if grace_s is None else GracePeriods(ahead_s=grace_s),
+            cancelled=run.cancel.exists, progress=TrainingProgress(updates=7, samples=70),
             clock=lambda: self.now,
         )  # fmt: skip
 
@@ -179,13 +179,15 @@ def test_the_others_leave_a_window_when_rank_0_has(run):
 def test_the_kill_is_expected_at_the_earliest_possible_time(signals_ago, left_s):
     stop = StopFlag()
     stop.times = {number: 1000.0 - ago for number, ago in signals_ago.items()}
-    assert NOTICE.deadline(stop) == 1000.0 + left_s
+    assert GRACE.deadline(stop) == 1000.0 + left_s
 
 
-def test_the_notice_is_read_from_the_submission():
-    assert Notice(kill_wait_s=3, ahead_s=10).shortest_s == 10
-    assert Notice.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
-    assert Notice.read({}, 60) == Notice(ahead_s=60), "where the scheduler was not asked"
+def test_the_grace_periods_are_read_from_the_submission():
+    assert GracePeriods(kill_wait_s=3, ahead_s=10).shortest_s == 10
+    assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
+    assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), (
+        "where the scheduler was not asked"
+    )
 
 
 def topology(base):
