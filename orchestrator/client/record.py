@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import fcntl
 import json
 import queue
 import sys
@@ -99,12 +98,6 @@ class Lines:
 
     def _write(self) -> None:
         file = LineFile(self._path)
-        try:
-            fcntl.flock(file.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._say("another process of rank 0 reports as well; their updates mix in the record")
-        except OSError:  # a file system without locks
-            pass
         while (record := self._lines.get()) is not None:
             if isinstance(record, threading.Event):
                 record.set()

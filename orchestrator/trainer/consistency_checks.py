@@ -202,8 +202,7 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
         return _rate(job.learning_rate(update), named, update)
 
     asked = sorted({0, 1 % updates, updates // 2, updates - 1})
-    first = [rates(update) for update in asked]
-    again = [rates(update) for update in reversed(asked)][::-1]
+    first, again = ([rates(update) for update in asked] for _ in range(2))
     for update, one, two in zip(asked, first, again, strict=True):
         if one != two:
             raise JobError(

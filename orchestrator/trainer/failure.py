@@ -105,23 +105,19 @@ def _loader_worker(error: BaseException) -> str | None:
 
     torch raises an error of its own wherever the rank is, whose cause says more.
     """
-    found: list[tuple[str, str]] = []
+    ended = ""
     one: BaseException | None = error
     while one is not None:
         if match := _WORKER.match(words_of(one)):
-            found.append((match[1], match[2]))
+            worker, what = f"a loader worker of this rank (process {match[1]})", match[2]
+            if killed := _BY_SIGNAL.search(what):
+                names = {signal.strsignal(number): number.name for number in signal.Signals}
+                name = names.get(killed[1], killed[1])
+                remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
+                return f"{worker} was killed by {name}{remedy}"
+            ended = f"{worker} {what.partition('.')[0]}; the log has what it said last"
         one = one.__cause__ or one.__context__
-    if not found:
-        return None
-    names = {signal.strsignal(number): number.name for number in signal.Signals}
-    for pid, what in found:
-        if killed := _BY_SIGNAL.search(what):
-            name = names.get(killed[1], killed[1])
-            remedy = _REMEDIES.get(name, "; what it said last is in this rank's log")
-            return f"a loader worker of this rank (process {pid}) was killed by {name}{remedy}"
-    pid, what = found[-1]
-    ended = what.partition(".")[0]
-    return f"a loader worker of this rank (process {pid}) {ended}; the log has what it said last"
+    return ended or None
 
 
 def exit_code(error: BaseException) -> int:

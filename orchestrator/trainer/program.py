@@ -36,7 +36,7 @@ from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FINISHED, OrchestratorError, RankHangs, StopRequested
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import read_end, write_json
 from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.program_environment import (
@@ -357,10 +357,8 @@ class ProgramRank:
 
     def _output(self, log: Path) -> str:
         """Return the end of the program's output in this attempt."""
-        with log.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(self._log_began, size - LOOKED_AT_BYTES))
-            return file.read().decode("utf-8", errors="replace")
+        written = log.stat().st_size - self._log_began
+        return read_end(log, min(written, LOOKED_AT_BYTES)).decode("utf-8", errors="replace")
 
     def _end_leftovers(self) -> None:
         if self._child is not None and (ended := end_leftovers(self._own)):
@@ -376,8 +374,5 @@ class ProgramRank:
             self._place.close()
         if self._worker is None:
             return
-        with self._worker.run.rank_log(self._worker.topology.rank).open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - 1))
-            if file.read(1) not in (b"", b"\n"):
-                print(flush=True)
+        if read_end(self._worker.run.rank_log(self._worker.topology.rank), 1) not in (b"", b"\n"):
+            print(flush=True)

@@ -20,6 +20,7 @@ from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics, total
+from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
@@ -114,7 +115,7 @@ def result_of(
     history = recorded.updates  # of all attempts
     changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
     return {
-        "state": "stopped" if progress.stopped else "finished",
+        "state": (State.STOPPED if progress.stopped else State.FINISHED).value,
         "updates": progress.updates,
         "samples": progress.samples,
         "loss": progress.loss,
