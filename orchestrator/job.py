@@ -46,7 +46,7 @@ class Job:
             its own generator state from (seed, update, place in the update), whoever computes it.
 
     A job may define `learning_rate(self, update) -> float` as well: the rate of update number
-    `update`, from 0, in the place of the configuration's schedule, which is refused beside it. It
+    `update`, from 0, instead of the configuration's schedule; setting both is refused. It
     must depend on that number alone. Parameter groups keep their ratios to it.
     """
 

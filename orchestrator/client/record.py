@@ -79,7 +79,7 @@ class Lines:
         self._path = path
         self._lines: queue.SimpleQueue[Line | threading.Event | None] = queue.SimpleQueue()
         self._writer = threading.Thread(target=self._write, name="report", daemon=True)
-        self._said = set[str]()
+        self._warned = set[str]()
         self._writer.start()
         atexit.register(self.close)
 
@@ -105,7 +105,7 @@ class Lines:
             try:
                 file.write(json.dumps(self._plain(record)))
             except OSError as error:  # the lines are kept, and follow as soon as there is room
-                self._say(f"metrics.jsonl could not be written: {error.strerror}")
+                self._warn(f"metrics.jsonl could not be written: {error.strerror}")
         with contextlib.suppress(OSError):  # reported above
             file.close()
 
@@ -117,11 +117,11 @@ class Lines:
         try:
             return value()
         except RuntimeError as error:  # the device's, which the training meets as well
-            self._say(f"a figure could not be read: {error}")
+            self._warn(f"a figure could not be read: {error}")
             return None
 
-    def _say(self, sentence: str) -> None:
-        if sentence not in self._said:
-            self._said.add(sentence)
+    def _warn(self, sentence: str) -> None:
+        if sentence not in self._warned:
+            self._warned.add(sentence)
             with contextlib.suppress(OSError):  # its log may lie on the same full disk
                 print(f"warning: {sentence}", file=sys.stderr, flush=True)

@@ -18,10 +18,10 @@ from types import FrameType
 
 from orchestrator.errors import JobError
 from orchestrator.rundir.program_link import (
-    HEEDS,
     NOT_YET,
     STOP_AFTER,
     STOP_ASKED,
+    STOP_HANDLER,
     read_number,
     write_number,
 )
@@ -51,16 +51,16 @@ class Stop:
         self._folder, self._rank, self._size = folder, rank, size
         self._signals = signals
         self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
-        self._signalled = self._told = self._heeding = False
+        self._signalled = self._posted = self._handling = False
         self._after, self._look = NOT_YET, 0.0
         self._calls, self._pid = 0, os.getpid()
 
     def due(self, update: int) -> bool:
         """Return whether to stop now, after `update`: the same on every rank."""
-        if not self._heeding:
-            self._heed()
-        if self._signalled and not self._told:
-            self._told = True
+        if not self._handling:
+            self._install_handlers()
+        if self._signalled and not self._posted:
+            self._posted = True
             write_number(self._asked_file, update)
         if self._rank == 0:
             self._decide()
@@ -76,8 +76,8 @@ class Stop:
         Args:
             run: there is a run, whose folder may hold a request.
         """
-        if not self._heeding:
-            self._heed(note=run)
+        if not self._handling:
+            self._install_handlers(note=run)
         by_folder = run and self._rank == 0 and read_number(self._asked_file) != NOT_YET
         return self._signalled or by_folder
 
@@ -103,7 +103,7 @@ class Stop:
         for number in self._signals:
             signal.signal(number, self._handle)
 
-    def _heed(self, *, note: bool = True) -> None:
+    def _install_handlers(self, *, note: bool = True) -> None:
         """Handle stop signals from the first call on, unless the program has its own handlers."""
         ours = [number for number in self._signals if signal.getsignal(number) in LEFT_TO_US]
         if threading.current_thread() is not threading.main_thread():
@@ -116,12 +116,12 @@ class Stop:
             ours = []  # outside a run, a signal keeps its effect
         for number in ours:
             signal.signal(number, self._handle)
-        self._heeding, self._pid = True, os.getpid()
+        self._handling, self._pid = True, os.getpid()
         if note:  # after that: its reader may send a signal
             write_number(str(self._note(self._rank)), os.getpid())
 
     def _note(self, rank: int) -> Path:
-        return self._folder / HEEDS.format(rank)
+        return self._folder / STOP_HANDLER.format(rank)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame

@@ -12,7 +12,7 @@ from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics, read_progress, total
-from orchestrator.rundir.program_link import HEEDS
+from orchestrator.rundir.program_link import STOP_HANDLER
 from orchestrator.units import plural
 
 
@@ -162,7 +162,7 @@ def describe_stop(run: RunDir) -> str:
     if program is None:
         return "stops at its next update boundary, with a checkpoint"
     folder = run.attempt(max(0, run.attempts_made() - 1))
-    if all((folder / HEEDS.format(rank)).exists() for rank in range(int(plan["ranks"]))):
+    if all((folder / STOP_HANDLER.format(rank)).exists() for rank in range(int(plan["ranks"]))):
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"
     return f"gets {signal} on every rank; what it does then, and whether it saves, is its own"

@@ -14,7 +14,7 @@ WARNINGS = "ORCHESTRATOR_WARNINGS"
 # Names in an attempt's folder; `folder.py` has the paths.
 STOP_ASKED = "stop-asked"
 STOP_AFTER = "stop-after"
-HEEDS = "heeds-{:05d}"
+STOP_HANDLER = "stop-handler-{:05d}"
 WIDTH = 20
 NOT_YET = -1
 

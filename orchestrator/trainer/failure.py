@@ -80,14 +80,14 @@ def remedy(error: BaseException) -> str | None:
 
 def describe(error: BaseException) -> str:
     """Return the cause in a few lines: our errors as they are, others with the type's name."""
-    if told := _loader_worker(error):
-        return told
+    if ended := _loader_worker(error):
+        return ended
     text = words_of(error)
     if isinstance(error, OrchestratorError):
         return text
-    told = f"{type(error).__name__}: {text}" if text else type(error).__name__
-    told_how = remedy(error)
-    return told if told_how is None else f"{told} ({told_how})"
+    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    advice = remedy(error)
+    return named if advice is None else f"{named} ({advice})"
 
 
 MOST_OF_TRACEBACK = 64 * 1024

@@ -37,7 +37,7 @@ from orchestrator.config.schema import Config
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import EXIT_FINISHED, OrchestratorError, RankHangs, StopRequested
 from orchestrator.rundir.files import read_end, write_json
-from orchestrator.rundir.program_link import HEEDS, NOT_YET, read_number, write_number
+from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
 from orchestrator.rundir.warnings import warn
 from orchestrator.trainer.program_environment import (
     ProgramRendezvous,
@@ -162,7 +162,7 @@ class StopForwarding:
         self._asked, self._agreed = str(run.stop_asked(attempt)), str(run.stop_after(attempt))
         self._sent_at: float | None = None
         self._sent_to: int | None = None  # None: all processes
-        self._unheeded_since: float | None = None
+        self._unhandled_since: float | None = None
         self._warned = False
 
     @property
@@ -178,46 +178,48 @@ class StopForwarding:
         """Forward a pending stop. `pid`: of the program's first process, which leads its group."""
         if not self._stop.requested:
             return
-        now, heeding = time.monotonic(), self._heeding(pid)
-        others_left = self._sent_to is not None and heeding is None  # they have not received it
+        now, handler = time.monotonic(), self._handler(pid)
+        others_left = self._sent_to is not None and handler is None  # they have not received it
         if self._sent_at is not None and not others_left:
             again = max(self._stop.times.values()) > self._sent_at
             if not again or now < self._sent_at + STOP_AGAIN_S:
                 return
-        first, self._sent_at, self._sent_to = self._sent_at is None, now, heeding
-        if first and heeding is not None and self.agreed:
+        first, self._sent_at, self._sent_to = self._sent_at is None, now, handler
+        if first and handler is not None and self.agreed:
             return  # it knows from the others, or is done: a Python that ends has no handler left
         log.info("asked to stop: %s to the program", self._number.name)
         write_number(self._asked, 0)
         try:
-            if heeding is None:
+            if handler is None:
                 os.killpg(pid, self._number)
             else:
-                os.kill(heeding, self._number)
+                os.kill(handler, self._number)
         except ProcessLookupError:  # it has just ended
             return
 
-    def _heeding(self, pid: int) -> int | None:
+    def _handler(self, pid: int) -> int | None:
         """Return the process that calls `should_stop`, while it lives."""
-        found = read_number(str(self._folder / HEEDS.format(self._rank)))
+        found = read_number(str(self._folder / STOP_HANDLER.format(self._rank)))
         ours = found in (pid, *descendants(pid)) and state_of(found) not in "ZX"
         return found if ours else None
 
-    def check_all_heed(self, now: float) -> None:
+    def check_all_handle(self, now: float) -> None:
         """On rank 0, warn once if a stop was asked for, and only some ranks call `should_stop`."""
         if self._warned or self._rank or read_number(self._asked) == NOT_YET:
             return
-        self._unheeded_since = self._unheeded_since or now
-        if now - self._unheeded_since < SHOULD_STOP_S or self.agreed:
+        self._unhandled_since = self._unhandled_since or now
+        if now - self._unhandled_since < SHOULD_STOP_S or self.agreed:
             return
         self._warned = True
-        missing = [r for r in range(self._size) if not (self._folder / HEEDS.format(r)).exists()]
+        missing = [
+            r for r in range(self._size) if not (self._folder / STOP_HANDLER.format(r)).exists()
+        ]
         if 0 < len(missing) < self._size:
             named = ", ".join(map(str, missing))
             warn(
-                f"asked to stop, but rank {named} never called should_stop, which all ranks must "
+                f"asked to stop, but rank {named} never called should_stop, as all ranks must "
                 f"after every update; the stop waits for that",
-                kind="not heeded",
+                kind="stop not handled",
             )
 
 
@@ -337,7 +339,7 @@ class ProgramRank:
                 if now < check:
                     continue
                 check = now + CHECK_S
-                stop.check_all_heed(now)
+                stop.check_all_handle(now)
                 if is_stopped(child.pid):
                     stopped_since = stopped_since or now
                     if now - stopped_since >= silence_s:

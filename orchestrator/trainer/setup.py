@@ -327,7 +327,7 @@ def _environment_before(run: RunDir) -> dict[str, Any] | None:
     try:
         return run.read_environment()
     except RunFolderError as error:
-        warn(f"{error}; so nobody can tell whether this start computes with the same")
+        warn(f"{error}; so whether this start computes with the same is unknown")
         return None
 
 

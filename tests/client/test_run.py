@@ -124,13 +124,13 @@ def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, si
     ranks = {rank: Stop(attempt, rank, 3) for rank in range(3) if rank != silent}
     assert not any(stop.due(0) for stop in ranks.values())
     forwarding = forwarding_of(attempt)
-    forwarding.check_all_heed(0.0)
+    forwarding.check_all_handle(0.0)
     write_number(str(attempt / STOP_ASKED), 0)
     assert not any(stop.due(update) for update in (1, 2) for stop in ranks.values())
-    forwarding.check_all_heed(1.0)
+    forwarding.check_all_handle(1.0)
     with pytest.warns(UserWarning, match=f"rank {silent} never called should_stop"):
-        forwarding.check_all_heed(1.0 + SHOULD_STOP_S)
-    forwarding.check_all_heed(100.0)  # once
+        forwarding.check_all_handle(1.0 + SHOULD_STOP_S)
+    forwarding.check_all_handle(100.0)  # once
 
 
 def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
@@ -139,5 +139,5 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
         for rank in ranks:
             Stop(attempt, rank, 3).due(0)
         forwarding = forwarding_of(attempt)
-        forwarding.check_all_heed(1.0)
-        forwarding.check_all_heed(1.0 + SHOULD_STOP_S)
+        forwarding.check_all_handle(1.0)
+        forwarding.check_all_handle(1.0 + SHOULD_STOP_S)

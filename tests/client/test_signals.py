@@ -7,7 +7,13 @@ import signal
 import time
 
 from orchestrator.client.stop import Stop
-from orchestrator.rundir.program_link import HEEDS, NOT_YET, STOP_AFTER, STOP_ASKED, write_number
+from orchestrator.rundir.program_link import (
+    NOT_YET,
+    STOP_AFTER,
+    STOP_ASKED,
+    STOP_HANDLER,
+    write_number,
+)
 from tests.helpers import until
 
 SIZE, ROUNDS = 4, 100
@@ -41,7 +47,7 @@ def test_a_hundred_stops_of_random_ranks_at_random_moments_end_after_one_update(
     for process in ranks:
         process.start()
     for folder in folders:
-        until(lambda f=folder: all((f / HEEDS.format(r)).exists() for r in range(SIZE)))
+        until(lambda f=folder: all((f / STOP_HANDLER.format(r)).exists() for r in range(SIZE)))
         time.sleep(draw.uniform(0, 0.03))
         for process in draw.sample(ranks, draw.randint(1, 2)):
             os.kill(process.pid, signal.SIGTERM)
