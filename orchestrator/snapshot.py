@@ -3,35 +3,33 @@
 A queued job may start days later, and again after every preemption. It imports from its copy, so
 editing files meanwhile changes nothing. Copied are the source folders that hold this package and
 the job's module, as git sees them: tracked, modified and new files, not the ignored ones, and no
-files that hold secrets by their names. Installed packages are not copied. The copy is one archive,
-since shared file systems are slow at hundreds of small files; each start of the job unpacks it on
-each node (`start_from_copy.py`).
+files that hold secrets by their names. Installed packages are not copied.
+
+A copy is a folder `code/NNN` of a run, or of a sweep whose runs share it, with one folder for each
+source folder (`0`, `1`) and a record of what it holds (`copy.json`). All nodes import from it.
 """
 
 from __future__ import annotations
 
-import errno
 import hashlib
-import io
 import os
 import re
+import shutil
 import stat
 import subprocess
 import sys
 import sysconfig
-import tarfile
 from collections.abc import Iterable, Iterator, Mapping
 from fnmatch import translate
 from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from orchestrator.config.job_source import copied_script, find_module, once
 from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.files import blocks, write_atomically, write_json
-from orchestrator.rundir.folder import code_state_path
+from orchestrator.rundir.files import make_folder, read_json, remove, write_json
 from orchestrator.units import format_bytes
 
 SECRET_FOLDERS = (".ssh", ".aws", ".gnupg", ".kube", ".azure", ".docker", "gcloud", ".gcloud")
@@ -78,7 +76,7 @@ def shorten(left_out: Iterable[str]) -> str:
     return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
-GIT_STATE_TIMEOUT_S = 20
+GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
 
 
@@ -104,24 +102,22 @@ def code_state(folder: Path) -> dict[str, Any]:
 
     The diff leaves out `secret_files`.
     """
-    commit = _git(folder, "rev-parse", "HEAD")
-    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or ""
+    commit = _git(folder, "rev-parse", "HEAD") or b""
+    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or b""
     return {
         "folder": str(folder),
-        "commit": commit.strip() if commit else None,
-        "diff": diff[:DIFF_LIMIT_BYTES],
+        "commit": commit.decode().strip() or None,
+        "diff": diff[:DIFF_LIMIT_BYTES].decode("utf-8", "replace"),
         "diff_cut": len(diff) > DIFF_LIMIT_BYTES,
     }
 
 
-def _git(folder: Path, *arguments: str) -> str | None:
+def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return the output of a git command about the folder; None without git or a repository."""
     try:
         done = subprocess.run(
-            ["git", *arguments],
-            cwd=folder, capture_output=True, text=True, errors="replace",
-            timeout=GIT_STATE_TIMEOUT_S, check=False,
-        )  # fmt: skip
+            ["git", *arguments], cwd=folder, capture_output=True, timeout=GIT_TIMEOUT_S, check=False
+        )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
     return done.stdout if done.returncode == 0 else None
@@ -129,10 +125,11 @@ def _git(folder: Path, *arguments: str) -> str | None:
 
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
-GIT_TIMEOUT_S = 60
 OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
 PACKAGE = Path(__file__).resolve().parent
-STARTER = Path(__file__).with_name("start_from_copy.py")
+CODE_VARIABLE = "ORCHESTRATOR_CODE"
+"""The copy that a process runs from."""
+RECORD = "copy.json"
 
 
 def source_root(module: str) -> tuple[Path, str] | None:
@@ -184,16 +181,10 @@ def _root_of_script(program: Program) -> tuple[Path, str] | None:
 
 def _git_files(root: Path) -> list[str] | None:
     """Return files below `root` that git knows or would add; None if git gives no answer."""
-    try:
-        done = subprocess.run(
-            ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
-            cwd=root, capture_output=True, timeout=GIT_TIMEOUT_S, check=False,
-        )  # fmt: skip
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+    listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
+    if listed is None:
         return None
-    if done.returncode:
-        return None
-    return sorted({os.fsdecode(name) for name in done.stdout.split(b"\0") if name})
+    return sorted({os.fsdecode(name) for name in listed.split(b"\0") if name})
 
 
 def _walked(root: Path, tops: set[str]) -> Iterator[str]:
@@ -290,10 +281,9 @@ def copies(target: str | Program, into: Path) -> dict[Path, Path]:
 
 
 def take(target: str | Program, run: Path, into: Path) -> list[str]:
-    """Copy the code of the run `run` into `into`.tar, which unpacks as the folder `into`.
+    """Copy the code of the run, or sweep, `run` into the folder `into`; it appears complete.
 
-    The digest of its content and place is written next to it: the unpacking process verifies that
-    it is the submitted copy, and for this run.
+    A copy of an earlier start that was refused is replaced. Files cannot be written.
 
     Returns:
         The names of files that were left out: secrets, and links that lead elsewhere.
@@ -301,84 +291,65 @@ def take(target: str | Program, run: Path, into: Path) -> list[str]:
     Raises:
         RunFolderError: there is too much of it.
     """
-    files = size = 0
+    found: dict[Path, dict[str, int]] = {}
     left_out: list[str] = []
-    places = copies(target, into)
+    for root, tops in source_roots(target).items():
+        found[root], omitted = _files(root, tops, run)
+        left_out += omitted
+        if absent := [top for top in tops if (root / top).is_file() and top not in found[root]]:
+            raise RunFolderError(
+                f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
+                f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
+            )
+    _check_size(found)
     into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = archive_of(into).with_suffix(".part")
-    part.unlink(missing_ok=True)  # whatever it is, or leads to
-    with part.open("xb") as file, tarfile.open(fileobj=file, mode="w") as archive:
-        for root, tops in source_roots(target).items():
-            sizes, omitted = _files(root, tops, run)
-            left_out += omitted
-            files, size = files + len(sizes), size + sum(sizes.values())
-            if size > LIMIT_BYTES or files > LIMIT_FILES:
-                _refuse(root, sizes, files, size)
-            if absent := [top for top in tops if (root / top).is_file() and top not in sizes]:
-                raise RunFolderError(
-                    f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
-                    f"secret is, or a link that leads elsewhere; rename it, or set "
-                    f"run.snapshot=false"
-                )
-            for name in sizes:
-                _add(archive, f"{root}/{name}", f"{places[root].name}/{name}")
-    write_atomically(starter_of(into), STARTER.read_text(encoding="utf-8"))
-    write_atomically(digest_of(into), f"{_sha256(into, part)}  -\n")
-    part.replace(archive_of(into))
-    write_json(code_state_path(into), code_state(next(reversed(places), PACKAGE.parent)))
+    part = into.with_name(f".{into.name}.part")
+    for old in filter(os.path.lexists, (part, into)):
+        remove(old)
+    make_folder(part)
+    for number, (root, sizes) in enumerate(found.items()):
+        _copy(root, sizes, part / str(number))
+    places = {str(root): place.name for root, place in copies(target, into).items()}
+    git = code_state(next(reversed(found), PACKAGE.parent))
+    write_json(part / RECORD, {"roots": places, "git": git})
+    part.rename(into)
     return left_out
 
 
-def archive_of(into: Path) -> Path:
-    """Return the archive that unpacks as the folder `into`."""
-    return into.with_name(f"{into.name}.tar")
+def _check_size(found: Mapping[Path, Mapping[str, int]]) -> None:
+    sizes = {root / name: size for root, names in found.items() for name, size in names.items()}
+    size = sum(sizes.values())
+    if size > LIMIT_BYTES or len(sizes) > LIMIT_FILES:
+        largest = max(sizes, key=lambda path: sizes[path])
+        raise RunFolderError(
+            f"the code in {' and '.join(map(str, found))} is {format_bytes(size)} in {len(sizes)} "
+            f"files (the largest is {largest}), too much to keep a copy with the run (at most "
+            f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, or "
+            f"set run.snapshot=false"
+        )
 
 
-def starter_of(into: Path) -> Path:
-    """Return the program that unpacks it where it runs."""
-    return into.with_name(f"{into.name}.py")
+def _copy(root: Path, names: Iterable[str], into: Path) -> None:
+    """Copy these files and links, each with its time and its right to be executed."""
+    paths = {root / name: into / name for name in names}
+    for folder in {path.parent for path in paths.values()}:
+        folder.mkdir(parents=True, exist_ok=True)
+    for source, path in paths.items():
+        shutil.copy2(source, path, follow_symlinks=False)
+        if not path.is_symlink():
+            path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
 
 
-def digest_of(into: Path) -> Path:
-    """Return the digest of the archive's place and content.
+def submitted(env: Mapping[str, str]) -> dict[str, Any] | None:
+    """Return the record of the copy that this process runs from; None if it runs from none.
 
-    `sha256sum --check` takes it with the folder's name, a line feed, the starter and the archive as
-    its input.
+    Returns:
+        `roots`: the path of each source folder's copy; `git`: its `code_state` at submission.
     """
-    return into.with_name(f"{into.name}.sha256")
-
-
-def _sha256(into: Path, archive: Path) -> str:
-    whole = hashlib.sha256(os.fsencode(into) + b"\n")
-    for file in (starter_of(into), archive):
-        for block in blocks(file):
-            whole.update(block)
-    return whole.hexdigest()
-
-
-def _add(archive: tarfile.TarFile, path: str, name: str) -> None:
-    """Add a file or a link: its contents at this moment, without its owner."""
-    entry = tarfile.TarInfo(name)
-    try:
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError as error:
-        if error.errno != errno.ELOOP:
-            raise
-        entry.type, entry.linkname = tarfile.SYMTYPE, os.readlink(path)  # noqa: PTH115  # as text
-        archive.addfile(entry)
-        return
-    with os.fdopen(descriptor, "rb") as file:
-        data = file.read(LIMIT_BYTES)
-        facts = os.fstat(file.fileno())
-        entry.size, entry.mode = len(data), 0o700 if facts.st_mode & stat.S_IXUSR else 0o600
-        entry.mtime = int(facts.st_mtime)
-    archive.addfile(entry, io.BytesIO(data))
-
-
-def _refuse(root: Path, sizes: Mapping[str, int], files: int, size: int) -> NoReturn:
-    largest = max(sizes, key=lambda name: sizes[name])
-    raise RunFolderError(
-        f"the code in {root} is {format_bytes(size)} in {files} files (the largest is {largest}), "
-        f"too much to keep a copy with the run (at most {format_bytes(LIMIT_BYTES)}, "
-        f"{LIMIT_FILES} files); leave data out by .gitignore, or set run.snapshot=false"
-    )
+    if CODE_VARIABLE not in env:
+        return None
+    copy = Path(env[CODE_VARIABLE])
+    record = read_json(copy / RECORD, checked=True)
+    if record is None:
+        raise RunFolderError(f"{copy} is no copy of the code: it has no {RECORD}")
+    return {**record, "roots": {root: str(copy / name) for root, name in record["roots"].items()}}

@@ -23,15 +23,13 @@ PLACE_VARIABLES = {
     "nodes": "SLURM_JOB_NUM_NODES",
 }
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
-# Node and folder in which the batch script continues with the ranks' copy of the code.
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"  # the process of the batch script
-BATCH_COPY_VARIABLE = "ORCHESTRATOR_BATCH_COPY"
-COPIES_VARIABLE = "ORCHESTRATOR_COPIES"
-"""Each folder whose code was copied at submission, and its copy, as JSON; for programs."""
+PATH_VARIABLE = "ORCHESTRATOR_PYTHONPATH"
+"""Folders of the run's code, which come first in the search path of a job's processes."""
 REPLACES_VARIABLE = "ORCHESTRATOR_REPLACES"
 """Number of earlier processes of this rank, if it replaces one."""
 OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
-"""PYTHONPATH as it was before ours came first; for programs."""
+"""PYTHONPATH as it was before these came first; for programs."""
 OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
 """The person's umask, in octal: what a program writes is as private as they have it."""
 

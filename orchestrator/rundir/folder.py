@@ -56,7 +56,6 @@ RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
 MOST_ATTEMPTS = 10**6
 LOGS_OF_RANKS = re.compile(r"ranks-[0-9]+")
-CODE_STATE = re.compile(rf"({ATTEMPT.pattern})\.json")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 OWN_FOLDERS = (
     "logs",
@@ -68,11 +67,6 @@ OWN_FOLDERS = (
     "code",
     "submitit",
 )
-
-
-def code_state_path(snapshot: Path) -> Path:
-    """Return the path of the file that says which code a snapshot holds."""
-    return snapshot.with_name(f"{snapshot.name}.json")
 
 
 def _nearest(missing: Path) -> str:
@@ -302,13 +296,6 @@ class RunDir:
         """Return the name of each rank's node, as far as the nodes recorded it."""
         places = [self.read(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
         return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
-
-    def submitted_code(self, attempt: int) -> dict[str, Any] | None:
-        """Return the `code_state` of the copy that this attempt runs; None without a copy."""
-        names = map(CODE_STATE.fullmatch, names_in(self.code))
-        ours = sorted({int(n[1]) for n in names if n and int(n[1]) <= attempt}, reverse=True)
-        found = (self.read(code_state_path(self.snapshot(number))) for number in ours)
-        return next((state for state in found if state is not None), None)
 
     def begin_attempt(self) -> int:
         """Create the next attempt's folder and return its number, from 0."""

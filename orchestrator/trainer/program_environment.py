@@ -9,7 +9,6 @@ does. Here it is kept for as long as the program runs.
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.topology import COPIES_VARIABLE, OUTER_PATH_VARIABLE, Topology
+from orchestrator.agent.topology import OUTER_PATH_VARIABLE, Topology
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import Program
 from orchestrator.config.reading import with_run_folder
@@ -27,7 +26,7 @@ from orchestrator.engine.common.rendezvous import Notice, keep_port
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
-from orchestrator.start_from_copy import PLACE_VARIABLE
+from orchestrator.snapshot import submitted
 
 
 @dataclass(slots=True)
@@ -145,9 +144,9 @@ def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
 
 
 def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
-    """Return each source folder's copy on this node; none for a local run."""
-    names: dict[str, str] = json.loads(env.get(COPIES_VARIABLE, "{}"))
-    return {Path(root): Path(env[PLACE_VARIABLE], name) for root, name in names.items()}
+    """Return each source folder's copy; none for a run without copies, as a local one."""
+    record = submitted(env) or {"roots": {}}
+    return {Path(root): Path(copy) for root, copy in record["roots"].items()}
 
 
 def environment(

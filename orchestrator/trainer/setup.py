@@ -32,7 +32,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.warnings import warn
-from orchestrator.snapshot import code_state, folder_of
+from orchestrator.snapshot import code_state, folder_of, submitted
 from orchestrator.trainer.consistency_checks import (
     agreed_samples,
     agreed_survival,
@@ -202,8 +202,8 @@ def _set_up(worker: WorkerProcess) -> Training:
         checkpoint.check_initial(run)
         engine.load_weights(run.initial_weights)
     if topology.rank == 0:
-        copied = run.submitted_code(attempt) if topology.scheduled and config.run.snapshot else None
-        code = copied or code_state(folder_of(type(job)))
+        copied = submitted(os.environ)
+        code = copied["git"] if copied else code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_environment(run, environment, engine, planned)
         training.record()

@@ -199,7 +199,6 @@ def test_a_folder_that_no_attempt_made_costs_no_time_and_no_attempt(whole, tmp_p
     run.begin_attempt()
     (run.attempts / "999999999").mkdir()
     assert (run.attempts_made(), run.restarts()) == (1, [])
-    assert run.submitted_code(10**9) is None
     (run.attempts / "999999").mkdir()
     assert run.restarts() == []
     with pytest.raises(RunFolderError, match="attempts is damaged: it has an attempt 999999"):

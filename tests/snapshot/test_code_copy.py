@@ -1,15 +1,17 @@
 """The copy of the code: no secrets, nothing from outside the folder, and a bounded size."""
 
 import os
+import shutil
 import subprocess
-import tarfile
+import sys
+from pathlib import Path
 
 import pytest
 
 from orchestrator import snapshot
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import code_state
+from orchestrator.snapshot import CODE_VARIABLE, code_state, submitted
 
 SECRETS = (
     ".env", ".env.local", "conf/prod.env", "id_rsa", "keys/id_ed25519", ".aws/credentials",
@@ -39,21 +41,24 @@ def project(tmp_path, monkeypatch):
 def taken(tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
-    left_out = snapshot.take("mine.Mine", run.path, run.snapshot(0))
-    with tarfile.open(snapshot.archive_of(run.snapshot(0))) as archive:
-        found = {member.name: member for member in archive.getmembers()}
-        text = b"".join(archive.extractfile(m).read() for m in found.values() if m.isreg())
-    beside = run.snapshot(0).with_suffix(".json").read_text()
-    return {name.partition("/")[2]: m for name, m in found.items()}, text, left_out, beside
+    copy = run.snapshot(0)
+    left_out = snapshot.take("mine.Mine", run.path, copy)
+    found = {
+        str(path.relative_to(copy / "0")): path
+        for path in (copy / "0").rglob("*")
+        if path.is_symlink() or not path.is_dir()
+    }
+    text = b"".join(path.read_bytes() for path in found.values())
+    return found, text, left_out, (copy / "copy.json").read_text()
 
 
 def test_files_that_hold_secrets_by_name_are_neither_copied_nor_in_the_diff(project, tmp_path):
-    found, text, left_out, beside = taken(tmp_path)
+    found, text, left_out, record = taken(tmp_path)
     assert set(found) == set(CODE)
     assert set(left_out) == set(SECRETS)
     assert b"hunter2" not in text
-    assert "hunter2" not in beside
-    assert "changed code" in beside
+    assert "hunter2" not in record
+    assert "changed code" in record
     assert "hunter2" not in code_state(project / "package")["diff"]
 
 
@@ -77,8 +82,7 @@ def test_links_stay_links_and_those_that_lead_out_are_left_out(project, tmp_path
     (project / "absolute").symlink_to(project / "mine.py")
     (project / "alias.py").symlink_to("mine.py")
     found, text, left_out, _ = taken(tmp_path)
-    assert found["alias.py"].issym()
-    assert found["alias.py"].linkname == "mine.py"
+    assert found["alias.py"].readlink() == Path("mine.py")
     assert {"out.py", "up", "absolute"} <= set(left_out)
     assert not {"out.py", "up", "absolute"} & set(found)
     assert b"hunter2" not in text
@@ -87,5 +91,43 @@ def test_links_stay_links_and_those_that_lead_out_are_left_out(project, tmp_path
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(project, tmp_path):
     (project / "weights.bin").touch()
     os.truncate(project / "weights.bin", 1 << 40)
-    with pytest.raises(RunFolderError, match=r"the largest is weights\.bin"):
+    with pytest.raises(RunFolderError, match=r"the largest is \S+/weights\.bin"):
         taken(tmp_path)
+
+
+def test_a_copy_is_private_cannot_be_written_and_replaces_that_of_a_refused_start(
+    project, tmp_path
+):
+    (project / "tool.sh").write_text("#!/bin/sh\n")
+    (project / "tool.sh").chmod(0o777)
+    snapshot.take("mine.Mine", tmp_path / "run", tmp_path / "run" / "code" / "000")
+    shutil.rmtree(tmp_path / "run" / "code" / "000" / "0" / "package")
+    (project / "mine.py").write_text("mine = 2\n")
+    copy = tmp_path / "run" / "code" / "000"
+    snapshot.take("mine.Mine", tmp_path / "run", copy)
+    assert [path.name for path in copy.parent.iterdir()] == ["000"]
+    assert copy.stat().st_mode & 0o777 == 0o700
+    modes = {name: (copy / "0" / name).stat().st_mode & 0o777 for name in (*CODE, "tool.sh")}
+    assert modes == {**dict.fromkeys(CODE, 0o400), "tool.sh": 0o500}
+    assert (copy / "0" / "mine.py").read_text() == "mine = 2\n"
+    record = submitted({CODE_VARIABLE: str(copy)})
+    assert record["roots"] == {str(project): str(copy / "0")}
+    assert submitted({}) is None
+
+
+def test_the_runs_code_comes_first_in_the_path_of_what_the_batch_script_starts(tmp_path):
+    """Neither the entry's own folder, with its many common names, nor the working folder does."""
+    entry = snapshot.PACKAGE / "clusters" / "slurm" / "node_entry.py"
+    copy, user = tmp_path / "copy", tmp_path / "user"
+    for folder, says in ((copy, "ours"), (user, "theirs"), (tmp_path, "edited")):
+        (folder / "orchestrator" / "clusters" / "slurm").mkdir(parents=True)
+        (folder / "orchestrator" / "__init__.py").touch()
+        (folder / "orchestrator" / "clusters" / "slurm" / "outcome.py").write_text(
+            f"import os, sys\nprint({says!r}, sys.path[0], os.environ['PYTHONPATH'])\nexit()"
+        )
+    done = subprocess.run(
+        [sys.executable, "-u", "-P", entry, "after", "run", "0", "0", ""],
+        cwd=tmp_path, capture_output=True, text=True, check=True,
+        env={"ORCHESTRATOR_PYTHONPATH": f"{copy}:{tmp_path}", "PYTHONPATH": str(user)},
+    )  # fmt: skip
+    assert done.stdout == f"ours {copy} {copy}:{tmp_path}:{user}\n"

@@ -9,7 +9,6 @@ of their own. The code is copied once per array.
 from __future__ import annotations
 
 import getpass
-import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -20,17 +19,16 @@ from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import option_line, script_name
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.clusters.slurm.submission import ARRAYS, NUMBER, BeyondLimit, queue
+from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of
 from orchestrator.errors import spans
 from orchestrator.rundir.files import (
     make_folder,
     names_in,
-    read_json,
     write_atomically,
-    write_json,
     written_together,
 )
-from orchestrator.rundir.folder import RunDir, code_state_path
+from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
@@ -198,12 +196,8 @@ def _next_path(folder: Path) -> Path:
     return folder / f"{max(taken, default=-1) + 1:03d}"
 
 
-def lay_out(sweep: Path, part: Sequence[Placed]) -> list[Path]:
-    """Write the batch scripts of runs of one sweep and what these start.
-
-    Returns:
-        The copies of the code, of which runs of the same program share one.
-    """
+def lay_out(sweep: Path, part: Sequence[Placed]) -> None:
+    """Write the batch scripts of runs of one sweep, their tasks, and the code that they share."""
 
     def source_of(cluster: BaseSlurmCluster) -> object:
         target = target_of(cluster.config.job)
@@ -214,37 +208,12 @@ def lay_out(sweep: Path, part: Sequence[Placed]) -> list[Path]:
         if cluster.config.run.snapshot and source_of(cluster) not in copies:
             copies[source_of(cluster)] = copy = _next_path(sweep / CODE)
             cluster.copy_code(sweep, copy)
-    states: dict[tuple[Path, str], Path] = {}
     with written_together([sweep]):
         for cluster, request in part:
             run, copy = RunDir(request.run), copies.get(source_of(cluster))
-            cluster.write_start(run)
+            write_task(run)
             text = cluster.request(request.run, request.attempt, copy).text
             write_atomically(run.submitit / f"{script_name(request.attempt)}.sh", text)
-            if copy is not None:
-                _write_code_state(copy, run, request.attempt, states)
-    return list(copies.values())
-
-
-def _write_code_state(
-    copy: Path, run: RunDir, attempt: int, states: dict[tuple[Path, str], Path]
-) -> None:
-    """Write which code it is to the run's folder, for readers of this run alone.
-
-    Its differences from git may be large, so runs share the file; not the copy's digest, which
-    includes its name.
-
-    Args:
-        states: what was written so far, by the copy and the file's name.
-    """
-    run.code.mkdir(mode=0o700, exist_ok=True)
-    state = code_state_path(run.snapshot(attempt))
-    first = states.setdefault((copy, state.name), state)
-    if first is state:
-        write_json(state, read_json(code_state_path(copy)) or {})
-    else:
-        state.unlink(missing_ok=True)
-        os.link(first, state)
 
 
 def array_script(part: Sequence[Request], at_once: int | None, largest: int) -> str:

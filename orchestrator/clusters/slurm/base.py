@@ -11,9 +11,7 @@ from typing import Any
 from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.batch_script import (
-    AFTER_NODE,
     Here,
-    after_node,
     all_options,
     here,
     script_name,
@@ -91,7 +89,7 @@ class BaseSlurmCluster(Cluster):
         run = RunDir(request.run)
         if self.config.run.snapshot:
             self.copy_code(run.path, run.snapshot(request.attempt))
-        self.write_start(run)
+        write_task(run)
         Executor(folder=run.submitit).submit(Task(str(run.path)))
 
     def copy_code(self, run: Path, into: Path) -> None:
@@ -102,11 +100,3 @@ class BaseSlurmCluster(Cluster):
                 f"the copy of the code leaves out what holds secrets by its name, and links "
                 f"that lead elsewhere: {shorten(left_out)}"
             )
-
-    def write_start(self, run: RunDir) -> None:
-        """Write the task of each node, and the script that srun starts after it."""
-        run.submitit.mkdir(mode=0o700, exist_ok=True)
-        script = run.submitit / AFTER_NODE
-        write_atomically(script, after_node(run))
-        script.chmod(0o700)
-        write_task(run)

@@ -11,7 +11,6 @@ killed itself, the coordinator or the next `resume` or `status` does that.
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,25 +21,21 @@ from string import Template
 from orchestrator import snapshot
 from orchestrator.agent.topology import (
     BASE_ATTEMPT_VARIABLE,
-    BATCH_COPY_VARIABLE,
     BATCH_PID_VARIABLE,
-    COPIES_VARIABLE,
     INTERFACE_VARIABLE,
-    OUTER_PATH_VARIABLE,
     OUTER_UMASK_VARIABLE,
+    PATH_VARIABLE,
 )
 from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
-from orchestrator.config.program import short_name, target_of
+from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
-from orchestrator.start_from_copy import DISK, MEMORY, NAME
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
 LATE_S = 10  # between the signals to an srun that does not end
-AFTER_NODE = "after_node.sh"
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
     "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
@@ -109,16 +104,6 @@ refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 """)
-# Only the submitted code runs. Each node unpacks it afresh.
-SOUND_CODE = Shell("""\
-snapshot=@{snapshot}
-refuse_links "$snapshot.py" "$snapshot.tar" "$snapshot.sha256"
-printf '%s\\n' "$snapshot" | cat - "$snapshot.py" "$snapshot.tar" |
-    sha256sum --check --strict --status "$snapshot.sha256" || {
-    echo "error: the code in $snapshot.tar is damaged: $snapshot.sha256 differs" >&2
-    exit 1
-}
-""")
 SUBSHELL = Shell("""\
 (  # whatever is set, trapped or ended in here, what follows it is done
 [ ! -e "$run/cancel" ] || exit 0
@@ -153,33 +138,6 @@ if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is t
 fi
 exit $code
 """)
-EPILOG = Shell("""\
-#!/bin/sh
-# Started by the scheduler on each node whose task has ended.
-exec >/dev/null 2>&1
-run=@{run}
-mine=@{NAME}-$(id -u) start=$SLURM_JOB_ID-${SLURM_RESTART_COUNT:-0}-$SLURMD_NODENAME
-if [ "$@{BATCH_COPY}" = "$SLURMD_NODENAME:${TMPDIR-}" ] &&
-    kill -0 "$@{BATCH_PID}"; then  # the batch script runs from it, and removes it
-    exit
-fi
-for base in "${TMPDIR:-@{DISK}}" @{MEMORY} @{DISK} "$run/@{code}"; do
-    for copy in "$base/$mine"-*-"$start"; do
-        [ ! -d "$copy" ] || flock -n "$copy" rm -rf "$copy"
-    done
-done
-""")
-
-
-def after_node(run: RunDir) -> str:
-    """Return the script that srun starts after a node's task (--task-epilog).
-
-    It removes the run's unpacked code from the node, however the node's agent ended.
-    """
-    return EPILOG.substitute(
-        run=quoted(run.path), code=run.code.name, NAME=NAME, DISK=DISK, MEMORY=MEMORY,
-        BATCH_COPY=BATCH_COPY_VARIABLE, BATCH_PID=BATCH_PID_VARIABLE,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,32 +147,23 @@ class Here:
     Attributes:
         python: the interpreter that the ranks use.
         folder: the user's working folder; the job runs there too.
-        package: folder of this package as the ranks import it: in the snapshot, or installed.
+        package: folder of this package as the ranks import it: in the copy, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
-        unpacked: the folder that the code's archive, next to it, unpacks to, if any.
+        code: the copy of the code, if any.
         defaults: options of sbatch that the user's SBATCH_* variables set, by option.
-        copies: where each source folder's copy will be; None if the job is no program.
     """
 
     python: str
     folder: Path
     package: Path
     path: tuple[Path, ...] = ()
-    unpacked: Path | None = None
+    code: Path | None = None
     defaults: tuple[Default, ...] = ()
-    copies: Mapping[Path, Path] | None = None
-
-    def in_copy(self, place: Path) -> bool:
-        return self.unpacked is not None and place.is_relative_to(self.unpacked)
 
     @property
     def starter(self) -> list[str]:
-        """Return Python's arguments that run our part of a job."""
-        program = self.package / STARTER
-        if self.unpacked is None:
-            return ["-u", str(program)]
-        inside = program.relative_to(self.unpacked) if self.in_copy(program) else program
-        return ["-I", f"{self.unpacked}.py", str(self.unpacked), str(inside)]
+        """Return Python's arguments that run our part of a job; -P: no other module is in reach."""
+        return ["-u", "-P", str(self.package / STARTER)]
 
 
 def here(config: Config, copy: Path) -> Here:
@@ -223,23 +172,19 @@ def here(config: Config, copy: Path) -> Here:
     Args:
         copy: where the copy of the code goes, if there is to be one.
     """
-    target = target_of(config.job)
-    roots = snapshot.source_roots(target)
+    target, package = target_of(config.job), snapshot.PACKAGE
     if config.run.snapshot:
         places = snapshot.copies(target, copy)
     else:
-        places = {root: root for root in roots}
-    package = snapshot.PACKAGE
+        places = {root: root for root in snapshot.source_roots(target)}
     own = places.get(package.parent)
-    path = [*places.values(), Path.cwd()]
     return Here(
         python=sys.executable,
         folder=Path.cwd(),
         package=own / package.name if own else package,
-        path=tuple(dict.fromkeys(path)),
-        unpacked=copy if config.run.snapshot else None,
+        path=tuple(dict.fromkeys([*places.values(), Path.cwd()])),
+        code=copy if config.run.snapshot else None,
         defaults=read_defaults(os.environ),
-        copies=None if isinstance(target, str) else places if config.run.snapshot else {},
     )
 
 
@@ -359,30 +304,21 @@ def _step(
     held: bool = False,
 ) -> Iterator[str]:
     """Yield the lines from the node's checks to srun's `code`."""
-    program = here.copies is not None  # its path and umask are the user's own
     containers = config.cluster.container is not None  # it has its own Python
-    path = search_path(here)
-    yield from (
-        OWN_SHELL,
-        *(["outer_umask=$(umask)"] if program else []),
-        "umask 077",
-        f"{BATCH_PID_VARIABLE}=$$",
-        f"export {BATCH_PID_VARIABLE}",
-    )
-    if not held:
-        yield f'{BATCH_COPY_VARIABLE}="$SLURMD_NODENAME:${{TMPDIR-}}"'
-        yield f"export {BATCH_COPY_VARIABLE}"
+    yield OWN_SHELL
+    if is_program(config.job):  # what it writes is as private as the user has it
+        yield f"export {OUTER_UMASK_VARIABLE}=${{{OUTER_UMASK_VARIABLE}:-$(umask)}}"
+    yield "umask 077"
+    yield f"export {BATCH_PID_VARIABLE}=$$"
     yield from TRAPS.lines(forwarded="$1" if held else "USR2")
     yield from CHECKS.lines(run=quoted(run.path))
     yield from () if containers else PYTHON_CHECK.lines(python=quoted(here.python))
     yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
-    if here.unpacked is not None:
-        yield from SOUND_CODE.lines(snapshot=quoted(here.unpacked))
-    yield from ["outer_path=${PYTHONPATH-}"] if program else []
-    yield from path
+    yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, here.path)))}"
+    if here.code is not None:
+        yield f"export {snapshot.CODE_VARIABLE}={quoted(here.code)}"
     yield from SUBSHELL.lines()
     yield from _exports(config.cluster.environment, config.cluster.cpus_per_rank)
-    yield from ['export PYTHONPATH="$outer_path"'] if program else []
     yield from _preamble(config)
     if config.cluster.interface is not None:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
@@ -390,22 +326,10 @@ def _step(
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}"
-    if here.copies is not None:
-        copies = json.dumps({str(root): copy.name for root, copy in here.copies.items()})
-        yield f'export {OUTER_PATH_VARIABLE}="$PYTHONPATH"'
-        yield f'export {OUTER_UMASK_VARIABLE}="$outer_umask"'
-        yield f"export {COPIES_VARIABLE}={quoted(copies)}"
-    yield from path
     for number, words in enumerate(_srun(config, here, run, shape)):
         yield f"{'    ' if number else ''}{_words(words)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
     yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if held else "USR2")
-
-
-def search_path(here: Here) -> list[str]:
-    """Return the line of PYTHONPATH: the run's own code first; its copy, if that is unpacked."""
-    path = ":".join(str(folder) for folder in here.path if not here.in_copy(folder))
-    return [f'export PYTHONPATH={quoted(path)}"${{PYTHONPATH:+:$PYTHONPATH}}"'] if path else []
 
 
 def _words(words: Sequence[str]) -> str:
@@ -447,7 +371,6 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
         f"--cpus-per-task={cpus_per_node(cluster)}",
         *shape,
         f"--output={run.logs}/node%n.log",
-        f"--task-epilog={run.submitit / AFTER_NODE}",
         *(
             f"--{name}" if value is True else f"--{name}={value}"
             for name, value in flags.items()
@@ -458,15 +381,14 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
     return [
         ["exec", "srun"],
         *([option] for option in alone),
-        [*python, *here.starter[:2]],
-        [*here.starter[2:], "node"],
-        [str(run.submitit)],
+        [*python, *here.starter],
+        ["node", str(run.submitit)],
     ]
 
 
 def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
     """Return (srun's options, the command before the starter) for a container, or for none."""
-    folders = {run.path, here.folder, *here.path}
+    folders = {run.path, here.folder, *here.path, *([here.code] if here.code else [])}
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
     shared = sorted(str(folder) for folder in folders - inner)
     if cluster.container_runtime == "pyxis":

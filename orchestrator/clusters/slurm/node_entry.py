@@ -1,7 +1,7 @@
 """Entry points of the batch script: `node_entry.py node FOLDER | after RUN ATTEMPT CODE SIGNAL`.
 
-Run as a file, so that the first entry of Python's path is this file's folder, which is removed:
-with `-m` it would be the user's working folder, whose files may have been edited since.
+`python -P` runs this file, so neither its own folder nor the user's working folder, whose files
+may have been edited since, comes first in Python's path: the run's code does.
 """
 
 from __future__ import annotations
@@ -10,8 +10,14 @@ import os
 import sys
 from pathlib import Path
 
-# As in `start_from_copy`, which started this if the code is a copy.
-PLACE_VARIABLE, LOCK_VARIABLE = "ORCHESTRATOR_CODE", "ORCHESTRATOR_CODE_LOCK"
+
+def put_own_code_first() -> None:
+    """Begin the search path of this process and of its child processes with the run's code."""
+    # As `agent.topology` names them, which cannot be imported yet.
+    own, outer = os.environ["ORCHESTRATOR_PYTHONPATH"], os.environ.get("PYTHONPATH", "")
+    sys.path[:0] = own.split(os.pathsep)
+    os.environ["ORCHESTRATOR_OUTER_PYTHONPATH"] = outer
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [own, outer]))
 
 
 def node(folder: str) -> None:
@@ -23,8 +29,6 @@ def node(folder: str) -> None:
     # We know only our own step, which may be a part of a user's allocation.
     for ours in ("NUM_NODES", "NODELIST"):
         os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
-    if LOCK_VARIABLE in os.environ:  # child processes of a worker must not keep its code there
-        os.set_inheritable(int(os.environ[LOCK_VARIABLE]), False)
     from submitit.core.submission import process_job
 
     from orchestrator.clusters.slurm.task import find_task
@@ -43,10 +47,7 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     from orchestrator.errors import START_AGAIN
     from orchestrator.rundir.folder import RunDir
 
-    try:
-        follows = finish(Path(run), int(attempt), int(code), stop_signal)
-    finally:
-        _leave_copy()
+    follows = finish(Path(run), int(attempt), int(code), stop_signal)
     if follows is Next.NEW_SRUN:
         sys.exit(START_AGAIN)
     ended = RunDir(Path(run)).read_result()
@@ -54,17 +55,6 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     sys.exit(0 if well else 1)
 
 
-def _leave_copy() -> None:
-    """Remove this node's copy of the code, unless a rank still runs from it."""
-    if LOCK_VARIABLE not in os.environ:
-        return
-    from orchestrator.start_from_copy import remove
-
-    os.close(int(os.environ[LOCK_VARIABLE]))
-    remove(Path(os.environ[PLACE_VARIABLE]))
-
-
 if __name__ == "__main__":
-    if sys.path[0] == str(Path(__file__).resolve().parent):
-        del sys.path[0]
+    put_own_code_first()
     {"node": node, "after": after}[sys.argv[1]](*sys.argv[2:])

@@ -197,7 +197,6 @@ OWN_SRUN_FLAGS = {
     "pty": "a rank has no terminal",
     "relative": "ranks run on all nodes of the job",
     "signal": "use cluster.signal_ahead_s",
-    "task-epilog": "the run's code is removed there",
     "task-prolog": "it would run once on each node, not once for each rank; use cluster.preamble",
     "test-only": "it would start nothing",
     "time": "use cluster.time_min",

@@ -29,6 +29,7 @@ def write_task(run: RunDir) -> None:
     """Write each node's task, before there is a job: it needs no job id then."""
     from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
 
+    run.submitit.mkdir(mode=0o700, exist_ok=True)
     DelayedSubmission(Task(str(run.path))).dump(run.submitit / TASK)
 
 

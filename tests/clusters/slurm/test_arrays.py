@@ -1,6 +1,4 @@
-"""An array's script, run by bash as an element of it would be, and what its runs are told. Without
-SLURM.
-"""
+"""An array's script, run by bash as an element would run it, and what its runs start from."""
 
 import os
 import subprocess
@@ -11,8 +9,8 @@ from orchestrator.clusters.api import Request
 from orchestrator.clusters.slurm.arrays import array_script, lay_out
 from orchestrator.clusters.slurm.cluster import SlurmCluster
 from orchestrator.config.composer import compose
-from orchestrator.rundir.files import read_json
-from orchestrator.rundir.folder import RunDir, code_state_path
+from orchestrator.rundir.folder import RunDir
+from orchestrator.snapshot import CODE_VARIABLE, submitted
 
 SAYS = 'echo "umask $(umask)"\n'
 
@@ -41,17 +39,16 @@ def test_a_runs_own_script_finds_the_users_umask_and_its_log_is_the_users_alone(
     assert (log.read_text() if log.exists() else done.stdout) == "umask 0027\n"
 
 
-def test_each_run_can_tell_its_code_however_the_copy_and_the_attempt_are_numbered(tmp_path):
+def test_runs_of_an_array_start_from_one_copy_of_the_code(tmp_path):
     cluster = SlurmCluster(compose(["+cluster=slurm", "cluster.nodes=1"]))
     runs = [RunDir(tmp_path / name) for name in "012"]
     for run in runs:
         run.create()
-    copies = set()
-    for attempt, some in ((0, runs[:2]), (0, runs[2:]), (1, runs), (3, runs)):
-        placed = [(cluster, cluster.request(run.path, attempt)) for run in some]
-        [copy] = lay_out(tmp_path, placed)
-        copies.add(copy)
-        state = read_json(code_state_path(copy), checked=True)
-        assert state["folder"]
-        assert all(run.submitted_code(attempt) == state for run in some)
-    assert len(copies) == 4
+    for number, (attempt, some) in enumerate([(0, runs[:2]), (0, runs[2:]), (1, runs)]):
+        lay_out(tmp_path, [(cluster, cluster.request(run.path, attempt)) for run in some])
+        copy = tmp_path / "code" / f"{number:03d}"
+        assert submitted({CODE_VARIABLE: str(copy)})["git"]["folder"]
+        for run in some:
+            script = (run.submitit / f"{attempt:03d}.sh").read_text()
+            assert f"export {CODE_VARIABLE}={copy}\n" in script
+            assert f"python -u -P {copy}/0/orchestrator/clusters/slurm/node_entry.py" in script

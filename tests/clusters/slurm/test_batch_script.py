@@ -2,7 +2,6 @@
 
 import copy
 import os
-import shutil
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
@@ -10,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator import snapshot
 from orchestrator.clusters.slurm.batch_script import STARTER, Here, all_options, batch_script
 from orchestrator.clusters.slurm.safe_values import (
     OPTION_OF,
@@ -29,7 +27,7 @@ from orchestrator.rundir.folder import RunDir
 
 SAYS = """\
 #!/bin/bash
-{{ echo "$0"; printf '<%s>' "$@"; echo; echo "PYTHONPATH=$PYTHONPATH A=$A"; }} >>{told}
+{{ echo "$0"; printf '<%s>' "$@"; echo; echo "CODE=$ORCHESTRATOR_PYTHONPATH A=$A"; }} >>{told}
 exit {code}
 """
 
@@ -47,7 +45,7 @@ def slurm_config(**cluster) -> Config:
 class Script:
     """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
 
-    With `unpacked` it has an archive of the code. `before`: what befalls its folder.
+    `before`: what befalls its folder.
     """
 
     def __init__(
@@ -56,7 +54,6 @@ class Script:
         config: Config,
         *,
         code: int = 0,
-        unpacked: Path | None = None,
         before: Callable[[RunDir], None] = lambda _: None,
         **environment: str,
     ) -> None:
@@ -70,7 +67,7 @@ class Script:
             program.chmod(0o755)
         self.here = Here(
             python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
-            path=(folder / "code",), unpacked=unpacked,
+            path=(folder / "code",),
         )  # fmt: skip
         check_values(config, self.run.path)
         check_preamble(config.cluster.preamble)
@@ -93,7 +90,7 @@ def settle_with(folder: Path, code: int) -> Callable[[RunDir], None]:
 
     def change(run: RunDir) -> None:
         program = folder / "python"
-        after = f'[ "$3" != after ] || exit {code}\n'
+        after = f'[ "$4" != after ] || exit {code}\n'
         program.write_text(program.read_text().replace("exit 0", f"{after}exit 0"))
 
     return change
@@ -128,8 +125,8 @@ def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_pat
     assert "<003><143>" in script.words("python")
 
 
-OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "snapshot", "PYTHONPATH", "python",
-             "srun", "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME",
+OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "PYTHONPATH", "python", "srun",
+             "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME",
              "trap")  # fmt: skip
 
 
@@ -141,7 +138,7 @@ def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
     assert script.done.returncode == 0, script.done.stderr
     said = script.words("python")
     assert f"<after><{script.run.path}><003><7>" in said
-    assert f"PYTHONPATH={tmp_path}/code A=" in said
+    assert f"CODE={tmp_path}/code A=" in said
     assert script.run.srun_log(3).exists()
 
 
@@ -170,7 +167,7 @@ def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
     assert f"<after><{script.run.path}><003><{code}>" in script.words("python")
     assert bool(script.words("srun")) == starts
     if starts:
-        assert f"PYTHONPATH={tmp_path}/code" in script.words("srun")
+        assert f"CODE={tmp_path}/code" in script.words("srun")
 
 
 SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
@@ -194,69 +191,23 @@ def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_
     assert f"<after><{script.run.path}><003><7>" in script.words("python")
 
 
-DAMAGE = {
-    "none": lambda archive, digest, other: None,
-    "a flipped bit": lambda archive, digest, other: flip(archive, 700),
-    "cut short": lambda archive, digest, other: os.truncate(archive, 1536),
-    "longer": lambda archive, digest, other: os.truncate(archive, 1 << 16),
-    "another's, digest and all": lambda archive, digest, other: [
-        shutil.copy(other.with_suffix(kind.suffix), kind) for kind in (archive, digest)
-    ],
-    "gone": lambda archive, digest, other: archive.unlink(),
-    "its digest names a file": lambda archive, digest, other: flip(digest, -2),
-    "its digest emptied": lambda archive, digest, other: os.truncate(digest, 0),
-    "its digest gone": lambda archive, digest, other: digest.unlink(),
-}
-
-
-def flip(path, place):
-    content = bytearray(path.read_bytes())
-    content[place] ^= 1
-    path.write_bytes(content)
-
-
-@pytest.fixture
-def mine(tmp_path, monkeypatch):
-    """Where a copy of the code of a run goes; another run's lies beside it."""
-    for name in ("mine", "other"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / f"{name}.py").write_text(f"{name} = 1\n")
-        roots = {tmp_path / name: {name}}
-        monkeypatch.setattr(snapshot, "source_roots", lambda _, roots=roots: roots)
-        snapshot.take(f"{name}.Job", tmp_path / "nowhere", tmp_path / "copies of" / name)
-    return tmp_path / "copies of" / "mine"
-
-
-@pytest.mark.parametrize("damage", DAMAGE)
-def test_a_copy_of_the_code_is_run_only_as_it_was_submitted(mine, tmp_path, damage):
-    archive, digest = snapshot.archive_of(mine), snapshot.digest_of(mine)
-    DAMAGE[damage](archive, digest, snapshot.archive_of(tmp_path / "copies of" / "other"))
-    script = Script(tmp_path, slurm_config(), unpacked=mine)
-    sound = damage == "none"
-    assert script.done.returncode == (0 if sound else 1), script.done.stderr
-    assert bool(script.words("srun")) == sound
-    if not sound:
-        assert f"error: the code in {archive} is damaged: {digest} differs" in script.done.stderr
-
-
 PLACES = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
-          "submitit/7_submitted.pkl", "py", "tar", "sha256")  # fmt: skip
+          "submitit/7_submitted.pkl")  # fmt: skip
 
 
 @pytest.mark.parametrize("place", PLACES)
-def test_the_batch_script_follows_no_link(mine, tmp_path, place):
+def test_the_batch_script_follows_no_link(tmp_path, place):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
     def befall(run):
-        beside = place in ("py", "tar", "sha256")
-        named = mine.with_suffix(f".{place}") if beside else run.path / place
+        named = run.path / place
         (run.attempts / "003").mkdir()
         if os.path.lexists(named):
             files.remove(named)
         named.symlink_to(elsewhere)
 
-    script = Script(tmp_path, slurm_config(), unpacked=mine, before=befall)
+    script = Script(tmp_path, slurm_config(), before=befall)
     assert script.done.returncode == 1
     assert script.done.stderr.endswith(" is a link\n")
     assert not script.words("srun")
@@ -364,7 +315,7 @@ def test_a_preamble_ends_at_a_word_that_it_does_not_hold(tmp_path):
 
 def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):
     folders = [tmp_path / name for name in ("code", "here", "run")]
-    python = f"python3 -u {tmp_path / 'code/orchestrator' / STARTER}"
+    python = f"python3 -u -P {tmp_path / 'code/orchestrator' / STARTER}"
     image = {"container": "/images/a.sqsh"}
     pyxis = text_of(tmp_path, **image, container_runtime="pyxis")
     mounts = ",".join(f"{folder}:{folder}" for folder in folders)
