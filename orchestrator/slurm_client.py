@@ -1,8 +1,7 @@
 """SLURM's commands: run with a deadline and a clean environment, their answers as values.
 
 No SLURM_* or SBATCH_* variable of an enclosing job reaches them, except SLURM_CONF, and none of the
-user's filters (SQUEUE_STATES, …). Without a controller each command takes about 10 s to fail;
-followers therefore use `start` and read the answer later.
+user's filters (SQUEUE_STATES, …). Without a controller each command takes about 10 s to fail.
 
 squeue knows jobs that are queued, run, or ended a short while ago (MinJobAge). sacct, where there
 is accounting, knows the others, and every earlier start of a requeued job.
@@ -15,12 +14,10 @@ import re
 import shutil
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from orchestrator.errors import ClusterError, NotNow, describe_status
 
@@ -140,110 +137,60 @@ def explained(words: str) -> str:
     return f"the scheduler refuses it: {words}" + (f"\n{meaning}" if meaning else "")
 
 
-class PendingCommand:
-    """A running command."""
-
-    def __init__(self, argv: tuple[str, ...], environment: Mapping[str, str]) -> None:
-        self._argv = argv
-        self._deadline = time.monotonic() + TIMEOUT_S
-        self._out = tempfile.TemporaryFile()  # noqa: SIM115  # a pipe's buffer holds 64 KiB only
-        self._process = subprocess.Popen(
-            argv, env=dict(environment), stdin=subprocess.DEVNULL, stdout=self._out,
-            stderr=subprocess.PIPE, text=True, errors="replace", start_new_session=True,
-        )  # fmt: skip
-
-    def answer(self) -> Answer | None:
-        """Return the answer once there is one."""
-        if self._process.poll() is None:
-            if time.monotonic() < self._deadline:
-                return None
-            self.forget()
-            return Answer(124, "", f"{self._argv[0]}: socket timed out after {TIMEOUT_S:g} s")
-        _, err = self._process.communicate()
-        with self._out as file:
-            file.seek(0)
-            return Answer(self._process.returncode, file.read().decode("utf-8", "replace"), err)
-
-    def forget(self) -> None:
-        if self._process.poll() is None:
-            self._process.kill()
-        self._process.communicate()
-        self._out.close()
-
-
-NO_FILE = "there is no such file"
-
-
-def _unreadable(path: str) -> str | None:
-    """Return why a slurm.conf cannot be used from here; None if it can."""
-    try:
-        with Path(path).open("rb"):
-            return None
-    except (FileNotFoundError, NotADirectoryError):
-        return NO_FILE
-    except OSError as error:
-        return f"it cannot be read: {error.strerror}"
-
-
 class SlurmClient:
     """SLURM's commands for one cluster: the one of `slurm_conf`, or the machine's own."""
 
     def __init__(self, slurm_conf: str | None = None) -> None:
-        self._conf = str(Path(slurm_conf).expanduser()) if slurm_conf else None
-        # SLURM's commands would look for a file that they cannot read for a minute.
-        if self._conf is not None and (why := _unreadable(self._conf)):
-            absent = "; for the development cluster run `python -m slurm up` first"
-            hint = absent if why == NO_FILE else ""
-            raise ClusterError(f"cluster.slurm_conf={slurm_conf}: {why}{hint}")
-        told = os.environ.get(CONF)
-        if self._conf is None and told is not None and (why := _unreadable(told)):
-            raise NoClient(f"{CONF}={told}: {why}; unset it, or correct it")
+        self._conf = str(Path(slurm_conf).expanduser()) if slurm_conf else os.environ.get(CONF)
+        if self._conf is None:
+            return
+        try:  # SLURM's commands would look for a file that they cannot read for a minute
+            Path(self._conf).open("rb").close()
+        except OSError as error:
+            absent = isinstance(error, FileNotFoundError | NotADirectoryError)
+            why = "there is no such file" if absent else f"it cannot be read: {error.strerror}"
+            if not slurm_conf:
+                raise NoClient(f"{CONF}={self._conf}: {why}; unset it, or correct it") from error
+            hint = "; for the development cluster run `python -m slurm up` first" if absent else ""
+            raise ClusterError(f"cluster.slurm_conf={slurm_conf}: {why}{hint}") from error
 
     def environment(self, command: str) -> dict[str, str]:
         """Return a command's environment: ours, without traces of an enclosing job.
 
         A job inherits that of sbatch.
         """
-        conf = self._conf or os.environ.get(CONF)
         batch = command == "sbatch"
         drop = ("SLURMD_",) if batch else ("SLURMD_", *FILTERS)
         clean = clean_environment(os.environ).items()
         return {
             **{name: value for name, value in clean if not name.startswith(drop)},
-            **({CONF: conf} if conf else {}),
+            **({CONF: self._conf} if self._conf else {}),
             **({} if batch else {"SLURM_TIME_FORMAT": "%s"}),
         }
-
-    def _argv(self, command: tuple[str, ...]) -> tuple[str, ...]:
-        if shutil.which(command[0]) is None:
-            raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
-        return command
-
-    def start(self, *command: str) -> PendingCommand:
-        """Begin a command without waiting for its answer."""
-        return PendingCommand(self._argv(command), self.environment(command[0]))
 
     def ask(
         self,
         *command: str,
-        text: str | None = None,
+        text: str = "",
         timeout_s: float = TIMEOUT_S,
         holding: int | None = None,
     ) -> Answer:
         """Run a command to its end. Raises `SchedulerDown` without an answer.
 
+        A Ctrl-C at our terminal does not reach it.
+
         Args:
+            text: its standard input.
             holding: a descriptor that it keeps open for as long as it runs, even if this process
-                ends. A Ctrl-C at our terminal does not reach it then.
+                ends.
         """
-        argv = self._argv(command)
-        own: dict[str, Any] = {"timeout": timeout_s}
-        if holding is not None:
-            own |= {"pass_fds": (holding,), "start_new_session": True}
+        if shutil.which(command[0]) is None:
+            raise NoClient(f"there is no {command[0]} on this machine: {ELSEWHERE}")
         try:
             done = subprocess.run(
-                argv, input=text or "", env=self.environment(command[0]), capture_output=True,
-                text=True, errors="replace", check=False, **own,
+                command, input=text, env=self.environment(command[0]), capture_output=True,
+                text=True, errors="replace", check=False, timeout=timeout_s,
+                pass_fds=() if holding is None else (holding,), start_new_session=True,
             )  # fmt: skip
         except subprocess.TimeoutExpired as error:
             raise SchedulerDown(f"{command[0]} did not answer within {timeout_s:g} s") from error
@@ -254,11 +201,11 @@ class SlurmClient:
             raise SchedulerDown(f"the scheduler does not answer: {answer.words}")
         return answer
 
-    def cluster_name(self) -> str:
-        """Return the name of this cluster among others. Raises `ClusterError`."""
+    def settings(self) -> dict[str, str]:
+        """Return the cluster's settings by their names in slurm.conf. Raises `ClusterError`."""
         shown = self.must("scontrol", "show", "config")
-        found = re.search(r"^ClusterName\s*=\s*(\S+)", shown, re.MULTILINE)
-        return found[1] if found else ""
+        lines = (line.partition("=") for line in shown.splitlines() if "=" in line)
+        return {key.strip(): value.strip() for key, _, value in lines}
 
     def must(self, *command: str) -> str:
         """Return a command's standard output. Raises `ClusterError` if it fails."""
@@ -268,14 +215,12 @@ class SlurmClient:
         return answer.out
 
 
-QUEUE_FORMAT = "%i|%T|%N|%L|%M|%S|%r|%o"
-ACCOUNT_FORMAT = "JobID,State,ExitCode,NodeList,Start,End"
-# Columns of one job and their widths: a name or a comment can hold any text, a column only its own.
-JOB_FIELDS = {
-    "State": 24, "RestartCnt": 12, "Requeue": 8, "PreemptTime": 24, "EndTime": 24, "exit_code": 12,
-    "Reason": 64,
-}  # fmt: skip
-SPAN = re.compile(r"(?:(\d+)-)?(?:(\d+):)?(\d+):(\d+)")
+QUEUE_FIELDS = (
+    "JobArrayID", "State", "NodeList", "TimeLeft", "EndTime", "PreemptTime", "RestartCnt",
+    "Requeue", "exit_code", "Reason", "Command",
+)  # fmt: skip
+# The last column alone may hold the separator.
+QUEUE = ("squeue", "-h", "-a", "-r", "-t", "all", "-O", ":|,".join(QUEUE_FIELDS) + ":")
 ALIVE = frozenset({
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
     "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
@@ -296,14 +241,20 @@ WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUE
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """A job as the scheduler sees it.
+    """A job as the scheduler sees it. Times are seconds since 1970.
 
     Attributes:
+        id: as in `7`, or `7_3` for an element of an array.
         state: SLURM's state, as in RUNNING, without sacct's additions ("CANCELLED by 0").
+            COMPLETING hides the final one.
         nodes: the node list in SLURM's notation; "" while it is pending.
         time_left_s: until the time limit; None when there is none or it is not known.
-        start: seconds since 1970 of its start, or of the start that the scheduler expects.
-        reason: why it is pending.
+        ends_at: its time limit, or when a preempted one is ended; None when there is no limit.
+        preempted_at: when it was chosen for preemption; None when it was not.
+        restarts: how often it was restarted, or is about to be.
+        requeue: whether it may be.
+        reason: why it is in this state; "" without a reason.
+        command: its script.
         exit_code, exit_signal: of the batch script, once it has ended.
     """
 
@@ -311,7 +262,10 @@ class Job:
     state: str
     nodes: str = ""
     time_left_s: float | None = None
-    start: float | None = None
+    ends_at: float | None = None
+    preempted_at: float | None = None
+    restarts: int = 0
+    requeue: bool = True
     reason: str = ""
     command: str = ""
     exit_code: int | None = None
@@ -321,6 +275,15 @@ class Job:
     def alive(self) -> bool:
         """Return whether it runs, or may yet."""
         return self.state in ALIVE
+
+    @property
+    def cancelled(self) -> bool:
+        """Return whether a user has ended it. Call this while its batch script still runs.
+
+        A job that completes by itself, is preempted or out of time has a reason.
+        """
+        ending = self.state == "COMPLETING" and not self.reason and self.preempted_at is None
+        return ending or self.state == "CANCELLED"
 
     @property
     def waiting(self) -> bool:
@@ -338,16 +301,21 @@ class Job:
 
 
 def seconds(span: str) -> float | None:
-    """Parse SLURM's [days-][hours:]minutes:seconds; None for UNLIMITED, N/A and the like.
+    """Parse SLURM's spans of time: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
 
-    >>> seconds("1-02:03:04"), seconds("0:59"), seconds("UNLIMITED")
-    (93784.0, 59.0, None)
+    None for UNLIMITED, N/A and the like.
+
+    >>> seconds("1-02:03:04"), seconds("0:59"), seconds("90"), seconds("1-12"), seconds("N/A")
+    (93784.0, 59.0, 5400.0, 129600.0, None)
     """
-    found = SPAN.fullmatch(span.strip())
-    if found is None:
+    days, dash, rest = span.strip().rpartition("-")
+    parts = rest.split(":")
+    if not all(map(str.isdigit, [*parts, days] if dash else parts)):
         return None
-    days, hours, minutes, rest = (int(part or 0) for part in found.groups())
-    return float(((days * 24 + hours) * 60 + minutes) * 60 + rest)
+    numbers = [int(part) for part in parts]
+    if len(numbers) < 3:
+        numbers = [*numbers, 0, 0] if dash else [0, *numbers, 0]
+    return float(int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
 
 
 def _number(text: str) -> float | None:
@@ -360,68 +328,73 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     Raises:
         SchedulerDown: it is no answer. Only a scheduler that answers can report a job as gone.
     """
-    _require_answer(answer)
-    jobs: dict[str, Job] = {}
-    for line in answer.out.splitlines() if answer.code == 0 else ():
-        job, state, nodes, left, _, start, reason, command = line.split("|", 7)
-        jobs[job] = Job(
-            id=job, state=state, nodes=nodes.replace("(null)", ""), time_left_s=seconds(left),
-            start=_number(start), reason="" if reason == "None" else reason, command=command,
-        )  # fmt: skip
-    return jobs
-
-
-def _require_answer(answer: Answer) -> None:
-    """Raise `SchedulerDown` unless the scheduler answered, be it that it knows no such job."""
-    if answer.code and not answer.reports_unknown_job:
+    if answer.reports_unknown_job:
+        return {}
+    if answer.code:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.words}")
-
-
-def queue_command(ids: Iterable[str]) -> tuple[str, ...]:
-    return ("squeue", "-h", "-a", "-r", "-t", "all", "-j", ",".join(ids), "-o", QUEUE_FORMAT)
+    jobs: dict[str, Job] = {}
+    for line in answer.out.splitlines():
+        values = dict(zip(QUEUE_FIELDS, line.split("|", len(QUEUE_FIELDS) - 1), strict=True))
+        status = int(values["exit_code"] or 0)  # as `wait` gives it
+        jobs[values["JobArrayID"]] = Job(
+            id=values["JobArrayID"],
+            state=values["State"],
+            nodes=values["NodeList"].replace("(null)", ""),
+            time_left_s=seconds(values["TimeLeft"]),
+            ends_at=_number(values["EndTime"]),
+            preempted_at=_number(values["PreemptTime"]),
+            restarts=int(values["RestartCnt"] or 0),
+            requeue=values["Requeue"] not in ("0", "no"),
+            reason="" if values["Reason"] == "None" else values["Reason"],
+            command=values["Command"],
+            exit_code=status >> 8,
+            exit_signal=status & 0x7F,
+        )
+    return jobs
 
 
 def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
     """Return these jobs by squeue. Raises `SchedulerDown`."""
-    return read_queue(client.ask(*queue_command(ids)))
-
-
-def queue_of_user(user_id: int) -> tuple[str, ...]:
-    """Return the command for all jobs of a user."""
-    return ("squeue", "-h", "-a", "-r", "-t", "all", "-u", str(user_id), "-o", QUEUE_FORMAT)
+    return read_queue(client.ask(*QUEUE, "-j", ",".join(ids)))
 
 
 def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
     """Return all jobs of a user. Raises `SchedulerDown`."""
-    return read_queue(client.ask(*queue_of_user(user_id)))
+    return read_queue(client.ask(*QUEUE, "-u", str(user_id)))
 
 
-def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, list[Job]] | None:
-    """Return every run of these jobs by sacct, oldest first; None without accounting.
+def _accounting(client: SlurmClient, *words: str) -> list[str]:
+    """Return the lines of sacct's answer; [] without accounting.
 
     Raises:
-        SchedulerDown: there is, but it does not answer.
+        SchedulerDown: there is accounting, but it does not answer.
     """
-    answer = client.ask("sacct", "-nPXD", "-j", ",".join(ids), "-o", ACCOUNT_FORMAT)
+    answer = client.ask("sacct", "-nPXD", *words)
     if answer.code and "accounting storage is disabled" in answer.words.lower():
-        return None
+        return []
     if answer.code:
         raise SchedulerDown(f"the accounting gave no answer: {answer.words}")
-    runs: dict[str, list[Job]] = {}
-    for line in answer.out.splitlines():
-        job, state, code, nodes, start, _ = line.split("|", 5)
-        status, _, number = code.partition(":")
-        runs.setdefault(job, []).append(
-            Job(
-                id=job,
-                state=state.split(" ", 1)[0],
-                nodes=nodes.replace("None assigned", ""),
-                start=_number(start),
-                exit_code=int(status),
-                exit_signal=int(number or 0),
-            )
+    return answer.out.splitlines()
+
+
+def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
+    """Return the latest start of these jobs by sacct; {} without accounting.
+
+    Raises:
+        SchedulerDown: there is accounting, but it does not answer.
+    """
+    jobs: dict[str, Job] = {}
+    for line in _accounting(client, "-j", ",".join(ids), "-o", "JobID,State,ExitCode,NodeList"):
+        job, state, ended, nodes = line.split("|")
+        code, _, number = ended.partition(":")
+        jobs[job] = Job(  # later starts of a job follow
+            id=job,
+            state=state.split(" ", 1)[0],
+            nodes=nodes.replace("None assigned", ""),
+            exit_code=int(code),
+            exit_signal=int(number or 0),
         )
-    return runs
+    return jobs
 
 
 def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> list[tuple[str, str]]:
@@ -434,84 +407,13 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
         SchedulerDown: there is accounting, but it does not answer.
     """
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86400))
-    answer = client.ask("sacct", "-nPXD", "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine")
-    if answer.code and "accounting storage is disabled" in answer.words.lower():
-        return []
-    if answer.code:
-        raise SchedulerDown(f"the accounting gave no answer: {answer.words}")
     found: list[tuple[str, str]] = []
-    for line in answer.out.splitlines():
+    for line in _accounting(client, "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine"):
         job, _, submitted = line.partition("|")
         _, _, script = submitted.partition("sbatch --parsable ")
         if script:
             found.append((job.partition("_")[0], script))
     return found
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class JobStatus:
-    """Status of one job for its own batch script and ranks. Times: seconds since 1970.
-
-    Attributes:
-        state: SLURM's state; COMPLETING hides the final one.
-        restarts: how often it was restarted, or is about to be.
-        requeue: whether it may be.
-        preempted_at: when it was chosen for preemption; None when it was not.
-        ends_at: its time limit, or when a preempted one is ended; None when there is no limit.
-        exit_code, exit_signal: of its batch script, once that has ended.
-        reason: why it is in this state; "" without a reason.
-    """
-
-    state: str
-    restarts: int = 0
-    requeue: bool = True
-    preempted_at: float | None = None
-    ends_at: float | None = None
-    exit_code: int = 0
-    exit_signal: int = 0
-    reason: str = ""
-
-    @property
-    def cancelled(self) -> bool:
-        """Return whether a user has ended it. Call this while its batch script still runs.
-
-        A job that completes by itself, is preempted or out of time has a reason.
-        """
-        ending = self.state == "COMPLETING" and not self.reason and self.preempted_at is None
-        return ending or self.state == "CANCELLED"
-
-
-def read_job_status(text: str) -> JobStatus | None:
-    """Parse one line of squeue's answer to `job_status_command`; None when it is empty."""
-    line = next((line for line in text.splitlines() if line.strip()), None)
-    if line is None:
-        return None
-    values: dict[str, str] = {}
-    for name, width in JOB_FIELDS.items():
-        values[name], line = line[:width].strip(), line[width:]
-    status = int(values["exit_code"] or 0)  # as `wait` gives it
-    return JobStatus(
-        state=values["State"],
-        restarts=int(values["RestartCnt"] or 0),
-        requeue=values["Requeue"] not in ("0", "no"),
-        preempted_at=_number(values["PreemptTime"]),
-        ends_at=_number(values["EndTime"]),
-        exit_code=status >> 8,
-        exit_signal=status & 0x7F,
-        reason="" if values["Reason"] == "None" else values["Reason"],
-    )
-
-
-def job_status_command(job: str) -> tuple[str, ...]:
-    columns = ",".join(f"{name}:{width}" for name, width in JOB_FIELDS.items())
-    return ("squeue", "-h", "-a", "-r", "-t", "all", "-j", job, "-O", columns)
-
-
-def job_status(client: SlurmClient, job: str) -> JobStatus | None:
-    """Return a job's status; None if the controller no longer knows it. Raises `SchedulerDown`."""
-    answer = client.ask(*job_status_command(job))
-    _require_answer(answer)
-    return read_job_status(answer.out) if answer.code == 0 else None
 
 
 EXITED = re.compile(r"Exited with exit code (\d+)")

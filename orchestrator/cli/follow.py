@@ -224,7 +224,6 @@ def follow(
     state = handle.poll(0.0)
     if not state.ended:
         state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
-    handle.close()
     if not state.ended:
         say(
             output.console,

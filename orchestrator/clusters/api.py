@@ -80,9 +80,6 @@ class Handle(ABC):
         """Describe a waiting or running submission, as "job 7, running"; "" once it is over."""
         return ""
 
-    def close(self) -> None:  # most have nothing to close
-        """Stop following it from here."""
-
 
 class Cluster(ABC):
     """A place to run.

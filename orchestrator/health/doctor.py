@@ -388,15 +388,13 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
         yield Finding("SLURM", f"there is no {' and no '.join(missing)}", BAD, remedy)
     try:
         client = SlurmClient(slurm_conf)
-        shown = client.must("scontrol", "show", "config")
-        partitions = client.must(*PARTITIONS)
+        settings, partitions = client.settings(), client.must(*PARTITIONS)
     except NoClient as error:  # its sentence says what to do
         yield Finding("SLURM", str(error), NOTE)
     except ClusterError as error:
         yield Finding("SLURM", str(error), BAD, "`sinfo` has to answer in this shell")
     else:
-        lines = (line.partition("=") for line in shown.splitlines() if "=" in line)
-        yield from from_settings({key.strip(): value.strip() for key, _, value in lines})
+        yield from from_settings(settings)
         yield from _partitions(partitions)
 
 

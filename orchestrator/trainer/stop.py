@@ -31,7 +31,7 @@ from orchestrator.rundir.warnings import warn
 
 if TYPE_CHECKING:
     from orchestrator.client.checkpoints import Checkpoints
-    from orchestrator.slurm_client import JobStatus, SlurmClient
+    from orchestrator.slurm_client import Job, SlurmClient
 
 KILL_WAIT_S = 30.0
 UNEXPLAINED = "it ended without a word: a node failed, or the time to stop was too short"
@@ -286,7 +286,7 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
 # The scheduler's part; called by the batch script.
 
 
-def reason(job: JobStatus, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
     """Return why the scheduler wants the job to stop; None if it does not show.
 
     Args:

@@ -14,14 +14,24 @@ import getpass
 import math
 import re
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from orchestrator.clusters.request import Admission
 from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
 
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
+ACCOUNTING_S = 15.0
+KILL_WAIT_S = 30.0  # SLURM's default
+# Printed for a job that sbatch --test-only accepts; all other output is the site's.
+PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
+# sbatch's messages on missing things; waiting would not create them.
+NEVER = (
+    "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
+    "invalid feature", "invalid node name", "reservation is invalid",
+)  # fmt: skip
+TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -34,7 +44,6 @@ class Partition:
             of CPUs of each node.
         grace_s: between a preempting signal and the end; None without preemption.
         listed: its nodes in SLURM's notation.
-        excluded: number of nodes that the job excludes; `nodes` is without these.
     """
 
     name: str
@@ -47,7 +56,6 @@ class Partition:
     max_cpus: int | None
     grace_s: int | None
     listed: str = ""
-    excluded: int = 0
 
     @property
     def up(self) -> bool:
@@ -60,22 +68,12 @@ class Partition:
         return self.state in ("UP", "DOWN")
 
 
-def minutes(text: str) -> float | None:
-    """Parse SLURM's time limits to minutes: `90`, `1:30:00`, `1-12`, `30:00`; None for no limit.
-
-    >>> minutes("90"), minutes("1:30:00"), minutes("1-12"), minutes("UNLIMITED")
-    (90.0, 90.0, 2160.0, None)
-    """
-    if text.strip().isdigit():
-        return float(text)
-    if found := re.fullmatch(r"(\d+)-(\d+)(?::(\d+))?", text.strip()):
-        return int(found[1]) * 1440.0 + int(found[2]) * 60 + int(found[3] or 0)
-    span = seconds(text)
-    return None if span is None else span / 60
-
-
 def read_partitions(text: str) -> dict[str, Partition]:
     """Parse the answer of `PARTITIONS`."""
+
+    def count(text: str) -> int | None:
+        return int(text) if text.isdigit() else None
+
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         words = dict(w.split("=", 1) for w in line.split() if "=" in w)
@@ -89,18 +87,19 @@ def read_partitions(text: str) -> dict[str, Partition]:
             nodes=int(words.get("TotalNodes", "0")),
             is_default=words.get("Default") == "YES",
             state=words.get("State", "UP"),
-            minutes=minutes(words.get("MaxTime", "")),
-            min_nodes=_count_or_none(words.get("MinNodes", "")) or 0,
-            max_nodes=_count_or_none(words.get("MaxNodes", "")),
-            max_cpus=_count_or_none(words.get("MaxCPUsPerNode", "")),
+            minutes=_minutes(words.get("MaxTime", "")),
+            min_nodes=count(words.get("MinNodes", "")) or 0,
+            max_nodes=count(words.get("MaxNodes", "")),
+            max_cpus=count(words.get("MaxCPUsPerNode", "")),
             grace_s=int(words.get("GraceTime", "0")) if preempted else None,
             listed=words.get("Nodes", "").replace("(null)", ""),
         )
     return found
 
 
-def _count_or_none(text: str) -> int | None:
-    return int(text) if text.isdigit() else None
+def _minutes(span: str) -> float | None:
+    found = seconds(span)
+    return None if found is None else found / 60
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -123,6 +122,12 @@ class Wanted:
     minutes: float | None = None
     exclude: str | None = None
 
+    def chosen(self, known: Mapping[str, Partition]) -> list[Partition]:
+        """Return the existing ones of the named partitions, or the default."""
+        if not self.partitions:
+            return [p for p in known.values() if p.is_default]
+        return [known[name] for name in self.partitions if name in known]
+
 
 def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) -> Wanted:
     """Return the request that the #SBATCH options make.
@@ -131,30 +136,98 @@ def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) 
         nodes: the least and the most.
         cpus: of a node, for all of its ranks.
     """
-
-    def text(name: str) -> str | None:
-        return str(options[name]) if options.get(name) not in (None, True, False) else None
-
+    texts = {name: text for name, text in options.items() if isinstance(text, str)}
     return Wanted(
-        partitions=tuple(name for name in (text("partition") or "").split(",") if name),
-        qos=text("qos"),
+        partitions=tuple(filter(None, texts.get("partition", "").split(","))),
+        qos=texts.get("qos"),
         nodes=nodes[0],
         most_nodes=nodes[1],
         cpus=0 if "overcommit" in options else cpus,
-        minutes=minutes(text("time") or ""),
-        exclude=text("exclude"),
+        minutes=_minutes(texts.get("time", "")),
+        exclude=texts.get("exclude"),
     )
 
 
-def misfit(job: Wanted, partition: Partition) -> str | None:
-    """Return why a job can never run in a partition; None if it can."""
-    name = f"partition {partition.name}"
-    most = min(partition.nodes, partition.max_nodes or partition.nodes)
-    if job.nodes > most:
-        without = f" without the {partition.excluded} of cluster.exclude"
-        return f"cluster.nodes={job.nodes}, but {name} gives {most} at most" + (
-            without if partition.excluded else ""
+def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
+    """Refuse jobs that can never run. Raises `ClusterError`; `SchedulerDown` without an answer.
+
+    Returns:
+        The scheduler's answer; its `notice` has `preempt_grace_s` (GraceTime, None without
+        preemption) and `kill_wait_s` (KillWait, which follows it).
+    """
+    answer = client.ask("sbatch", "--test-only", text=script)
+    settings, known = client.settings(), read_partitions(client.must(*PARTITIONS))
+    job, words, warnings = read_test_only(answer, job, known)
+    partitions = job.chosen(known)
+    against = [
+        f"cluster.partition={','.join(job.partitions)}: this cluster has no partition "
+        f"'{name}'{did_you_mean(name, known)}"
+        for name in job.partitions
+        if name not in known
+    ]
+    misfits = [misfit(job, one, _excluded_nodes(client, job, one)) for one in partitions]
+    if all(misfits):
+        against += filter(None, misfits)
+    if against or (answer.code and any(phrase in answer.words.lower() for phrase in NEVER)):
+        said = (
+            [explained(answer.words), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
         )
+        raise ClusterError("\n".join(said))
+    return Admission(
+        words=words,
+        warnings=(*warnings, *_possible_delays(answer, partitions)),
+        notice={
+            "preempt_grace_s": preempt_grace_s(client, settings, job, partitions),
+            "kill_wait_s": float(settings["KillWait"].split()[0])  # as in "30 sec"
+            if "KillWait" in settings
+            else KILL_WAIT_S,
+        },
+    )
+
+
+def read_test_only(
+    answer: Answer, job: Wanted, known: Mapping[str, Partition]
+) -> tuple[Wanted, str, list[str]]:
+    """Read the answer of `sbatch --test-only`.
+
+    Returns:
+        The job in the partition whose limits apply; sbatch's sentence; further messages.
+    """
+    said = PLACED.search(answer.words) if answer.code == 0 else None
+    if said is None:
+        return job, answer.words.removeprefix("sbatch: "), []
+    lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
+    messages = [f"sbatch says: {line}" for line in lines if said[0] not in line]
+    partition = said[1]
+    if partition in known and known[partition] not in job.chosen(known):
+        names = ",".join(job.partitions) or "the default"
+        messages.append(f"this site places the job in partition {partition}, not in {names}")
+        job = replace(job, partitions=(partition,))
+    return job, said[0], messages
+
+
+def _excluded_nodes(client: SlurmClient, job: Wanted, partition: Partition) -> int:
+    """Return how many of a partition's nodes the job excludes."""
+    if job.exclude is None or not partition.listed:
+        return 0
+    names = (
+        set(client.ask("scontrol", "show", "hostnames", listed).out.split())
+        for listed in (job.exclude, partition.listed)
+    )
+    return len(set.intersection(*names))
+
+
+def misfit(job: Wanted, partition: Partition, excluded: int = 0) -> str | None:
+    """Return why a job can never run in a partition; None if it can.
+
+    Args:
+        excluded: the number of its nodes that the job excludes.
+    """
+    name, nodes = f"partition {partition.name}", partition.nodes - excluded
+    most = min(nodes, partition.max_nodes or nodes)
+    if job.nodes > most:
+        without = f" without the {excluded} of cluster.exclude" if excluded else ""
+        return f"cluster.nodes={job.nodes}, but {name} gives {most} at most{without}"
     if job.most_nodes < partition.min_nodes:
         least = partition.min_nodes
         return f"cluster.nodes={job.most_nodes}, but {name} gives {least} at least"
@@ -174,92 +247,33 @@ def misfit(job: Wanted, partition: Partition) -> str | None:
     return None
 
 
-# Printed for a job that sbatch --test-only accepts; all other output is the site's.
-PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
-
-
-def read_test_only(
-    answer: Answer, job: Wanted, chosen: list[Partition], known: Mapping[str, Partition]
-) -> tuple[Wanted, str, list[str]]:
-    """Read the answer of `sbatch --test-only`.
-
-    Args:
-        chosen: the job's partitions without such rules.
-
-    Returns:
-        The job in the partition whose limits apply; sbatch's sentence; further messages.
-    """
-    said = PLACED.search(answer.words) if answer.code == 0 else None
-    if said is None:
-        return job, answer.words.removeprefix("sbatch: "), []
-    lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
-    messages = [f"sbatch says: {line}" for line in lines if said[0] not in line]
-    partition = said[1]
-    if partition in known and known[partition] not in chosen:
-        names = ",".join(job.partitions) or "the default"
-        messages.append(f"this site places the job in partition {partition}, not in {names}")
-        job = replace(job, partitions=(partition,))
-    return job, said[0], messages
-
-
-ACCOUNTING_S = 15.0
-KILL_WAIT = re.compile(r"^KillWait\s*=\s*(\d+)", re.MULTILINE)
-PREEMPT_TYPE = re.compile(r"^PreemptType\s*=\s*preempt/(\w+)", re.MULTILINE)
-DEFAULT_KILL_WAIT_S = 30.0
-# sbatch's messages on missing things; waiting would not create them.
-NEVER = (
-    "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
-    "invalid feature", "invalid node name", "reservation is invalid",
-)  # fmt: skip
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
-    """The scheduler's answer to a request that it accepts.
-
-    Attributes:
-        words: its message.
-        warnings: what may keep the job waiting, a sentence each.
-        preempt_grace_s: GraceTime; None without preemption.
-        kill_wait_s: KillWait, which follows it.
-    """
-
-    words: str
-    warnings: tuple[str, ...] = ()
-    preempt_grace_s: float | None = None
-    kill_wait_s: float = DEFAULT_KILL_WAIT_S
-
-    def grace_s(self, config: Config) -> float:
-        """Return for how long the job lives after a stop signal at least.
-
-        A requeue by hand and a node set down give only `kill_wait_s`; they do not count here.
-        """
-        ahead = float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S)
-        preempted = self.preempt_grace_s
-        return ahead if preempted is None else min(ahead, preempted + self.kill_wait_s)
-
-
-def chosen_partitions(job: Wanted, known: Mapping[str, Partition]) -> list[Partition]:
-    """Return the existing ones of the named partitions, or the default."""
-    if not job.partitions:
-        return [p for p in known.values() if p.is_default]
-    return [known[name] for name in job.partitions if name in known]
+def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
+    """Yield what may keep the job waiting at present."""
+    if answer.code:
+        yield (
+            f"the scheduler cannot place the job at present ({answer.words}); nothing that is "
+            f"configured stands against it, so it is queued, to wait for nodes that are down, "
+            f"drained, reserved or not heard of yet"
+        )
+    if partitions and not any(partition.up for partition in partitions):
+        names = ", ".join(partition.name for partition in partitions)
+        yield f"partition {names} starts no jobs at present (it is down); the job will wait"
 
 
 def preempt_grace_s(
-    client: SlurmClient, settings: str, job: Wanted, partitions: list[Partition]
+    client: SlurmClient, settings: Mapping[str, str], job: Wanted, partitions: list[Partition]
 ) -> float | None:
     """Return seconds from a preemption's signal to SIGTERM; None without preemption.
 
     Args:
-        settings: `scontrol show config`: whether the partition or the qos decides it.
+        settings: say whether the partition or the qos decides it.
     """
-    kind = PREEMPT_TYPE.search(settings)
-    if kind is not None and kind[1] == "none":
+    kind = settings.get("PreemptType")
+    if kind == "preempt/none":
         return None
-    if kind is None or kind[1] != "qos":
-        return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
-    return _grace_of_qos(client, job.qos)
+    if kind == "preempt/qos":
+        return _grace_of_qos(client, job.qos)
+    return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
 
 
 def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
@@ -279,95 +293,22 @@ def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
     return seconds(known[qos.lower()][0]) if qos.lower() in known else None
 
 
-def read_kill_wait_s(settings: str) -> float:
-    r"""Return KillWait of `scontrol show config`: seconds between SIGTERM and SIGKILL.
+def too_slow(config: Config, preempt_grace_s: float | None, kill_wait_s: float) -> str | None:
+    """Return a sentence if an update is known to take longer than a stop may.
 
-    >>> read_kill_wait_s("KillOnBadExit = 0\nKillWait                = 30 sec\n")
-    30.0
+    A requeue by hand and a node set down give only `kill_wait_s`; they do not count here.
     """
-    found = KILL_WAIT.search(settings)
-    return float(found[1]) if found else DEFAULT_KILL_WAIT_S
-
-
-def too_slow(config: Config, grace: float) -> str | None:
-    """Return a sentence if an update is known to take longer than a stop may."""
-    update_s = config.facts.update_s
-    if update_s is None or update_s <= grace:
+    update_s, grace_s = (
+        config.facts.update_s,
+        float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S),
+    )
+    if preempt_grace_s is not None:
+        grace_s = min(grace_s, preempt_grace_s + kill_wait_s)
+    if update_s is None or update_s <= grace_s:
         return None
     return (
-        f"an update takes {update_s:g} s (facts.update_s), longer than the {grace:g} s between the "
-        f"scheduler's signal and the end: a stop will lose the window under way; "
+        f"an update takes {update_s:g} s (facts.update_s), longer than the {grace_s:g} s between "
+        f"the scheduler's signal and the end: a stop will lose the window under way; "
         f"cluster.signal_ahead_s={math.ceil(update_s)} gives it time before a time limit, fewer "
         f"accumulation.steps also when preempted"
     )
-
-
-def _without_excluded(
-    client: SlurmClient, exclude: str | None, known: Mapping[str, Partition]
-) -> Mapping[str, Partition]:
-    """Return the partitions without the excluded nodes."""
-    if exclude is None:
-        return known
-
-    def names(listed: str) -> set[str]:
-        answer = client.ask("scontrol", "show", "hostnames", listed)
-        return set(answer.out.split()) if not answer.code else set()
-
-    excluded = names(exclude)
-    found: dict[str, Partition] = {}
-    for name, partition in known.items():
-        count = len(excluded & names(partition.listed)) if partition.listed else 0
-        found[name] = replace(partition, nodes=partition.nodes - count, excluded=count)
-    return found
-
-
-def _against_partitions(job: Wanted, known: Mapping[str, Partition]) -> Iterator[str]:
-    """Return why no partition of the job can ever run it."""
-    for name in job.partitions:
-        if name not in known:
-            yield (
-                f"cluster.partition={','.join(job.partitions)}: this cluster has no partition "
-                f"'{name}'{did_you_mean(name, known)}"
-            )
-    against = [misfit(job, partition) for partition in chosen_partitions(job, known)]
-    if all(against):
-        yield from (sentence for sentence in against if sentence)
-
-
-def check_request(client: SlurmClient, job: Wanted, script: str) -> Verdict:
-    """Refuse jobs that can never run. Raises `ClusterError`; `SchedulerDown` without an answer."""
-    with ThreadPoolExecutor(max_workers=2) as pool:
-        shown = pool.submit(client.must, "scontrol", "show", "config")
-        tested = pool.submit(client.ask, "sbatch", "--test-only", text=script)
-        known = read_partitions(client.must(*PARTITIONS))
-        known = _without_excluded(client, job.exclude, known)
-        answer, settings = tested.result(), shown.result()
-    job, words, warnings = read_test_only(answer, job, chosen_partitions(job, known), known)
-    partitions = chosen_partitions(job, known)
-    against = list(_against_partitions(job, known))
-    if against or (answer.code and any(words in answer.words.lower() for words in NEVER)):
-        said = explained(answer.words) if answer.code else TAKEN_ALL_THE_SAME
-        raise ClusterError("\n".join([said, *against] if answer.code else [*against, said]))
-    warnings += _possible_delays(answer, partitions)
-    return Verdict(
-        words=words,
-        warnings=tuple(warnings),
-        preempt_grace_s=preempt_grace_s(client, settings, job, partitions),
-        kill_wait_s=read_kill_wait_s(settings),
-    )
-
-
-TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"
-
-
-def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[str]:
-    """Yield what may keep the job waiting at present."""
-    if answer.code:
-        yield (
-            f"the scheduler cannot place the job at present ({answer.words}); nothing that is "
-            f"configured stands against it, so it is queued, to wait for nodes that are down, "
-            f"drained, reserved or not heard of yet"
-        )
-    if partitions and not any(partition.up for partition in partitions):
-        names = ", ".join(partition.name for partition in partitions)
-        yield f"partition {names} starts no jobs at present (it is down); the job will wait"

@@ -7,10 +7,11 @@ need its launcher: `SlurmHandle` is made from the run folder alone, in any shell
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Cluster, Request
-from orchestrator.clusters.slurm.admission import Verdict, check_request, too_slow, wanted
+from orchestrator.clusters.slurm.admission import check_request, too_slow, wanted
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
@@ -23,7 +24,7 @@ from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
-_answers: dict[tuple[object, ...], Verdict] = {}
+_answers: dict[tuple[object, ...], Admission] = {}
 
 
 class SlurmCluster(BaseSlurmCluster):
@@ -53,11 +54,11 @@ class SlurmCluster(BaseSlurmCluster):
                 lambda: check_request(client, job, request.text), tell=self.tell
             )
         said = _answers[alike]
-        slow = too_slow(self.config, said.grace_s(self.config))
-        return Admission(
+        slow = too_slow(self.config, **said.notice)
+        return replace(
+            said,
             words=said.words + self._survives(),
             warnings=(*said.warnings, *([slow] if slow else [])),
-            notice={"preempt_grace_s": said.preempt_grace_s, "kill_wait_s": said.kill_wait_s},
         )
 
     def _survives(self) -> str:

@@ -1,16 +1,17 @@
 """Follow and cancel SLURM runs from their folders.
 
 The folder shows how training proceeds, the scheduler where the job is. A follower waits for
-neither: squeue runs in the background. Any number of runs is cancelled by one squeue and at most
-two scancel.
+neither: a thread of its own asks the scheduler. Any number of runs is cancelled by one squeue and
+at most two scancel.
 """
 
 from __future__ import annotations
 
-import contextlib
 import os
+import threading
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 from datetime import datetime
 from pathlib import Path
 
@@ -19,18 +20,15 @@ from orchestrator.clusters.slurm.root_cause import ending
 from orchestrator.clusters.slurm.submission import is_element
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_end
 from orchestrator.slurm_client import (
     Job,
-    PendingCommand,
     SchedulerDown,
     SlurmClient,
     accounted,
-    queue_command,
     queued,
-    read_queue,
 )
 
 CANCEL_S, LOOK_S = 5.0, 0.2
@@ -94,35 +92,31 @@ def _cancel(
 
 
 def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str) -> None:
-    """Mark the runs as cancelled, then signal their jobs."""
+    """Mark the runs as cancelled, so that their ranks end rather than depart; signal their jobs.
+
+    New marks are removed if the signal could not be sent, since the runs are not cancelled then.
+    """
     if not jobs:
         return
     ids = sorted({job.id for job in jobs.values()})
-    with contextlib.ExitStack() as marks:
-        for run in jobs:
-            marks.enter_context(_marked_cancelled(run, how))
-        answer = client.ask("scancel", *flags, *ids)
-        # of many, some may have just ended: they are over, and the others got the signal
-        lines = [line for line in answer.words.lower().splitlines() if line.strip()]
-        over = [line for line in lines if any(words in line for words in IS_OVER)]
-        if answer.code and not (len(ids) > 1 and lines == over):
-            raise ClusterError(f"scancel: {answer.words}")
-
-
-@contextlib.contextmanager
-def _marked_cancelled(run: RunDir, how: str) -> Generator[None]:
-    """Mark a run as cancelled before any signal, so that its ranks end rather than depart.
-
-    The mark is removed if the signal could not be sent, since the run is not cancelled then.
-    """
-    before = read_json(run.cancel)
-    write_json(run.cancel, {"how": how, "time": time.time()})
+    new = [run for run in jobs if not run.cancel.exists()]
+    for run in jobs:
+        write_json(run.cancel, {"how": how, "time": time.time()})
     try:
-        yield
+        _scancel(client, ids, *flags)
     except ClusterError:
-        if before is None:
+        for run in new:
             run.cancel.unlink(missing_ok=True)
         raise
+
+
+def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
+    answer = client.ask("scancel", *flags, *ids)
+    # of many, some may have just ended: they are over, and the others got the signal
+    lines = answer.words.lower().splitlines()
+    over = all(any(words in line for words in IS_OVER) for line in lines)
+    if answer.code and not (len(ids) > 1 and over):
+        raise ClusterError(f"scancel: {answer.words}")
 
 
 def is_ours(run: RunDir, job: Job) -> bool:
@@ -162,12 +156,11 @@ class SlurmHandle(Handle):
         self.client = client_of(run, handle.get("slurm_conf"))
         self.job: Job | None = None
         self.silent_since: datetime | None = None
-        self._asked: PendingCommand | None = None
-        submitted = handle.get("time")
-        just_submitted = isinstance(submitted, float) and time.time() - submitted < FRESH_S
+        self._answer: Future[Job | None] | None = None
+        fresh = time.time() - float(handle.get("time", 0.0)) < FRESH_S
         # The first question is due at once, or when squeue can know the job.
-        self._asked_at = time.monotonic() - ASK_EVERY_S + (FRESH_S if just_submitted else 0.0)
-        self._seen = self._seen_when_asked = (run.attempts_made(), False)
+        self._asked_at = time.monotonic() - ASK_EVERY_S + (FRESH_S if fresh else 0.0)
+        self._seen_when_asked = (run.attempts_made(), False)
         self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
@@ -200,35 +193,37 @@ class SlurmHandle(Handle):
         return state
 
     def _ask(self, *, ended: bool) -> None:
-        """Start a call of squeue if one is due, and read its answer once there is one."""
-        self._seen = (self._run.attempts_made(), ended)
-        if self._asked is None:
+        """Ask the scheduler if that is due, and read its answer once there is one."""
+        if self._answer is None:
+            seen = (self._run.attempts_made(), ended)
             steady = self.job is not None and not self.job.waiting and self.silent_since is None
-            steady = steady and self._seen == self._seen_when_asked
+            steady = steady and seen == self._seen_when_asked
             pause_s = ASK_RUNNING_EVERY_S if steady else ASK_EVERY_S
             if time.monotonic() - self._asked_at >= pause_s:
-                self._asked_at, self._seen_when_asked = time.monotonic(), self._seen
-                self._asked = self.client.start(*queue_command([self.job_id]))
-            return
-        answer = self._asked.answer()
-        if answer is None:
-            return
-        self._asked = None
-        try:
-            self.job = read_queue(answer).get(self.job_id) or self._past()
-        except SchedulerDown:  # an error never means that the job has ended
-            self.silent_since = self.silent_since or datetime.now().astimezone()
-        else:
+                self._asked_at, self._seen_when_asked = time.monotonic(), seen
+                self._answer = Future()
+                threading.Thread(target=self._find, args=[self._answer], daemon=True).start()
+        elif self._answer.done():
+            answer, self._answer = self._answer, None
+            try:
+                found = answer.result()
+            except SchedulerDown:  # an error never means that the job has ended
+                self.silent_since = self.silent_since or datetime.now().astimezone()
+                return
             self.silent_since = None
+            unseen_s = time.monotonic() - self._began
+            if found is None and (self.job is not None or unseen_s > UNSEEN_S):
+                found = Job(id=self.job_id, state="GONE")
+            self.job = found
 
-    def _past(self) -> Job | None:
-        """Return a job that squeue forgot. Raises `SchedulerDown` if accounting is silent."""
-        runs = (accounted(self.client, [self.job_id]) or {}).get(self.job_id)
-        if runs:
-            return runs[-1]
-        if self.job is not None or time.monotonic() - self._began > UNSEEN_S:
-            return Job(id=self.job_id, state="GONE")
-        return None
+    def _find(self, answer: Future[Job | None]) -> None:
+        """Look for the job in the queue, else in the accounting."""
+        job_id = self.job_id
+        try:
+            job = queued(self.client, [job_id]).get(job_id)
+            answer.set_result(job or accounted(self.client, [job_id]).get(job_id))
+        except Exception as error:  # noqa: BLE001  # raised where the answer is read
+            answer.set_exception(error)
 
     def stop(self) -> None:
         """Ask all ranks to stop for good, as each kind of run does; a waiting job ends."""
@@ -279,7 +274,3 @@ class SlurmHandle(Handle):
         if said.endswith(UNSENT):
             raise ClusterError(f"{self.title}, {said}")
         return f"{self.title} {said}"
-
-    def close(self) -> None:
-        if self._asked is not None:
-            self._asked.forget()

@@ -40,14 +40,12 @@ from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
-    ALIVE,
     STOP_CODES,
     Job,
-    JobStatus,
     SchedulerDown,
     SlurmClient,
-    job_status,
     own_job_id,
+    queued,
 )
 from orchestrator.trainer.stop import ask_for_requeue, departure_note, reason
 
@@ -66,7 +64,7 @@ class Next(Enum):
     NEW_SRUN = "new srun"
 
 
-def ask_job(client: SlurmClient, job_id: str) -> JobStatus | None:
+def ask_job(client: SlurmClient, job_id: str) -> Job | None:
     """Return the controller's answer about this job, waiting for as long as it takes.
 
     Without the controller these nodes are no use to others, and exiting would lose what is known.
@@ -74,7 +72,7 @@ def ask_job(client: SlurmClient, job_id: str) -> JobStatus | None:
     pause = 1.0
     while True:
         try:
-            return job_status(client, job_id)
+            return queued(client, [job_id]).get(job_id)
         except SchedulerDown as error:
             print(f"{error}; asking again in {pause:g} s", flush=True)  # noqa: T201  # batch.log
             time.sleep(pause)
@@ -190,7 +188,7 @@ def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
 def conclude(
     run: RunDir,
     attempt: int,
-    job: JobStatus,
+    job: Job,
     *,
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
@@ -235,9 +233,7 @@ def conclude(
     return ruling.again
 
 
-def _note(
-    run: RunDir, attempt: int, departure: dict[str, Any], job: JobStatus, restarts: int
-) -> None:
+def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int) -> None:
     """Return the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
@@ -301,9 +297,9 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
 def _settle(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
-    job = job_status(client, seen.id) if str(handle["job_id"]) == seen.id else None
+    job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
     list(run.path.iterdir())  # a network file system then looks for a result once more
-    if job is None or job.state in ALIVE or run.read_result() is not None:
+    if job is None or job.alive or run.read_result() is not None:
         return None
     attempt = int(handle["attempt"]) + job.restarts
     if read_newest(run.newest_attempt) > attempt:
@@ -311,16 +307,12 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     if job.state == "CANCELLED":
         write_end(run, State.STOPPED, cancelled_by_scheduler())
         return None
-    known = Job(
-        id=seen.id, state=job.state, nodes=seen.nodes,
-        exit_code=job.exit_code, exit_signal=job.exit_signal,
-    )  # fmt: skip
     again = conclude(
         run,
         attempt,
         job,
         departure=run.read(run.departure(attempt)) or _of_killed_script(run, attempt, job),
-        culprit=lambda: ending(run, known, attempt)[1],
+        culprit=lambda: ending(run, job, attempt)[1],
         again=lambda: ask_for_requeue(client, seen.id),
     )
     return (
@@ -331,7 +323,7 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     )
 
 
-def _of_killed_script(run: RunDir, attempt: int, job: JobStatus) -> dict[str, Any] | None:
+def _of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | None:
     """Return a departure if only the batch script failed, by a signal.
 
     SLURM then ends the ranks, which may have had no time.

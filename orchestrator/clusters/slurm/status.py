@@ -69,11 +69,11 @@ def _query(
     gone = sorted(still - jobs.keys())
     silent = False
     try:
-        past = (accounted(client, gone) if gone else None) or {}
+        past = accounted(client, gone) if gone else {}
     except ClusterError as error:
         yield str(error)
         past, silent = {}, True
-    jobs.update({job_id: rows[-1] for job_id, rows in past.items()})
+    jobs |= past
     for run in runs:
         job_id = str(found[run.path].job_id)
         if job_id in jobs:

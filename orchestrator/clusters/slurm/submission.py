@@ -143,7 +143,7 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
         raise BeyondLimit(explained(answer.words))
     if answer.code or not job_id.isdigit():
         raise ClusterError(explained(answer.words))
-    if elsewhere and elsewhere != client.cluster_name():
+    if elsewhere and elsewhere != client.settings().get("ClusterName"):
         client.must("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(
             f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "

@@ -3,9 +3,7 @@
 import pytest
 
 from orchestrator.clusters.slurm.admission import (
-    Verdict,
     Wanted,
-    chosen_partitions,
     misfit,
     preempt_grace_s,
     read_partitions,
@@ -66,17 +64,17 @@ class Client:
         return Answer(0, "".join(f"{row}\n" for row in self.tables[command[3]]), "")
 
 
-BY_PARTITION, BY_QOS = "PreemptType = preempt/partition_prio", "PreemptType    = preempt/qos"
+BY_PARTITION, BY_QOS = "preempt/partition_prio", "preempt/qos"
 # As sacctmgr prints Name, GraceTime and Preempt.
 QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
 
 
 @pytest.mark.parametrize(
-    ("settings", "mode", "qos", "client", "grace"),
+    ("kind", "mode", "qos", "client", "grace"),
     [
         (BY_PARTITION, "REQUEUE", None, Client(), 20),
         (BY_PARTITION, "GANG,SUSPEND", None, Client(), None),  # it continues later
-        ("PreemptType = preempt/none", "REQUEUE", "low", Client(*QUALITIES), None),
+        ("preempt/none", "REQUEUE", "low", Client(*QUALITIES), None),
         (BY_QOS, "REQUEUE", "low", Client(*QUALITIES), 15),
         (BY_QOS, "REQUEUE", "normal", Client(*QUALITIES), None),
         (BY_QOS, "REQUEUE", None, Client(*QUALITIES, default="low"), 15),
@@ -85,24 +83,24 @@ QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
     ],
 )
 def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
-    settings, mode, qos, client, grace
+    kind, mode, qos, client, grace
 ):
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
+    settings = {"PreemptType": kind}
     assert preempt_grace_s(client, settings, Wanted(qos=qos), [known["low"]]) == grace
 
 
 def test_an_update_longer_than_the_shortest_notice_is_a_warning():
     config = Config()
-    assert Verdict(words="").grace_s(config) == 60
-    preempted = Verdict(words="", preempt_grace_s=20, kill_wait_s=5)
-    assert preempted.grace_s(config) == 25
-    config.cluster.signal_ahead_s = 5
-    assert preempted.grace_s(config) == 5
-    assert too_slow(config, 20) is None
-    config.facts.update_s = 19
-    assert too_slow(config, 20) is None
     config.facts.update_s = 45.5
-    assert "cluster.signal_ahead_s=46" in too_slow(config, 20)
+    assert too_slow(config, None, 30) is None
+    assert "the 25 s between" in too_slow(config, 20, 5)
+    assert "cluster.signal_ahead_s=46" in too_slow(config, 20, 5)
+    assert too_slow(config, 20, 26) is None
+    config.cluster.signal_ahead_s = 5
+    assert "the 5 s between" in too_slow(config, 20, 26)
+    config.facts.update_s = 5
+    assert too_slow(config, 20, 26) is None
 
 
 KNOWN = read_partitions(
@@ -114,8 +112,7 @@ TAKEN = "Job 1 to start at 2026-11-22T05:56:20 using 2 processors on nodes n[0-1
 
 
 def placed(answer, *partitions):
-    job = Wanted(partitions=partitions)
-    return read_test_only(answer, job, chosen_partitions(job, KNOWN), KNOWN)
+    return read_test_only(answer, Wanted(partitions=partitions), KNOWN)
 
 
 @pytest.mark.parametrize("asked", [(), ("main",), ("short", "main"), ("mian",)])

@@ -5,7 +5,6 @@ import pytest
 from orchestrator.clusters.slurm.submission import retry_unanswered
 from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import (
-    JOB_FIELDS,
     Answer,
     NoClient,
     SchedulerDown,
@@ -13,19 +12,10 @@ from orchestrator.slurm_client import (
     TaskEnd,
     accounted,
     explained,
-    read_job_status,
     read_queue,
     task_ends,
 )
-
-
-def line(**values):
-    made = {
-        "State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
-        "EndTime": "1795301031", "exit_code": "0", "Reason": "None", **values,
-    }  # fmt: skip
-    return "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()) + "\n"
-
+from tests.clusters.slurm.queue_lines import queue_line
 
 NO_ANSWERS = [
     'squeue: error: Munge encode failed: Failed to access "/run/munge/munge.socket.2"',
@@ -44,6 +34,10 @@ def test_an_error_never_means_that_a_job_is_gone(words):
     assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
 
 
+def squeue(**values):
+    return list(read_queue(Answer(0, queue_line(**values), "")).values())
+
+
 class Client:
     def __init__(self, answer):
         self.answer = answer
@@ -54,17 +48,22 @@ class Client:
 
 def test_accounting_that_is_off_is_told_from_accounting_that_is_silent():
     off = Answer(1, "", "Slurm accounting storage is disabled")
-    assert accounted(Client(off), ["7"]) is None
+    assert accounted(Client(off), ["7"]) == {}
     silent = Answer(1, "", "sacct: error: slurm_persist_conn_open_without_init: no")
     with pytest.raises(ClusterError, match="accounting gave no answer"):
         accounted(Client(silent), ["7"])
 
 
-def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
-    found = read_job_status(line(Reason="JobState=NONE Requeue=0", RestartCnt="3", exit_code="9"))
-    assert (found.state, found.restarts, found.requeue) == ("RUNNING", 3, True)
+def test_a_job_is_read_by_position_whatever_its_texts_hold():
+    [found] = squeue(
+        JobArrayID="7_3", EndTime="1795301031", RestartCnt="3", exit_code="9", TimeLeft="59:30",
+        Reason="JobState=NONE Requeue=0", Command="/a|b/000.sh",
+    )  # fmt: skip
+    assert (found.id, found.state, found.restarts, found.requeue) == ("7_3", "RUNNING", 3, True)
     assert (found.exit_code, found.exit_signal, found.ends_at) == (0, 9, 1795301031.0)
-    assert read_job_status("\n") is None
+    assert (found.command, found.time_left_s) == ("/a|b/000.sh", 3570)
+    [waits] = squeue(State="PENDING", NodeList="(null)", Reason="Priority")
+    assert (waits.waiting, waits.reason, waits.nodes, waits.ends_at) == (True, "Priority", "", None)
 
 
 @pytest.mark.parametrize(
@@ -79,20 +78,7 @@ def test_a_jobs_standing_is_read_by_position_whatever_its_texts_hold():
     ],
 )
 def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(values, cancelled):
-    assert read_job_status(line(**values)).cancelled == cancelled
-
-
-def test_squeue_is_read_and_an_unknown_job_is_simply_not_there():
-    text = (
-        "7|RUNNING|n[0-1]|59:30|0:30|1700000000|None|/r/000.sh\n"
-        "8|PENDING||1:00|0:00|N/A|Priority|(null)\n"
-    )
-    jobs = read_queue(Answer(0, text, ""))
-    assert jobs["7"].time_left_s == 3570
-    assert jobs["7"].alive
-    assert not jobs["7"].waiting
-    assert (jobs["8"].waiting, jobs["8"].reason, jobs["8"].start) == (True, "Priority", None)
-    assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
+    assert squeue(**values)[0].cancelled == cancelled
 
 
 @pytest.mark.parametrize(

@@ -17,11 +17,12 @@ from orchestrator.clusters.slurm.outcome import (
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
-from orchestrator.slurm_client import JOB_FIELDS, Answer, JobStatus, SlurmClient
+from orchestrator.slurm_client import Answer, Job, SlurmClient
 from orchestrator.trainer.stop import LATE_S, reason
+from tests.clusters.slurm.queue_lines import queue_line
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
-JOB = JobStatus(state="RUNNING")
+JOB = Job(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
@@ -121,7 +122,7 @@ def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, state, departure,
 def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
     attempts(run, 1)
     configure(run, run={"max_restarts": 5})
-    job = JobStatus(state="RUNNING", requeue=False)
+    job = Job(id="77", state="RUNNING", requeue=False)
     again, handed_back, end = concluded(run, 0, job=job, departure=departure)
     assert (again, handed_back, end["culprit"]["cause"]) == (False, 0, BEYOND.cause)
     assert end["culprit"]["rank"] == 3
@@ -145,13 +146,13 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
 @pytest.mark.parametrize(
     ("job", "why"),
     [
-        (JobStatus(state="RUNNING", preempted_at=5.0), "preempted"),
-        (JobStatus(state="RUNNING", reason="TimeLimit"), "near its time limit"),
-        (JobStatus(state="RUNNING", reason="NodeFail"), None),
-        (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
-        (JobStatus(state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
-        (JobStatus(state="RUNNING"), None),
-        (JobStatus(state="FAILED", ends_at=990.0), None),  # that is when it ended
+        (Job(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
+        (Job(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
+        (Job(id="77", state="RUNNING", reason="NodeFail"), None),
+        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
+        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
+        (Job(id="77", state="RUNNING"), None),
+        (Job(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
 )
 def test_the_schedulers_reason_is_told_where_it_shows(job, why):
@@ -160,7 +161,7 @@ def test_the_schedulers_reason_is_told_where_it_shows(job, why):
 
 def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
     attempts(run, 2)
-    preempted = JobStatus(state="RUNNING", preempted_at=5.0)
+    preempted = Job(id="77", state="RUNNING", preempted_at=5.0)
     concluded(run, 0, job=preempted)
     assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
     ended(run, 1, "failed", lost="node n7 stopped answering")
@@ -177,7 +178,7 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
     attempts(run, 2)
     for attempt, short in ((0, 1), (1, 0)):
         ends_at = 1000.0 + (stated or SIGNAL_AHEAD_S) + LATE_S - short
-        concluded(run, attempt, job=JobStatus(state="RUNNING", ends_at=ends_at))
+        concluded(run, attempt, job=Job(id="77", state="RUNNING", ends_at=ends_at))
     assert read_json(run.departure(0))["why"] == "near its time limit"
     assert read_json(run.departure(1))["why"] == "told to stop"
 
@@ -245,9 +246,7 @@ class Scheduler:
 
 
 def job_status(**values):
-    made = {"State": "RUNNING", "RestartCnt": "0", "Requeue": "1", "PreemptTime": "N/A",
-            "EndTime": "N/A", "exit_code": "0", "Reason": "None", **values}  # fmt: skip
-    return Answer(0, "".join(f"{made[name]:<{width}}" for name, width in JOB_FIELDS.items()), "")
+    return Answer(0, queue_line(JobArrayID="77", **values), "")
 
 
 @pytest.fixture
