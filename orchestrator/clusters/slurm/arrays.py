@@ -8,6 +8,7 @@ of their own. The code is copied once per array.
 
 from __future__ import annotations
 
+import bisect
 import getpass
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -39,8 +40,7 @@ UNLIKE = ("job-name", "output")  # differs between a sweep's points, and no limi
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
 # Values of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
 FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
-MAX_ARRAY_SIZE = re.compile(r"^MaxArraySize\s*=\s*(\d+)", re.MULTILINE)
-MAX_ARRAY_TASKS = re.compile(r"^SchedulerParameters\s*=.*\bmax_array_tasks=(\d+)", re.MULTILINE)
+MAX_ARRAY_TASKS = re.compile(r"\bmax_array_tasks=(\d+)")
 
 
 def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
@@ -89,36 +89,20 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
     return fit, why
 
 
-def largest_accepted(ask: Callable[[int], bool], most: int) -> int:
-    """Return how many of `most` are accepted, asking about few numbers.
-
-    >>> asked = []
-    >>> largest_accepted(lambda n: asked.append(n) or n <= 5, 100), asked
-    (5, [100, 1, 2, 4, 8, 6, 5])
-    """
-    if most < 1 or ask(most):
-        return max(0, most)
-    least, beyond = 0, 1
-    while beyond < most and ask(beyond):
-        least, beyond = beyond, 2 * beyond
-    beyond = min(beyond, most)
-    while beyond - least > 1:
-        middle = (least + beyond) // 2
-        least, beyond = (middle, beyond) if ask(middle) else (least, middle)
-    return least
-
-
 def room_for(client: SlurmClient, script: str, most: int) -> int:
     """Return how many elements of this script's array the scheduler would accept now.
 
-    Only sbatch knows which limits apply; `--test-only` counts as a submission does.
+    Only sbatch knows which limits apply; `--test-only` counts as a submission does. Usually there
+    is room for all, so that is asked first.
     """
 
-    def accepted(count: int) -> bool:
+    def refused(count: int) -> bool:
         answer = client.ask("sbatch", "--test-only", f"--array=0-{count - 1}", text=script)
-        return not BeyondLimit.found_in(answer.words)
+        return BeyondLimit.found_in(answer.words)
 
-    return largest_accepted(accepted, most)
+    if most < 1 or not refused(most):
+        return most
+    return bisect.bisect_left(range(1, most), True, key=refused)
 
 
 def tightest(client: SlurmClient) -> str:
@@ -139,10 +123,10 @@ def largest_array(slurm_conf: str | None) -> tuple[int, int]:
 
     MaxArraySize is one more than the highest index.
     """
-    shown = SlurmClient(slurm_conf).must("scontrol", "show", "config")
-    indices, tasks = MAX_ARRAY_SIZE.search(shown), MAX_ARRAY_TASKS.search(shown)
-    most = int(indices[1]) if indices else 1001
-    return most, min(most, int(tasks[1])) if tasks else most
+    settings = SlurmClient(slurm_conf).settings()
+    indices = int(settings.get("MaxArraySize", 1001))
+    tasks = MAX_ARRAY_TASKS.search(settings.get("SchedulerParameters", ""))
+    return indices, min(indices, int(tasks[1])) if tasks else indices
 
 
 def _equal_runs(placed: Sequence[Placed]) -> list[list[Placed]]:
