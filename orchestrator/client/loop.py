@@ -188,8 +188,8 @@ class TrainingLoop:
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
             self._follow_up(progress.done, again=True)
         while progress.updates < self.updates and not progress.stopped:
-            window = self._window = self.windows.window(progress.updates)
             self._began = time.perf_counter()
+            window = self._window = self.windows.window(progress.updates)
             yield window
             done = progress.done
             if done is None or done.window.update != window.update:
