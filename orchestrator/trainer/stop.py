@@ -17,11 +17,12 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from orchestrator.agent.topology import Topology
+from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, Done, TrainingProgress
-from orchestrator.errors import ClusterError, StopRequested, Unrecoverable
+from orchestrator.errors import StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_end, write_json
 from orchestrator.rundir.folder import RESUMED, RunDir
@@ -29,15 +30,8 @@ from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import read_outcome
 from orchestrator.rundir.warnings import warn
 
-if TYPE_CHECKING:
-    from orchestrator.client.checkpoints import Checkpoints
-    from orchestrator.slurm_client import Job, SlurmClient
-
 KILL_WAIT_S = 30.0
 UNEXPLAINED = "it ended without a word: a node failed, or the time to stop was too short"
-LATE_S = 90.0
-"""SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
-REQUEUE_TRIES = 20
 SRUN_LOG_BYTES = 2**20
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 RECENT = 5
@@ -280,39 +274,3 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
         "lost_updates": place.update - updates if behind and place else 0,
         "lost_micro_steps": place.done if behind and place else 0,
     }
-
-
-# ----------------------------------------------------------------------
-# The scheduler's part; called by the batch script.
-
-
-def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
-    """Return why the scheduler wants the job to stop; None if it does not show.
-
-    Args:
-        ahead_s: how long before a time limit the job is signalled.
-        restarts: how often the job had been restarted when this start began.
-    """
-    if job.preempted_at is not None:
-        return "preempted"
-    if job.restarts > restarts:
-        return "requeued (scontrol requeue, or a node that was set down)"
-    # The end time of an ended or ending job is no limit.
-    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
-    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
-        return "near its time limit"
-    return None
-
-
-def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
-    """Retry `scontrol requeue` until it is accepted. Raises `ClusterError` if it never is."""
-    from orchestrator.slurm_client import SchedulerDown
-
-    for attempt in range(REQUEUE_TRIES):
-        try:
-            client.must("scontrol", "requeue", job_id)
-        except SchedulerDown:
-            time.sleep(min(2.0**attempt, 30.0))
-        else:
-            return
-    raise ClusterError(f"job {job_id} could not be requeued: the scheduler does not answer")

@@ -47,9 +47,12 @@ from orchestrator.slurm_client import (
     own_job_id,
     queued,
 )
-from orchestrator.trainer.stop import ask_for_requeue, departure_note, reason
+from orchestrator.trainer.stop import departure_note
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
+LATE_S = 90.0
+"""SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
+REQUEUE_TRIES = 20
 LOOK_S = 0.5
 REACH_S = 1.0
 LONGEST_PAUSE_S = 30.0
@@ -333,3 +336,37 @@ def _of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | N
     if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
         return None
     return {"why": "its batch script was killed", "updates": None, "time": time.time()}
+
+
+# ----------------------------------------------------------------------
+# Why the scheduler stops a job, and its return to the queue.
+
+
+def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+    """Return why the scheduler wants the job to stop; None if it does not show.
+
+    Args:
+        ahead_s: how long before a time limit the job is signalled.
+        restarts: how often the job had been restarted when this start began.
+    """
+    if job.preempted_at is not None:
+        return "preempted"
+    if job.restarts > restarts:
+        return "requeued (scontrol requeue, or a node that was set down)"
+    # The end time of an ended or ending job is no limit.
+    left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
+    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
+        return "near its time limit"
+    return None
+
+
+def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
+    """Retry `scontrol requeue` until it is accepted. Raises `ClusterError` if it never is."""
+    for attempt in range(REQUEUE_TRIES):
+        try:
+            client.must("scontrol", "requeue", job_id)
+        except SchedulerDown:
+            time.sleep(min(2.0**attempt, 30.0))
+        else:
+            return
+    raise ClusterError(f"job {job_id} could not be requeued: the scheduler does not answer")

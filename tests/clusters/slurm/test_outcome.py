@@ -9,16 +9,17 @@ from orchestrator.clusters.slurm.outcome import (
     CAUSES,
     FRUITLESS,
     KILLED,
+    LATE_S,
     _cut_short,
     conclude,
     culprit_of,
     finish,
+    reason,
 )
 from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 from orchestrator.slurm_client import Answer, Job, SlurmClient
-from orchestrator.trainer.stop import LATE_S, reason
 from tests.clusters.slurm.queue_lines import queue_line
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
