@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 
 EXIT_FINISHED = 0
 EXIT_FAILED = 1
@@ -154,6 +155,15 @@ def unreadable(error: OSError) -> RunFolderError:
     """Return the file system's error on a path that the user named, as a message."""
     what = f"{shortened(error.filename)}: " if error.filename else ""
     return RunFolderError(f"{what}{error.strerror or error}")
+
+
+def expand_user(text: str) -> Path:
+    """Return a path with its `~` or `~user` replaced. Raises `ConfigError` for an unknown user."""
+    try:
+        return Path(text).expanduser()
+    except RuntimeError as error:
+        user = text.partition("/")[0].removeprefix("~")
+        raise ConfigError(f"{text}: there is no user {user}") from error
 
 
 def require_cwd() -> None:

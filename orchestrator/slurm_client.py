@@ -19,7 +19,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.errors import ClusterError, NotNow, describe_status
+from orchestrator.errors import ClusterError, NotNow, describe_status, expand_user
 
 FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -141,7 +141,7 @@ class SlurmClient:
     """SLURM's commands for one cluster: the one of `slurm_conf`, or the machine's own."""
 
     def __init__(self, slurm_conf: str | None = None) -> None:
-        self._conf = str(Path(slurm_conf).expanduser()) if slurm_conf else os.environ.get(CONF)
+        self._conf = str(expand_user(slurm_conf)) if slurm_conf else os.environ.get(CONF)
         if self._conf is None:
             return
         try:  # SLURM's commands would look for a file that they cannot read for a minute

@@ -23,7 +23,7 @@ from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError
+from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
@@ -110,7 +110,7 @@ def initial_weights(config: Config) -> Path | None:
     if stated is None:
         return None
     try:
-        return _checked(Path(stated).expanduser())
+        return _checked(expand_user(stated))
     except UsageError as error:
         raise ConfigError(f"train.initial_weights={stated}: {error}") from error
     except OSError as error:

@@ -26,7 +26,14 @@ from orchestrator.config.program import is_program, program_of, short_name
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.rules import planned_survival, refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
-from orchestrator.errors import ClusterError, ConfigError, RunFailed, RunFolderError, UsageError
+from orchestrator.errors import (
+    ClusterError,
+    ConfigError,
+    RunFailed,
+    RunFolderError,
+    UsageError,
+    expand_user,
+)
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
@@ -42,7 +49,7 @@ from orchestrator.rundir.outcome import Ended
 def new_folder(config: Config) -> Path:
     """Return the folder of a new run: `run.dir`, or one below `runs/`."""
     if config.run.dir:
-        return Path(os.path.abspath(Path(config.run.dir).expanduser()))  # noqa: PTH100  # keeps links
+        return Path(os.path.abspath(expand_user(config.run.dir)))  # noqa: PTH100  # keeps links
     name = config.run.name or short_name(config.job)
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")

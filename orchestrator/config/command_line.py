@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
-from orchestrator.errors import ConfigError, did_you_mean, shortened
+from orchestrator.errors import ConfigError, did_you_mean, expand_user, shortened
 
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
@@ -44,7 +44,7 @@ class CommandLine:
     @property
     def flags(self) -> tuple[str, ...]:
         """Return the flags that choose the configuration's files, from any folder."""
-        folder = self.config_dir and str(Path(self.config_dir).expanduser().absolute())
+        folder = self.config_dir and str(expand_user(self.config_dir).absolute())
         name = None if self.config_name == PRIMARY else self.config_name
         stated = {"--config-dir": folder, "--config-name": name}
         return tuple(word for flag, value in stated.items() if value for word in (flag, value))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.config.program import Program
-from orchestrator.errors import JobError, did_you_mean, nearest
+from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
 
 Value = TypeVar("Value")
@@ -309,7 +309,7 @@ def check_program(program: Program) -> None:
     if program.is_module:
         _check_module(program.target)
         return
-    path = Path(program.target).expanduser()
+    path = expand_user(program.target)
     if os.sep not in program.target and not path.exists():
         if shutil.which(program.target) is None:
             raise JobError(_not_there(program.target, path))
@@ -355,7 +355,7 @@ def script_of(program: Program) -> Path | None:
     """Return the user's file that is run; None for modules and programs on PATH."""
     if program.is_module or not runs_here(program):
         return None
-    return Path(os.path.abspath(Path(program.target).expanduser()))  # noqa: PTH100  # keeps links
+    return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
 
 
 def is_this_python(word: str) -> bool:

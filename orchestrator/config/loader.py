@@ -27,7 +27,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, expand_user
 
 
 def dense_parameters(layers: Sequence[int]) -> int:
@@ -120,7 +120,7 @@ def search_path(config_dir: str | None) -> UsersFirst:
     path.append("hydra", "pkg://hydra.conf")
     path.append(SHIPPED, f"file://{config_folder()}")
     if config_dir is not None:
-        folder = Path(config_dir).expanduser().resolve()
+        folder = expand_user(config_dir).resolve()
         if not folder.is_dir():
             raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
         path.append("--config-dir", f"file://{folder}")

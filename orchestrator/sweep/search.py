@@ -43,6 +43,7 @@ from orchestrator.errors import (
     RunFailed,
     RunFolderError,
     UsageError,
+    expand_user,
 )
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE, describe_trial, print_search
@@ -290,7 +291,7 @@ def write_table(search: Search, study: Study, folders: Mapping[int, Path]) -> di
         "best": min(known)[1] if known else None,
         "line": {
             "overrides": list(line.overrides),
-            "config_dir": line.config_dir and str(Path(line.config_dir).expanduser().absolute()),
+            "config_dir": line.config_dir and str(expand_user(line.config_dir).absolute()),
             "config_name": line.config_name,
             "folder": str(Path.cwd()),
         },

@@ -9,8 +9,9 @@ from orchestrator.config.command_line import check_overrides
 from orchestrator.config.composer import compose
 from orchestrator.config.loader import Loader
 from orchestrator.config.reading import read_config
-from orchestrator.errors import ConfigError, PlanError
+from orchestrator.errors import ConfigError, PlanError, expand_user
 from orchestrator.plan.batch import resolve_batch
+from orchestrator.slurm_client import SlurmClient
 
 JOB = {"job": {"_target_": "a.B"}, "optimizer": {"name": "sgd"}}
 
@@ -63,6 +64,12 @@ def test_a_broken_file_is_named_with_its_line(tmp_path, content, words):
 def test_numbers_that_nothing_could_run_are_refused(values, words):
     with pytest.raises(ConfigError, match=words):
         read_config(JOB | values)
+
+
+def test_the_home_of_an_unknown_user_is_refused():
+    for use in (expand_user, SlurmClient, lambda path: compose([], path)):
+        with pytest.raises(ConfigError, match="~nobody-here/x: there is no user nobody-here"):
+            use("~nobody-here/x")
 
 
 def test_two_lengths_of_a_run_are_refused():

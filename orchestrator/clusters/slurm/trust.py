@@ -13,7 +13,7 @@ import stat
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.errors import ClusterError, RunFolderError, expand_user
 from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import CONF, SlurmClient
@@ -27,7 +27,7 @@ def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
     Raises:
         ClusterError: it names a slurm.conf that only the folder vouches for.
     """
-    if slurm_conf is not None and not is_trusted(Path(slurm_conf).expanduser()):
+    if slurm_conf is not None and not is_trusted(expand_user(slurm_conf)):
         raise ClusterError(
             f"{run.path} names the cluster of {slurm_conf}, which was never used from this "
             f"account. A slurm.conf can make SLURM's commands run code: if you know it, "
@@ -51,7 +51,7 @@ def remember(conf: str) -> None:
     Raises:
         ClusterError: that cannot be recorded, and nothing else vouches for it.
     """
-    real = os.path.realpath(Path(conf).expanduser())
+    real = os.path.realpath(expand_user(conf))
     known = _remembered()
     if real in known:
         return
