@@ -269,6 +269,9 @@ def rehearse(
     config_dir: Annotated[
         str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
     ] = None,
+    config_name: Annotated[
+        str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
+    ] = "config",
     into: Annotated[
         Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
     ] = None,
@@ -280,12 +283,14 @@ def rehearse(
     Exit code 1 where anything is otherwise than in an undisturbed run.
     """
     del verbose
+    from orchestrator.config.command_line import CommandLine
     from orchestrator.health.rehearse import plan_rehearsal, print_rehearsal
     from orchestrator.health.rehearse import rehearse as play
 
-    given, console = overrides or [], Console(stderr=as_json)
+    given, console = tuple(overrides or ()), Console(stderr=as_json)
+    line = CommandLine(overrides=given, config_dir=config_dir, config_name=config_name)
     kinds = [kind.strip() for kind in only.split(",") if kind.strip()]
-    to_play = plan_rehearsal(given, config_dir, faults, kinds)
+    to_play = plan_rehearsal(line, faults, kinds)
     folder = (into or Path(f"runs/rehearsal_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}")).absolute()
     try:
         folder.mkdir(mode=0o700, parents=True)
@@ -303,7 +308,7 @@ def rehearse(
     if found.wrong:
         for sentence in found.wrong:
             say(Console(stderr=True), f"error: {sentence}", "bold red")
-        words = [*given, *(["--config-dir", config_dir] if config_dir else [])]
+        words = [*given, *line.flags]
         words += ["--only", only] if only else []
         again = shlex.join([*words, "--faults", str(faults), "--seed", str(seed)])
         say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")

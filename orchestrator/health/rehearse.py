@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from orchestrator.cli.start import describe, prepare
+from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import compose
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config
@@ -62,12 +63,11 @@ MOST_RESUMES = 3
 UNWRITTEN = "could not be written"
 
 
-def plan_rehearsal(
-    given: Sequence[str], config_dir: str | None, faults: int, only: Sequence[str] = ()
-) -> RehearsalSpec:
+def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> RehearsalSpec:
     """Check a rehearsal before anything is written.
 
     Args:
+        line: of the run, as for launch.
         only: kinds of faults; all that are possible by default.
 
     Raises:
@@ -75,8 +75,9 @@ def plan_rehearsal(
     """
     if not 1 <= faults <= MOST_FAULTS:
         raise ConfigError(f"--faults {faults}: there can be 1 to {MOST_FAULTS} in a rehearsal")
+    given = line.overrides
     keys = {one.lstrip("+").partition("=")[0] for one in given}
-    config = compose(given, config_dir)
+    config = compose(given, line.config_dir, line.config_name)
     _refuse(config, keys)
     on_slurm = config.cluster.kind == "slurm"
     possible = ON_SLURM if on_slurm else SIMULATED
@@ -88,7 +89,7 @@ def plan_rehearsal(
     queued_once = on_slurm and not config.cluster.requeue
     defaults = tuple(one for one in DEFAULTS if one != RESTARTS or not queued_once)
     overrides = (*given, *(one for one in defaults if one.partition("=")[0] not in keys))
-    config = compose(overrides, config_dir)
+    config = compose(overrides, line.config_dir, line.config_name)
     updates = config.train.updates
     if updates is None or updates < LEAST_UPDATES:
         raise ConfigError(
@@ -109,7 +110,7 @@ def plan_rehearsal(
         if more.partition("=")[0] in keys:
             continue
         try:
-            tried = compose((*overrides, more), config_dir)
+            tried = compose((*overrides, more), line.config_dir, line.config_name)
             prepare(tried)
         except UsageError as refusal:
             notes.append(f"without {more}: {refusal}")
@@ -120,7 +121,7 @@ def plan_rehearsal(
     return RehearsalSpec(
         config=config,
         overrides=overrides,
-        config_dir=config_dir,
+        flags=line.flags,
         kinds=kinds,
         notes=tuple(notes),
     )

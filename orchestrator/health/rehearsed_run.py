@@ -46,13 +46,14 @@ class RehearsalSpec:
     """The values that all runs of a rehearsal share.
 
     Attributes:
+        flags: that choose the configuration's files.
         kinds: of faults.
         notes: what the runs go without, and why.
     """
 
     config: Config
     overrides: tuple[str, ...]
-    config_dir: str | None
+    flags: tuple[str, ...]
     kinds: tuple[str, ...]
     notes: tuple[str, ...]
 
@@ -92,9 +93,8 @@ class RehearsedRun(ABC):
         self._command: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
-        where = () if self._spec.config_dir is None else ("--config-dir", self._spec.config_dir)
         given = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
-        self._start("orchestrator.launch", *where, *given, "-q")
+        self._start("orchestrator.launch", *self._spec.flags, *given, "-q")
 
     def resume(self) -> None:
         self._start("orchestrator", "resume", str(self.run.path), "-q")

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.config.command_line import CommandLine
 from orchestrator.errors import UsageError
 from orchestrator.health.faults import (
     KILL_TWO,
@@ -57,6 +58,10 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
     assert all(choose(range(n), fault.target) in range(n) for fault in drawn for n in (1, 2, 7))
 
 
+def planned(overrides, *more, **flags):
+    return plan_rehearsal(CommandLine(overrides=overrides, **flags), *more)
+
+
 # ------------------------------------------------------------------ what is asked for
 
 
@@ -69,7 +74,7 @@ def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_r
 )
 def test_kinds_of_faults_that_there_cannot_be_are_refused(only, more, said):
     with pytest.raises(UsageError, match=said):
-        plan_rehearsal((*SMALL, *more), None, 1, [only])
+        planned((*SMALL, *more), 1, [only])
 
 
 @pytest.mark.parametrize(
@@ -93,21 +98,28 @@ def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(
 ):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=said):
-        plan_rehearsal(given, None, faults)
+        planned(given, faults)
     assert not list(tmp_path.iterdir())
 
 
+def test_all_runs_take_the_users_own_files(tmp_path):
+    (tmp_path / "mine.yaml").write_text("defaults: [config, _self_]\ntrain: {seed: 7}\n")
+    found = planned(SMALL, 1, config_dir=str(tmp_path), config_name="mine")
+    assert found.config.train.seed == 7
+    assert found.flags == ("--config-dir", str(tmp_path), "--config-name", "mine")
+
+
 def test_what_a_job_cannot_have_is_left_out_and_equality_says_what_it_means():
-    found = plan_rehearsal(SMALL, None, 1)
+    found = planned(SMALL, 1)
     assert found.config.run.survive
     assert found.to_the_bit
     assert not found.notes
-    found = plan_rehearsal((*SMALL, "engine.shard_optimizer=true"), None, 1)
+    found = planned((*SMALL, "engine.shard_optimizer=true"), 1)
     assert found.config.run.survive
     assert not found.to_the_bit
     assert "accumulation.reduction=fast rounds otherwise" in found.equality
     assert "without accumulation.reduction=reproducible" in found.notes[0]
-    found = plan_rehearsal((*SMALL, "run.survive=false"), None, 1, SIMULATED[2:4])
+    found = planned((*SMALL, "run.survive=false"), 1, SIMULATED[2:4])
     assert found.kinds == SIMULATED[2:4]
     fast = replace(found.config.accumulation, reduction="fast")
     nodes = replace(found.config.cluster, nodes={"min": 2, "max": 4})
@@ -129,7 +141,7 @@ def line(update, attempt=0, **more):
 
 @pytest.fixture(scope="module")
 def small():
-    return plan_rehearsal((*SMALL, "train.updates=20"), None, 1)
+    return planned((*SMALL, "train.updates=20"), 1)
 
 
 @pytest.mark.parametrize(
