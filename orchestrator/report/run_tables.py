@@ -19,6 +19,7 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
+    UNKNOWN,
     format_bytes,
     format_count,
     format_learning_rate,
@@ -278,7 +279,7 @@ def _rows(
         rows.append((f"  of which {name}", format_bytes(size), ""))
     if result.get("weights_sha256"):
         rows.append(("weights", f"sha256 {result['weights_sha256'][:DIGEST_DIGITS]}", ""))
-    return rows
+    return [row for row in rows if not row[1].startswith(UNKNOWN)]
 
 
 def _rows_of_program(

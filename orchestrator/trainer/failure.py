@@ -9,8 +9,11 @@ from __future__ import annotations
 import logging
 import re
 import signal
+import sys
+import sysconfig
 import time
 import traceback
+from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
@@ -26,8 +29,13 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.snapshot import PACKAGE
 
 log = logging.getLogger(__name__)
+NOT_USERS = (
+    PACKAGE,
+    *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
+)
 
 _BY_WORDS = (
     ("out of memory", MEMORY_REMEDY),  # CUDA's
@@ -86,8 +94,33 @@ def describe(error: BaseException) -> str:
     if isinstance(error, OrchestratorError):
         return text
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    named += _place(error)
     advice = remedy(error)
     return named if advice is None else f"{named} ({advice})"
+
+
+def _place(error: BaseException) -> str:
+    """Return where in the user's code an error was raised: the deepest call that is in no package.
+
+    The file is named as Python's path has it, for it may lie in a copy of the code.
+    """
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        path = Path(frame.filename)
+        if path.is_absolute() and not any(path.is_relative_to(root) for root in NOT_USERS):
+            roots = [Path(entry) for entry in sys.path if entry and path.is_relative_to(entry)]
+            nearest = max(roots, key=lambda root: len(root.parts), default=None)
+            file = path.relative_to(nearest) if nearest else path
+            return f", at {file}:{frame.lineno} in {frame.name}"
+    return ""
+
+
+def hide_own_frames(error: BaseException) -> None:
+    """Let an error's traceback begin with the first call outside this package, if there is one."""
+    place = error.__traceback__
+    while place is not None and Path(place.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        place = place.tb_next
+    if place is not None:
+        error.__traceback__ = place
 
 
 MOST_OF_TRACEBACK = 64 * 1024

@@ -32,7 +32,7 @@ from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink, Membership
-from orchestrator.trainer.failure import exit_code, failure_of, write_failure
+from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames, write_failure
 from orchestrator.trainer.stop import GracePeriods, StopFlag, note_departure, note_lost_nodes
 
 END_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
@@ -146,6 +146,7 @@ class WorkerProcess:
             note_lost_nodes(self.run, self.attempt, error)
             return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):
+            hide_own_frames(error)
             traceback.print_exception(error)
         else:
             print(f"error: {error}", file=sys.stderr)
