@@ -67,7 +67,6 @@ MEANINGS = {
     "train.on_non_finite": "After a non-finite loss or gradient all ranks stop, or skip the update",
     "train.initial_weights": "Run, or safetensors file, to start from",
     "engine.bucket_mib": "Gradients sent together; null: an eighth of them, 1 to 25 MiB",
-    "engine.wire": "Type in which gradients travel ([mathematics](../explanation/mathematics.md))",
     "engine.norm": "Replacement of batch norms ([your-own-job](../tutorial/your-own-job.md))",
     "engine.mode": "MindSpore: what is compiled ([mindspore](../how-to/mindspore.md))",
     "engine.jit_level": "MindSpore: compiler level",

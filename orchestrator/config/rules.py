@@ -285,11 +285,6 @@ def _transport(config: Config, framework: str) -> Iterator[str]:
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
     del coupled  # torch has them
-    if config.engine.wire != "own" and config.accumulation.reduction != "fast":
-        yield (
-            f"engine.wire={config.engine.wire} rounds sums in an order that depends on the ranks; "
-            f"try accumulation.reduction=fast, or engine.wire=own"
-        )
     if config.engine.shard_optimizer:
         yield from _shards(config)
     if config.run.survive:
@@ -308,9 +303,9 @@ def _shards(config: Config) -> Iterator[str]:
             f"{sharded} optimizer._target_={module}.{name}, which does not "
             f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
         )
-    for key, only in (("accumulation.reduction", "fast"), ("engine.wire", "own")):
-        if (value := value_of(config, key)) != only:
-            yield f"{sharded} {key}={value}; try {key}={only}"
+    if (reduction := config.accumulation.reduction) != "fast":
+        key = "accumulation.reduction"
+        yield f"{sharded} {key}={reduction}; try {key}=fast"
 
 
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
@@ -326,9 +321,6 @@ def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
             f"accumulation.reduction={config.accumulation.reduction} is not available with "
             f"MindSpore; try accumulation.reduction=fast"
         )
-    if config.engine.wire != "own":
-        wire = config.engine.wire
-        yield f"engine.wire={wire} is not available with MindSpore; try engine.wire=own"
     if config.engine.shard_optimizer:
         yield (
             "engine.shard_optimizer=true is not available with MindSpore; leave it out, or write "

@@ -259,7 +259,6 @@ class EngineConfig:
     """Settings of the job's framework. mode, jit_level and style are MindSpore's."""
 
     bucket_mib: float | None = number(None, above=0, most=2**20)
-    wire: str = choice("own", "bfloat16")
     norm: str = choice("warn", "frozen", "group")
     mode: str = choice("pynative", "jit", "graph", default="jit")
     jit_level: str = choice("auto", "O0", "O1", "O2")

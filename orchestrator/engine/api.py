@@ -32,8 +32,6 @@ class AccumulationOptions:
         on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.
         precision: "float32", "bfloat16", "float16" (autocast, with loss scaling) or "float64".
             Run the forward within `accumulator.precision.forward()`.
-        wire: "own", or "bfloat16": gradients travel, and are added up between ranks, as that, for
-            half the bytes and an error of R * 2**-8 of their magnitudes; for reduction="fast".
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
             Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
@@ -51,7 +49,6 @@ class AccumulationOptions:
     reduction: str = "fast"
     on_non_finite: str = "stop"
     precision: str = "float32"
-    wire: str = "own"
     shard_optimizer: bool = False
     order: Sequence[int] | None = None
     overlap: bool = True

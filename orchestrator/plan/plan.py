@@ -22,7 +22,6 @@ from orchestrator.plan.wire import Wire
 
 DEFAULT_EPOCHS = 1.0
 ITEMSIZE = {"float64": 8}
-WIRE_ITEMSIZE = {"own": None, "bfloat16": 2}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -218,7 +217,6 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
         itemsize=ITEMSIZE.get(config.train.precision, 4),
         metric_count=known.metric_count,
         bucket_bytes=engine.bucket_bytes,
-        wire_itemsize=WIRE_ITEMSIZE[engine.wire],
         sharded=engine.shard_optimizer,
         early=known.framework != "mindspore",
     )

@@ -97,8 +97,6 @@ class Wire:
         itemsize: bytes of a number of the gradient.
         metric_count: metrics that the job reports besides its loss.
         bucket_bytes: see `bucket_count`.
-        wire_itemsize: bytes of a number while it travels, where those are fewer; the trailer then
-            travels by itself.
         sharded: each rank steps 1/R of the weights.
         early: buckets leave during the backward.
 
@@ -110,7 +108,6 @@ class Wire:
     itemsize: int
     metric_count: int
     bucket_bytes: int | None = None
-    wire_itemsize: int | None = None
     sharded: bool = False
     early: bool = True
 
@@ -144,10 +141,7 @@ class Wire:
             return None
         if self.sharded:
             return 2 * self._sharded_buckets(parameters) + 1
-        payload = self._payload(parameters)
-        if self.wire_itemsize is None:
-            return bucket_count(payload, self.bucket_bytes, early=self.early)
-        return bucket_count(parameters * self.wire_itemsize, self.bucket_bytes) + 1
+        return bucket_count(self._payload(parameters), self.bucket_bytes, early=self.early)
 
     def bytes_sent(self, parameters: int | None) -> int | None:
         """Return the least bytes that each rank sends in one update: 2(R-1)/R of what it reduces.
@@ -159,8 +153,6 @@ class Wire:
 
         >>> Wire(ranks=4, itemsize=4, metric_count=0).bytes_sent(1_000)
         6324
-        >>> Wire(ranks=4, itemsize=4, metric_count=0, wire_itemsize=2).bytes_sent(1_000)
-        3324
 
         Raises:
             PlanError: see `collectives`.
@@ -173,10 +165,7 @@ class Wire:
             row = 8 * (trailer_numbers(self.metric_count) + 1)
             shard = padded(parameters, self.ranks) // self.ranks * self.itemsize
             return (self.ranks - 1) * (2 * shard + row)
-        payload = self._payload(parameters)
-        if self.wire_itemsize is not None:
-            payload -= parameters * (self.itemsize - self.wire_itemsize)
-        return -(-2 * (self.ranks - 1) * payload // self.ranks)
+        return -(-2 * (self.ranks - 1) * self._payload(parameters) // self.ranks)
 
     def _payload(self, parameters: int) -> int:
         return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)

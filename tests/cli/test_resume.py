@@ -96,7 +96,6 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
         (["+job.width=3"], "job.width=4", "job.width=4: it was 3"),
         ([], "train.precision=float64", "train.precision=float64"),
         ([], "train.clip_norm=1", "train.clip_norm"),
-        ([], "engine.wire=bfloat16", "engine.wire"),
         ([], "schedule.base_lr=0.1", "learning rate of update 1 would be 0.1"),
         ([], "schedule.warmup_updates=3", "learning rate of update 1"),
         (["schedule.decay=cosine", "train.updates=8"], "train.updates=9", "schedule.decay"),

@@ -24,7 +24,10 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("accumulation.stpes=4",), "did you mean 'steps'"),
         (("job._target_=nowhere.Job",), "no module 'nowhere'"),
         (("transport=nccl",), "transport=gloo"),
-        (("engine.shard_optimizer=true", "engine.wire=bfloat16"), "try engine.wire=own"),
+        (
+            ("engine.shard_optimizer=true", "accumulation.reduction=reproducible"),
+            "try accumulation.reduction=fast",
+        ),
         (("engine.shard_optimizer=true", "job=line"), "not available with MindSpore"),
         (
             (

@@ -106,7 +106,6 @@ WIRES = [
     ({}, {}),
     ({"metric_count": 3}, {"metric_count": 3}),
     ({"precision": "float64"}, {"itemsize": 8}),
-    ({"wire": "bfloat16"}, {"wire_itemsize": 2}),
     ({"bucket_mib": 2**-7}, {"bucket_bytes": 2**13}),
     ({"parameters": None}, {}),
     ({"shard_optimizer": True}, {"sharded": True}),

@@ -24,7 +24,7 @@ STATED = Config(
         base_lr=0.3, base_batch=16, scaling="sqrt", warmup_updates=7, decay="cosine"
     ),
     train=TrainConfig(updates=40, seed=11, precision="bfloat16"),
-    engine=EngineConfig(bucket_mib=0.25, wire="bfloat16"),
+    engine=EngineConfig(bucket_mib=0.25),
     facts=FactsConfig(dataset_samples=999, parameters=300_000),
 )
 SAME = {
@@ -55,7 +55,7 @@ def test_every_value_of_a_configuration_reaches_the_plan():
     figures = told(STATED)
     assert {name: figures[name] for name in SAME} == SAME
     assert figures["schedule"] == SCHEDULE
-    wire = Wire(ranks=6, itemsize=4, metric_count=0, bucket_bytes=1 << 18, wire_itemsize=2)
+    wire = Wire(ranks=6, itemsize=4, metric_count=0, bucket_bytes=1 << 18)
     assert figures["collectives_per_update"] == wire.collectives(300_000)
     assert figures["bytes_on_wire_per_update"] == wire.bytes_sent(300_000)
 

@@ -86,15 +86,6 @@ def test_counts_that_cannot_be_are_refused(call, message):
     assert message in str(caught.value)
 
 
-@pytest.mark.parametrize("bucket_bytes", [None, 1000, 10**9])
-def test_a_rounded_gradient_travels_in_its_own_bytes_and_its_trailer_beside_it(bucket_bytes):
-    given = {**COUNTS, "ranks": 4, "wire_itemsize": 2}
-    calls = Wire(**given, bucket_bytes=bucket_bytes).collectives(9000)
-    assert calls == {None: 1, 1000: 18, 10**9: 1}[bucket_bytes] + 1
-    moved = Wire(**given).bytes_sent(9000)
-    assert moved == 2 * 3 * (2 * 9000 + 4 * trailer_numbers(1)) // 4
-
-
 @pytest.mark.parametrize(
     ("mib", "early", "late"),
     [(1, 1, 1), (3, 1, 1), (3.5, 4, 1), (4, 4, 1), (8, 8, 1), (24, 8, 1), (40, 8, 2),

@@ -72,7 +72,6 @@ from orchestrator.job import Loss
 
 
 _REDUCTIONS = ("fast", "reproducible")
-_WIRES = {"own": None, "bfloat16": torch.bfloat16}
 
 
 def _reduction_for(
@@ -83,18 +82,15 @@ def _reduction_for(
     Raises:
         ConfigError: options that do not go together, or a bucket that is too small for a number.
     """
-    reduction, wire, sharded = options.reduction, options.wire, options.shard_optimizer
-    if wire not in _WIRES:
-        raise ConfigError(f"there is no engine.wire={wire}{did_you_mean(wire, _WIRES)}")
+    reduction, sharded = options.reduction, options.shard_optimizer
     if reduction not in _REDUCTIONS:
         raise ConfigError(
             f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
         )
-    if reduction != "fast" and (wire != "own" or sharded):
-        name = "engine.shard_optimizer=true" if wire == "own" else f"engine.wire={wire}"
-        raise ConfigError(f"{name} is for accumulation.reduction=fast, not for {reduction}")
-    if sharded and wire != "own":
-        raise ConfigError(f"engine.shard_optimizer=true is for engine.wire=own, not for {wire}")
+    if reduction != "fast" and sharded:
+        raise ConfigError(
+            f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
+        )
     order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
     if sharded and group.size > 1:
         order = aligned_first(parameters, order)
@@ -104,7 +100,7 @@ def _reduction_for(
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
-    return FastReduction(buffers, group, bucket_bytes, wire=_WIRES[wire], overlap=overlap)
+    return FastReduction(buffers, group, bucket_bytes, overlap=overlap)
 
 
 # ------------------------------------------------------------------ Accumulator

@@ -112,14 +112,12 @@ def _buffer_plans(
 def bucket_slices(
     payloads: Sequence[Tensor],
     bucket_bytes: int | None,
-    itemsize: int | None = None,
     *,
     multiple_of: int = 1,
 ) -> list[Slice]:
     """Cut each payload into `plan.wire.bucket_count` equal slices.
 
     Args:
-        itemsize: what a number has in bytes while it travels, where that is less than it has here.
         multiple_of: lengths of slices are multiples of this, as those of payloads are.
 
     Raises:
@@ -127,7 +125,7 @@ def bucket_slices(
     """
     slices: list[Slice] = []
     for number, payload in enumerate(payloads):
-        size = min(payload.element_size(), itemsize or payload.element_size())
+        size = payload.element_size()
         if bucket_bytes is not None and bucket_bytes < size:
             raise ConfigError(
                 f"a bucket of {bucket_bytes} bytes holds no number of {payload.dtype}; "

@@ -11,7 +11,7 @@ from torch import Tensor
 from orchestrator.engine.common.boundary import Trailer, limb_bits
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.buffers import GradientBuffers, Slice, bucket_slices
-from orchestrator.engine.torch.group import BaseGroup, CompletedWork, Work, to_floats
+from orchestrator.engine.torch.group import BaseGroup, Work, to_floats
 from orchestrator.errors import JobError
 
 _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
@@ -64,8 +64,6 @@ class FastReduction:
         buffers: whose payloads are summed over ranks, in place.
         group: the ranks.
         bucket_bytes: size of a bucket; see `plan.wire.bucket_count`.
-        wire: what wider gradients travel, and are added up, as; None for their own type. The
-            trailer is never rounded, so it then travels by itself.
         overlap: False sends everything at the boundary.
 
     Attributes:
@@ -81,10 +79,9 @@ class FastReduction:
         group: BaseGroup,
         bucket_bytes: int | None,
         *,
-        wire: torch.dtype | None = None,
         overlap: bool = True,
     ) -> None:
-        self.buffers, self._group, self._wire = buffers, group, wire
+        self.buffers, self._group = buffers, group
         if buffers.metric_count is not None:
             mantissa_bits = _MANTISSA_BITS[buffers.trailer.dtype]
             self._limb_bits = limb_bits(mantissa_bits, group.size)
@@ -123,13 +120,7 @@ class FastReduction:
 
     def _cut(self, bucket_bytes: int | None) -> list[Slice]:
         """Return the buckets."""
-        buffers = self.buffers
-        if self._wire is None:
-            return bucket_slices(buffers.payloads, bucket_bytes)
-        slices = bucket_slices(buffers.gradients, bucket_bytes, self._wire.itemsize)
-        last = len(buffers.payloads) - 1
-        trailer = (last, buffers.gradients[last].numel(), buffers.payloads[last].numel())
-        return [*slices, trailer]
+        return bucket_slices(self.buffers.payloads, bucket_bytes)
 
     def _arriving(self) -> list[Slice]:
         """Return the part of each bucket that this rank has the sum of."""
@@ -222,10 +213,4 @@ class FastReduction:
             self._under_way.append(self._start(len(self._under_way)))
 
     def _start(self, number: int) -> Work:
-        bucket = self._buckets[number]
-        wire = self._wire if self._gradients[number].numel() else None
-        if wire is None or bucket.element_size() <= wire.itemsize:
-            return self._group.all_reduce_sum_async(bucket)
-        rounded = bucket.to(wire)
-        work = self._group.all_reduce_sum_async(rounded)
-        return CompletedWork(work, lambda: bucket.copy_(rounded))
+        return self._group.all_reduce_sum_async(self._buckets[number])

@@ -81,7 +81,6 @@ CASES = {
     "clip_norm": (_nothing, _sgd, {"clip_norm": 2.0}, "clip_norm: it is 2.0 on rank 1, and None"),
     "metrics": (_nothing, _sgd, {"metric_names": ("right",)}, "metric_names"),
     "buckets": (_nothing, _sgd, {"bucket_bytes": 64}, "bucket_bytes"),
-    "wire": (_nothing, _sgd, {"wire": "bfloat16"}, "wire"),
     "reduction": (_nothing, _sgd, {"reduction": "reproducible"}, "reduction"),
     "shards": (_nothing, _sgd, {"shard_optimizer": True}, "shard_optimizer"),
 }
@@ -161,7 +160,6 @@ RANKS, SAMPLES = 3, 12
 
 WAYS = {
     "fast": {},
-    "narrow wire": {"wire": "bfloat16"},
     "sharded": {"shard_optimizer": True},
     "reproducible": {"reduction": "reproducible", "leaf_size": 2},
     "float16": {"precision": "float16"},

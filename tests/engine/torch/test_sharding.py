@@ -339,7 +339,6 @@ REFUSALS = {
         r"a parameter of shape \(3, 2\) that the accumulator does not train",
     ),
     "reproducible": (optim.SGD, {"reduction": "reproducible"}, "not for reproducible"),
-    "wire": (optim.SGD, {"wire": "bfloat16"}, "is for engine.wire=own"),
 }
 
 

@@ -19,7 +19,7 @@ from orchestrator.engine.common.micro_steps import Clock, derived_seed
 from orchestrator.engine.common.replicas import Replicas
 from orchestrator.errors import ConfigError
 
-ONLY = {"reduction": "fast", "precision": "float32", "wire": "own",
+ONLY = {"reduction": "fast", "precision": "float32",
         "shard_optimizer": False, "survive": False, "loader_workers": 0}  # fmt: skip
 MOMENTUM = 0.9
 
