@@ -181,7 +181,6 @@ class GroupSpec:
         devices_asked: the setting that requests accelerators, "" for none. With it, "auto" never
             means CPUs.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
-        reads: see `reads_for_node`; None: the rank with local number 0.
     """
 
     rank: int
@@ -196,12 +195,6 @@ class GroupSpec:
     collective_timeout_s: float = 1800.0
     devices_asked: str = ""
     stop_requested: Callable[[], bool] = lambda: False
-    reads: bool | None = None
-
-    @property
-    def reads_for_node(self) -> bool:
-        """True if this rank polls published files, and relays them to the ranks of its node."""
-        return self.local_rank == 0 if self.reads is None else self.reads
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

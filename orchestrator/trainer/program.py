@@ -279,7 +279,7 @@ class ProgramRank:
             self._place = host(published, topology, program.style, timeout_s)
         elif program.style != "plain":
             with for_others():
-                self._place = find(published, topology, timeout_s, lambda: worker.stop.requested)
+                self._place = find(published, timeout_s, lambda: worker.stop.requested)
         return ProgramStart(
             program=program,
             topology=topology,

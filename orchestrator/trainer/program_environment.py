@@ -22,7 +22,7 @@ from orchestrator.agent.topology import OUTER_PATH_VARIABLE, Topology
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import Program
 from orchestrator.config.reading import with_run_folder
-from orchestrator.engine.common.rendezvous import Notice, keep_port
+from orchestrator.engine.common.rendezvous import Backoff, keep_port, publish, read_published
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
@@ -47,7 +47,6 @@ class ProgramRendezvous:
 
 def host(path: Path, topology: Topology, style: str, timeout_s: float) -> ProgramRendezvous:
     """On rank 0: find the port, publish it at `path`. Raises `RendezvousError`: not our address."""
-    notice = Notice(path, node=topology.node, first=True)
     if style == "mindspore":
         engine = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
         scheduler = engine.Scheduler(topology.address, topology.size, timeout_s)
@@ -61,28 +60,26 @@ def host(path: Path, topology: Topology, style: str, timeout_s: float) -> Progra
                 f"an address of this node (cluster.interface chooses it)"
             ) from error
         place = ProgramRendezvous(topology.address, int(keeper.getsockname()[1]), keeper=keeper)
-    notice.publish({"address": place.address, "port": place.port})
+    publish(path, {"address": place.address, "port": place.port})
     return place
 
 
-def find(
-    path: Path, topology: Topology, timeout_s: float, stopped: Callable[[], bool]
-) -> ProgramRendezvous:
+def find(path: Path, timeout_s: float, stopped: Callable[[], bool]) -> ProgramRendezvous:
     """On other ranks: wait until rank 0 has published it.
 
     Raises:
         RanksMissing: it has not within `timeout_s`.
         StopRequested: asked to stop meanwhile.
     """
-    notice = Notice(path, node=topology.node, first=topology.local_rank == 0)
-    until = time.monotonic() + timeout_s
-    while (found := notice.wait()) is None:
+    backoff, until = Backoff(), time.monotonic() + timeout_s
+    while (found := read_published(path)) is None:
         if stopped():
             raise StopRequested("asked to stop before the program began")
         if time.monotonic() > until:
             raise RanksMissing(
                 f"rank 0 did not begin within {timeout_s:g} s (cluster.rendezvous_timeout_s)"
             )
+        time.sleep(backoff.next())
     return ProgramRendezvous(str(found["address"]), int(found["port"]))
 
 

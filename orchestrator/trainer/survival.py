@@ -350,9 +350,6 @@ class Survivors(Callback):
         return None
 
     def _formed(self, newer: Generation, rank: int) -> Any:
-        node = self._node_of(self._me)
-        on_node = [one for one in newer.members if self._node_of(one) == node]
-
         def given_up() -> bool:
             return self.membership.latest.number > newer.number
 
@@ -361,7 +358,6 @@ class Survivors(Callback):
             rank=rank,
             size=len(newer.members),
             generation=newer.number,
-            reads=on_node[0] == self._me,
             stop_requested=given_up,
         )
         return formed(self._framework, spec, given_up)

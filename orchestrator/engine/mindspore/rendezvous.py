@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
-import json
 import os
 import select
 import subprocess
@@ -23,9 +22,14 @@ from typing import Any
 import psutil
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.rendezvous import Backoff, Notice, keep_port, raise_for_verdict
+from orchestrator.engine.common.rendezvous import (
+    Backoff,
+    keep_port,
+    publish,
+    raise_for_verdict,
+    read_published,
+)
 from orchestrator.errors import RanksMissing, RendezvousError, RunFailed, StopRequested
-from orchestrator.rundir.files import write_atomically
 
 # ------------------------------------------------------------------ Scheduler
 # MindSpore's scheduler process (MS_SCHED), which `msrun` would start, is a child of rank 0 here. It
@@ -180,14 +184,11 @@ def arrival_file(spec: GroupSpec, rank: int) -> Path:
 
 def _write_arrival(spec: GroupSpec) -> None:
     _folder(spec).mkdir(mode=0o700, parents=True, exist_ok=True)
-    note = {"node": spec.node, "address": spec.address}
-    write_atomically(arrival_file(spec, spec.rank), json.dumps(note))
+    publish(arrival_file(spec, spec.rank), {"node": spec.node, "address": spec.address})
 
 
-def _notice(spec: GroupSpec) -> Notice:
-    """Return the published file of the verdict."""
-    path = _folder(spec) / "verdict.json"
-    return Notice(path, node=spec.node, first=spec.local_rank == 0)
+def _verdict_file(spec: GroupSpec) -> Path:
+    return _folder(spec) / "verdict.json"
 
 
 def _arrived_ranks(spec: GroupSpec) -> set[int]:
@@ -208,7 +209,6 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
     """
     _write_arrival(spec)
     until = time.monotonic() + spec.timeout_s
-    notice = _notice(spec)
     endpoint: Endpoint | None = None
     verdict: Endpoint
     backoff = Backoff()
@@ -233,7 +233,7 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
                 verdict = {"verdict": "failed", "message": message}
             break
         time.sleep(backoff.next())
-    notice.publish(verdict)
+    publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
     return verdict
 
@@ -241,9 +241,8 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
 def await_verdict(spec: GroupSpec) -> Endpoint:
     """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks."""
     _write_arrival(spec)
-    until = time.monotonic() + spec.timeout_s
-    notice = _notice(spec)
-    while (verdict := notice.wait()) is None:
+    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    while (verdict := read_published(_verdict_file(spec))) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()
             # Written before looking: either rank 0 sees the stop, or it has arrived and is seen.
@@ -257,5 +256,6 @@ def await_verdict(spec: GroupSpec) -> Endpoint:
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                 f"rank 0, which came but does not answer"
             )
+        time.sleep(backoff.next())
     raise_for_verdict(spec, verdict)
     return verdict

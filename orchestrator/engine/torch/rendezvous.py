@@ -16,7 +16,6 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Sequence
 from dataclasses import asdict
 from datetime import timedelta
 from pathlib import Path
@@ -26,7 +25,13 @@ from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.rendezvous import Backoff, Notice, listen, raise_for_verdict
+from orchestrator.engine.common.rendezvous import (
+    Backoff,
+    listen,
+    publish,
+    raise_for_verdict,
+    read_published,
+)
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.transports import (
     Presence,
@@ -37,7 +42,7 @@ from orchestrator.engine.torch.transports import (
 )
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
 from orchestrator.plugins import TRANSPORTS
-from orchestrator.rundir.files import open_nofollow, read_text
+from orchestrator.rundir.files import open_nofollow
 
 # ------------------------------------------------------------------ Authenticated store
 # torch's TCPStore obeys any client that reaches its port. The secret of one start is in the
@@ -53,29 +58,18 @@ class SecretStore:
 
     def __init__(self, store: TCPStore, secret: str) -> None:
         self._secret = secret.encode()
-        self._own: dict[str, Any] = {}
         self._whole = store  # lives as long as this does
         self.below = PrefixStore(self._sign("prefix", b"")[:32], store)
 
     def set(self, name: str, value: Any) -> None:
         content = json.dumps(value)  # ASCII
-        self._own[name] = value  # whatever becomes of it in the store
         self.below.set(name, self._sign(name, content.encode()) + content)
 
     def get(self, name: str) -> Any | None:
         """Return the value that a process with the secret set under this name, or None."""
-        return self.get_all([name])[0]
-
-    def get_all(self, names: Sequence[str]) -> list[Any | None]:
-        """`get` of all these names, in two steps for however many."""
-        asked = [name for name in names if name not in self._own]
-        if not asked or self.below.check(asked):
-            contents = self.below.multi_get(asked) if asked else []
-            found = {n: self._verified(n, bytes(c)) for n, c in zip(asked, contents, strict=True)}
-            return [self._own[name] if name in self._own else found[name] for name in names]
-        return [self.get(name) for name in names] if len(names) > 1 else [None]
-
-    def _verified(self, name: str, content: bytes) -> Any | None:
+        if not self.below.check([name]):
+            return None
+        content = bytes(self.below.get(name))
         sign, value = content[:DIGITS], content[DIGITS:]
         if not hmac.compare_digest(sign, self._sign(name, value).encode()):
             return None
@@ -89,42 +83,34 @@ class SecretStore:
 
 
 # ------------------------------------------------------------------ Host and client of the store
-# Keys: `rank-<n>` (arrived ranks), `stop` (a rank was asked to stop), the counters `arrived` and
-# `read`, and at last `verdict`.
+# Keys: `rank-<n>` (ranks that have arrived at rank 0), the counters `arrived` and `read`, and at
+# last `verdict`. A rank that is asked to stop creates a file, since it may not have reached the
+# store yet.
 
 
 POLL_S = 0.02
 HERE = "here"
-MOST_BYTES = 1 << 20
 LINGER_S = 5.0  # how long rank 0 keeps the store for those who have not read a bad verdict yet
 _STORE_TIMEOUT_S = 10.0
 _CONNECT_S = 2.0  # to a store that listened a moment ago
 
 
-def rendezvous_file(folder: Path, generation: int) -> Path:
-    """Return the file with the address of a generation's store."""
-    return folder / f"rendezvous-{generation}.json"
+def rendezvous_file(spec: GroupSpec) -> Path:
+    """Return the file with the address of the generation's store."""
+    return spec.folder / f"rendezvous-{spec.generation}.json"
 
 
 def _stop_file(spec: GroupSpec) -> Path:
-    """Return the file that a rank creates which is asked to stop before it reaches rank 0."""
+    """Return the file that a rank creates which is asked to stop."""
     return spec.folder / f"rendezvous-{spec.generation}.stop"
 
 
-def _notice(spec: GroupSpec, *, first: bool) -> Notice:
-    return Notice(rendezvous_file(spec.folder, spec.generation), node=spec.node, first=first)
+def _ask_to_stop(spec: GroupSpec) -> None:
+    os.close(open_nofollow(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
 
 
-def _arrive(store: SecretStore, me: Presence) -> None:
-    store.set(f"rank-{me.rank}", asdict(me))
-    store.count("arrived", 1)
-
-
-def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
-    """Open the store on rank 0, and publish its address; a bad verdict will take that one's
-    place.
-    """
-    notice = _notice(spec, first=True)
+def host(spec: GroupSpec) -> SecretStore:
+    """Open the store on rank 0, and publish its address."""
     try:
         listener = listen(spec.address)
     except OSError as error:
@@ -147,87 +133,74 @@ def host(spec: GroupSpec) -> tuple[SecretStore, Notice]:
     ours = SecretStore(store, token)
     ours.set(HERE, True)
     where = {"address": spec.address, "port": port, "node": spec.node, "token": token}
-    notice.publish({"generation": spec.generation, "size": spec.size, **where})
-    return ours, notice
+    publish(rendezvous_file(spec), {"generation": spec.generation, "size": spec.size, **where})
+    return ours
 
 
-def decide(
-    spec: GroupSpec, store: SecretStore, notice: Notice, me: Presence, until: float
-) -> dict[str, Any]:
+def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
-    _arrive(store, me)
-    names = [f"rank-{rank}" for rank in range(spec.size)]
+    verdict = _verdict(spec, store, me, until)
+    good = verdict["verdict"] == "go"
+    if not good:  # ranks that come later still, read it here
+        publish(rendezvous_file(spec), {"generation": spec.generation, **verdict})
+    store.set("verdict", verdict)
+    give_up = time.monotonic() + LINGER_S
+    while not good and store.count("read") < store.count("arrived") and time.monotonic() < give_up:
+        time.sleep(POLL_S)
+    return verdict
+
+
+def _verdict(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
+    names = [f"rank-{rank}" for rank in range(1, spec.size)]
     backoff, look = Backoff(), 0.0
     while True:
-        stopped = bool(store.get("stop"))
-        if time.monotonic() >= look:
-            look = time.monotonic() + backoff.next()
+        now = time.monotonic()
+        stopped = spec.stop_requested()
+        if now >= look:
+            look = now + backoff.next()
             stopped = stopped or os.path.lexists(_stop_file(spec))
-        if stopped or spec.stop_requested():
-            verdict: dict[str, Any] = {"verdict": "stop"}
-            break
+        if stopped:
+            return {"verdict": "stop"}
         # The count is unsigned, so it only says when it is worth reading all notes.
-        if store.count("arrived") >= spec.size and None not in (notes := store.get_all(names)):
-            try:
-                transport = choose([Presence(**note) for note in notes if note is not None])
-                verdict = {"verdict": "go", "transport": transport}
-            except TransportError as error:
-                verdict = {"verdict": "transport", "message": str(error)}
-            break
-        if time.monotonic() > until:
-            missing = [rank for rank, note in enumerate(store.get_all(names)) if note is None]
-            verdict = {"verdict": "missing", "ranks": missing}
-            break
+        if store.count("arrived") >= len(names) or now > until:
+            notes = [store.get(name) for name in names]
+            there = [Presence(**note) for note in notes if note is not None]
+            if len(there) == len(names):
+                try:
+                    return {"verdict": "go", "transport": choose([me, *there])}
+                except TransportError as error:
+                    return {"verdict": "transport", "message": str(error)}
+            if now > until:
+                missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
+                return {"verdict": "missing", "ranks": missing}
         time.sleep(POLL_S)
-    if verdict["verdict"] != "go":  # ranks that come later still, read it here
-        notice.publish({"generation": spec.generation, **verdict})
-    store.set("verdict", verdict)
-    if verdict["verdict"] != "go":
-        arrived = store.count("arrived")
-        give_up = time.monotonic() + LINGER_S
-        while store.count("read") < arrived - 1 and time.monotonic() < give_up:
-            time.sleep(POLL_S)
-    return verdict
 
 
 def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is published and it answers."""
-    path = rendezvous_file(spec.folder, spec.generation)
-    notice = _notice(spec, first=spec.reads_for_node)
-    backoff, published = Backoff(), False
+    path, backoff = rendezvous_file(spec), Backoff()
     while True:
-        content = notice.wait()
+        content = read_published(path)
         if content is not None:
-            if "verdict" in content:
-                raise_for_verdict(spec, content)
-            published = True
-            store = _connect(content)
-            if store is not None:
+            raise_for_verdict(spec, content)
+            if (store := _connect(content)) is not None:
                 return store
-            time.sleep(backoff.next())
         if spec.stop_requested():
-            os.close(open_nofollow(_stop_file(spec), os.O_WRONLY | os.O_CREAT))
+            _ask_to_stop(spec)
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
         if time.monotonic() > until:
-            said = _read(path)
             raise RanksMissing(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
                 + (
-                    f"published an address in {path} but does not answer at it "
-                    f"({said.get('address')} port {said.get('port')} of node {said.get('node')}); "
-                    f"cluster.interface=eth0, say, chooses the network that nodes meet on"
-                    if published
-                    else f"never published its address in {path}: rank 0 did not start, or does "
-                    "not see the same folder"
+                    f"never published its address in {path}: rank 0 did not start, or does not see "
+                    "the same folder"
+                    if content is None
+                    else f"published an address in {path} but does not answer at it "
+                    f"({content['address']} port {content['port']} of node {content.get('node')}); "
+                    "cluster.interface=eth0, say, chooses the network that nodes meet on"
                 )
             )
-
-
-def _read(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(read_text(path, at_most=MOST_BYTES))
-    except FileNotFoundError:
-        return {}
+        time.sleep(backoff.next())
 
 
 def _connect(content: dict[str, Any]) -> SecretStore | None:
@@ -251,11 +224,12 @@ def await_verdict(
 ) -> dict[str, Any]:
     """Arrive, and wait for the verdict of rank 0."""
     try:
-        _arrive(store, me)
+        store.set(f"rank-{me.rank}", asdict(me))
+        store.count("arrived", 1)
         stopped, backoff = False, Backoff()
         while (verdict := store.get("verdict")) is None:
             if not stopped and spec.stop_requested():
-                store.set("stop", True)
+                _ask_to_stop(spec)
                 stopped = True
             if time.monotonic() > until + LINGER_S:  # rank 0 gives one at `until` if it can at all
                 raise RendezvousError(
@@ -265,7 +239,7 @@ def await_verdict(
             time.sleep(backoff.next())
         store.count("read", 1)
     except DistError as error:
-        published = _read(rendezvous_file(spec.folder, spec.generation))
+        published = read_published(rendezvous_file(spec)) or {}
         if "verdict" in published:  # rank 0 did not know of this rank, so it did not wait for it
             return published
         raise RanksMissing(
@@ -292,8 +266,8 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
     until = time.monotonic() + spec.timeout_s
     if spec.rank == 0:
-        store, notice = host(spec)
-        verdict = decide(spec, store, notice, me, until)
+        store = host(spec)
+        verdict = decide(spec, store, me, until)
     else:
         store = join(spec, until)
         verdict = await_verdict(spec, store, me, until)

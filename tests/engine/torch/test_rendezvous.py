@@ -53,7 +53,9 @@ def _two_generations(group, folder):
 def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
     assert run_ranks(2, tmp_path, _two_generations, tmp_path) == [4.0, 4.0]
     for generation in (0, 1):
-        content = json.loads(rendezvous_file(tmp_path, generation).read_text())
+        content = json.loads(
+            rendezvous_file(spec(0, 2, tmp_path, generation=generation)).read_text()
+        )
         assert content["generation"] == generation
 
 
@@ -74,7 +76,7 @@ def test_a_rank_without_rank_0_says_so(tmp_path):
 
 def test_an_address_of_an_earlier_attempt_is_not_taken_for_rank_0(tmp_path):
     stale = {"address": "127.0.0.1", "port": 9, "generation": 0, "size": 2, "token": "x"}
-    rendezvous_file(tmp_path, 0).write_text(json.dumps(stale))
+    rendezvous_file(spec(0, 2, tmp_path)).write_text(json.dumps(stale))
     with pytest.raises(RendezvousError, match=r"published an address .* but does not answer"):
         form_group(spec(1, 2, tmp_path, timeout_s=0.3))
 
@@ -87,7 +89,7 @@ def test_a_late_rank_reads_the_verdict(tmp_path):
 
 
 def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
-    path, stop = rendezvous_file(tmp_path, 0), {"generation": 0, "verdict": "stop"}
+    path, stop = rendezvous_file(spec(0, 2, tmp_path)), {"generation": 0, "verdict": "stop"}
     listener = socket.create_server(("127.0.0.1", 0))
     here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
     path.write_text(json.dumps(here))
@@ -107,11 +109,12 @@ def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
 def test_a_rank_reads_the_published_verdict_of_a_rank_0_that_has_ended(tmp_path):
     results = {}
     rank_1 = threading.Thread(target=_form, args=(results, 1, 2, tmp_path))
-    store, notice = host(spec(0, 2, tmp_path))
+    rank_0 = spec(0, 2, tmp_path)
+    store = host(rank_0)
     rank_1.start()
     while store.count("arrived") < 1:
         time.sleep(0.01)
-    notice.publish({"generation": 0, "verdict": "stop"})
+    write_atomically(rendezvous_file(rank_0), json.dumps({"generation": 0, "verdict": "stop"}))
     del store
     rank_1.join()
     assert isinstance(results[1], StopRequested), results
@@ -143,7 +146,7 @@ def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
 
     first, second = joining(0), joining(1)
     first.start()
-    path = rendezvous_file(tmp_path, 0)
+    path = rendezvous_file(spec(0, 2, tmp_path))
     while not path.exists():
         time.sleep(0.01)
     assert path.stat().st_mode & 0o777 == 0o600
@@ -309,17 +312,6 @@ def test_a_value_set_by_one_rank_is_read_by_the_other(stores):
     assert theirs.get("verdict") == mine.get("verdict") == {"error": "ä", "ranks": [1, 2]}
 
 
-def test_get_all_returns_each_value_and_none_for_unset_names(stores):
-    mine, theirs = stores
-    theirs.set("b", "theirs")
-    assert theirs.get_all(["b"]) == ["theirs"]
-    assert theirs.get_all(["a", "b"]) == [None, "theirs"]
-    mine.set("a", 1)
-    mine.set("c", None)
-    assert theirs.get_all(["c", "b", "a"]) == [None, "theirs", 1]
-    assert theirs.get_all([]) == []
-
-
 def test_values_of_a_writer_without_the_secret_are_ignored(stores, whole):
     """As seen in the store's own list of keys, or on the network."""
     mine, theirs = stores
@@ -340,4 +332,3 @@ def test_a_signature_is_valid_for_one_name_and_one_value(stores):
     assert theirs.get("verdict") is None
     mine.below.set("addresses", signed.replace("go", "no"))
     assert theirs.get("addresses") is None
-    assert mine.get("addresses") == "go"  # one's own word is not asked for
