@@ -35,8 +35,6 @@ class AccumulationOptions:
         shard_optimizer: each rank keeps and steps 1/R of the optimizer, for reduction="fast".
             Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
-        order: numbers of the trained parameters in the order in which a backward reaches them, the
-            same on all ranks: buckets fill up in it. The reverse of the model's by default.
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on the group between boundaries.
         broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
@@ -50,7 +48,6 @@ class AccumulationOptions:
     on_non_finite: str = "stop"
     precision: str = "float32"
     shard_optimizer: bool = False
-    order: Sequence[int] | None = None
     overlap: bool = True
     silent: bool = True
     broadcast: bool = False

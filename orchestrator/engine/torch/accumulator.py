@@ -91,15 +91,15 @@ def _reduction_for(
         raise ConfigError(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
-    order, overlap, bucket_bytes = options.order, options.overlap, options.bucket_bytes
+    overlap, bucket_bytes = options.overlap, options.bucket_bytes
     if sharded and group.size > 1:
-        order = aligned_first(parameters, order)
+        order = aligned_first(parameters)
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
-    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names), order=order)
+    buffers = GradientBuffers(parameters, metric_count=len(options.metric_names))
     return FastReduction(buffers, group, bucket_bytes, overlap=overlap)
 
 

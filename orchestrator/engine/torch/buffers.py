@@ -62,14 +62,13 @@ def _real_numbers(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def aligned_first(parameters: Named, order: Sequence[int] | None) -> list[int]:
-    """Return `order`, as `GradientBuffers` takes it, with parameters of odd sizes at the end.
+def aligned_first(parameters: Named) -> list[int]:
+    """Return the order of parameters in buffers in which those of odd sizes come last.
 
     So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
     is put between them.
     """
-    if order is None:
-        order = range(len(parameters) - 1, -1, -1)
+    order = reversed(range(len(parameters)))
     return sorted(order, key=lambda number: _real_numbers(parameters[number][1]) % _ALIGNED != 0)
 
 
@@ -80,16 +79,9 @@ def _buffer_plans(
 
     Raises:
         JobError: a parameter is not of a floating or complex dtype.
-        ValueError: `order` does not hold each parameter's number once.
     """
-    if order is None:
-        order = range(len(parameters) - 1, -1, -1)
-    if sorted(order) != list(range(len(parameters))):
-        raise ValueError(
-            f"`order` must hold each number below {len(parameters)} once, but is {list(order)}"
-        )
     plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number in order:
+    for number in order or reversed(range(len(parameters))):
         name, parameter = parameters[number]
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise JobError(

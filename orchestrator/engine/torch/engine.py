@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import json
 import resource
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,6 @@ from orchestrator.engine.torch.group import (
     gather_texts,
 )
 from orchestrator.engine.torch.model import (
-    Precision,
     advice,
     be_deterministic,
     build_optimizer,
@@ -48,7 +46,6 @@ from orchestrator.engine.torch.start_checks import (
     digest_to_floats,
     machine_digest,
     machine_warning,
-    trained_parameters,
 )
 from orchestrator.engine.torch.state import (
     Snapshot,
@@ -105,79 +102,6 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
 
 
-# ------------------------------------------------------------------ Order of buckets
-# Buckets in the order in which a backward reaches the parameters leave earliest. The reverse of the
-# model's order fails where layers are not declared as they are called, so rank 0 tries a backward
-# before training, and all ranks take its order. It is a function of the job alone, so a resumed run
-# has the same buckets, and the same bits.
-
-
-_SAMPLES = 2
-
-
-def _bucket_order(
-    job: Job, model: Module, group: BaseGroup, loss_of: Callable[[Job, list[Any]], Any]
-) -> list[int]:
-    """Return the trained parameters' numbers in the order in which gradients come. Collective.
-
-    Those that the trial does not reach come last, in the reverse of the model's order.
-
-    Args:
-        loss_of: computes a job's loss of some samples.
-    """
-    parameters = [p for _, p in trained_parameters(model.named_parameters())]
-    order = list(reversed(range(len(parameters))))
-    if group.rank == 0:
-        # A shallow copy, so that what the job counts in its own attributes is not counted.
-        seen = _reached_in_backward(copy.copy(job), model, group, parameters, loss_of)
-        order = seen + [number for number in order if number not in set(seen)]
-    shared = torch.tensor(order, device=group.device)
-    group.broadcast(shared)
-    return shared.tolist()
-
-
-def _reached_in_backward(
-    job: Job,
-    model: Module,
-    group: BaseGroup,
-    parameters: list[Tensor],
-    loss_of: Callable[[Job, list[Any]], Any],
-) -> list[int]:
-    """Try a backward in evaluation mode. Buffers and frozen parameters are as before afterwards."""
-    seen: dict[int, None] = {}
-
-    def hook_of(number: int) -> Callable[[Tensor], None]:
-        def ready(parameter: Tensor) -> None:
-            seen.setdefault(number)
-            parameter.grad = None
-
-        return ready
-
-    dataset = job.dataset()
-    loader.check_dataset(dataset)
-    samples = [dataset[number] for number in range(min(_SAMPLES, len(dataset)))]
-    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
-    kept = [(tensor, tensor.clone()) for tensor in (*model.buffers(), *frozen)]
-    hooks = [
-        parameter.register_post_accumulate_grad_hook(hook_of(number))
-        for number, parameter in enumerate(parameters)
-    ]
-    group.silence.reason = "while rank 0 tried a backward"
-    try:
-        with in_evaluation(model):
-            total = getattr(loss_of(job, samples), "total", None) if samples else None
-            if isinstance(total, Tensor) and total.requires_grad and total.numel() == 1:
-                total.backward()  # anything else is refused by the first micro-step
-    finally:
-        group.silence.reason = None
-        for hook in hooks:
-            hook.remove()
-        with torch.no_grad():
-            for tensor, before in kept:
-                tensor.copy_(before)
-    return list(seen)
-
-
 # ------------------------------------------------------------------ Engine
 
 
@@ -219,19 +143,9 @@ class TorchEngine:
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
-        precision = Precision(settings.precision, group.device)
-
-        def loss_of(job: Job, samples: list[Any]) -> Any:
-            batch = self._prepared(loader.collate_of(job)(samples))
-            with precision.forward():
-                return job.loss(self.model, batch)
-
-        order = None  # where nothing leaves during a backward
-        if not (talks or group.size == 1 or reproducible or is_coupled(job)):
-            order = _bucket_order(job, self.model, group, loss_of)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
-        how = {"overlap": not talks, "silent": not talks, "order": order, "advise": False}
+        how = {"overlap": not talks, "silent": not talks, "advise": False}
         optimizer = _build_job_optimizer(job, self.model, settings)
         self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
@@ -241,7 +155,6 @@ class TorchEngine:
         self._done, self._trains = 0, self.model.training
         # Of a run that survives losses: see `_undo` and `catch_up`.
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
-        self._order: list[int] | None = None  # of buckets, as those who began together agreed
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
         self._buffers_before: dict[str, tuple[int, Tensor]] = {}  # their version, and a copy
@@ -423,7 +336,7 @@ class TorchEngine:
     # newest checkpoint (`StateLost`).
     #
     # The engine of a new rank was built alone. It counts as behind all others and receives what
-    # ranks that are behind receive, and the bucket order that the first ranks agreed on.
+    # ranks that are behind receive.
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
@@ -476,16 +389,13 @@ class TorchEngine:
                 if whole is None:
                     self.accumulator.load_optimizer_state(found["optimizer"])
                 self.accumulator.precision.load(found["precision"])
-                self._order = found["order"]
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
         return received
 
     def _state_to_send(self) -> dict[str, Any]:
         """Return the state for ranks that are behind; without the state of a sharded optimizer."""
-        order = self.accumulator.options.order
         state: dict[str, Any] = {
-            "order": None if order is None else list(order),
             "model": dict(self.model.state_dict()),
             "precision": self.accumulator.precision.state(),
         }
@@ -514,10 +424,7 @@ class TorchEngine:
             earlier.set_rate(float(base))
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
         broadcast_tensors(group, [buffer for _, buffer in self.model.named_buffers()])
-        options = earlier.options
-        if self._order is not None:
-            options = options.with_options({"order": self._order})
-        accumulator = Accumulator(self.model, earlier.optimizer, group, options)
+        accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
         accumulator.take_over(earlier)
         if self._whole_state is not None:
             accumulator.load_optimizer_state(self._whole_state)

@@ -2,7 +2,6 @@
 
 import json
 import math
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -14,7 +13,7 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch import TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.model import moved
 from orchestrator.engine.torch.start_checks import digest_to_floats, machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
@@ -238,64 +237,6 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
     with pytest.raises(SilenceError, match="talks_in_window = True"):
         run_in_threads(2, lambda group: be(group, Chatty))
     assert run_in_threads(2, lambda group: be(group, Declared)) == [3, 3]
-
-
-class Backwards(Curve):
-    """Its layers are declared in the reverse of the order in which they are called."""
-
-    def model(self):
-        class Net(nn.Module):
-            def __init__(self):
-                super().__init__()
-                self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
-                self.never = nn.Linear(4, 4)
-                self.counts = nn.BatchNorm1d(4)
-                self.register_buffer("calls", torch.zeros(()))
-
-            def forward(self, x):
-                self.calls += 1
-                for layer in reversed(self.layers):
-                    x = torch.tanh(layer(x))
-                return self.counts(x).sum(1, keepdim=True)
-
-        return Net()
-
-
-def test_buckets_fill_up_in_the_order_in_which_gradients_come():
-    def be(group, order):
-        job, settings = Backwards(), EngineSettings(metric_names=Curve.metric_names)
-        engine = build_engine(job, replace(settings, bucket_bytes=100), group)
-        assert engine.model.calls == 0
-        assert engine.model.counts.num_batches_tracked == 0
-        assert engine.model.training
-        ours = engine.accumulator
-        if not order:
-            ours.close()
-            ours = Accumulator(
-                engine.model, ours.optimizer, group, metric_names=Curve.metric_names,
-                bucket_bytes=100, advise=False,
-            )  # fmt: skip
-        x, y = job.dataset().tensors
-        ours.begin_window()
-        before = group.counters.collectives
-        ours.backward(job.loss(engine.model, (x, y)), last=True)
-        early = group.counters.collectives - before
-        report = ours.boundary()
-        ours.close()
-        return early, report.collectives - report.exchanges, [p.name for p in ours.buffers.places]
-
-    [(early, whole, names), _] = run_in_threads(2, lambda group: be(group, order=True))
-    [(as_declared, same, _), _] = run_in_threads(2, lambda group: be(group, order=False))
-    assert whole == same
-    assert as_declared == 0, "the first bucket waits for what comes last, or never"
-    assert early >= 3
-    assert len(names) == 12
-
-
-def test_an_order_that_is_none_is_refused():
-    model = Curve().model()
-    with pytest.raises(ValueError, match=r"`order` must hold each number below 4 once"):
-        Accumulator(model, torch.optim.SGD(model.parameters()), TorchGroup.alone(), order=[0, 1])
 
 
 class OwnOptimizer(Curve):
