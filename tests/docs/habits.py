@@ -1,10 +1,8 @@
 """More rows of the table of usage-errors.md: habits from other loops, and arguments mixed up."""
 
 import contextlib
-import copy
 import gc
 import io
-import os
 import warnings
 
 import torch
@@ -12,7 +10,7 @@ import torch.distributed as dist
 from torch import nn
 
 from orchestrator import Accumulator, Loss, TorchGroup
-from orchestrator.errors import ConfigError, OrchestratorError
+from orchestrator.errors import ConfigError
 from tests.docs.misuses import (
     accumulated,
     loss_of,
@@ -51,23 +49,6 @@ def _():
     ours.boundary()
 
 
-@misuse("a parameter frozen or unfrozen between two micro-steps")
-def _():
-    ours, model = accumulated()
-    ours.backward(loss_of(model))
-    model[0].weight.requires_grad_(requires_grad=False)
-    ours.backward(loss_of(model))
-
-
-@misuse("`optimizer.add_param_group()` later, or a group taken away")
-def _():
-    ours, model = accumulated()
-    updates(ours, model, 1)
-    head = nn.Linear(3, 1)
-    ours.optimizer.add_param_group({"params": list(head.parameters())})
-    ours.backward(Loss(head(model(torch.ones(2, 4))).sum(), weight=2))
-
-
 @misuse("`model.eval()` left on by one rank")
 @on_two_ranks
 def _(group):
@@ -88,31 +69,6 @@ def _():
     warnings.warn(told.getvalue(), stacklevel=1)
 
 
-@misuse("a call in a fork of the process")
-def _():
-    ours, model = accumulated()
-    ours.backward(loss_of(model))
-    out, into = os.pipe()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of Python's, that a process with threads forks
-        child = os.fork()
-    if child == 0:
-        try:
-            ours.boundary()
-        except OrchestratorError as error:  # for the parent to raise
-            os.write(into, str(error).encode())
-        os._exit(0)
-    os.close(into)
-    os.waitpid(child, 0)
-    with os.fdopen(out, encoding="utf-8") as told:
-        raise RuntimeError(told.read())
-
-
-@misuse("`copy.deepcopy(accumulator)`, or pickling it")
-def _():
-    copy.deepcopy(accumulated()[0])
-
-
 @misuse("`optimizer.state_dict()`, or loading one, with `shard_optimizer=True`")
 @on_two_ranks
 def _(group):
@@ -122,14 +78,6 @@ def _(group):
     updates(ours, model, 1)
     whole = optimizer.state_dict()
     ours.load_optimizer_state(whole)
-
-
-@misuse("`boundary()` under `torch.inference_mode()`")
-def _():
-    ours, model = accumulated()
-    ours.backward(loss_of(model))
-    with torch.inference_mode():
-        ours.boundary()
 
 
 @misuse("an optimizer that steps in a hook of its gradient")

@@ -25,7 +25,11 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("job._target_=nowhere.Job",), "no module 'nowhere'"),
         (("transport=nccl",), "transport=gloo"),
         (
-            ("engine.shard_optimizer=true", "accumulation.reduction=reproducible"),
+            (
+                "engine.shard_optimizer=true",
+                "accumulation.reduction=reproducible",
+                "accumulation.micro_batch=8",
+            ),
             "try accumulation.reduction=fast",
         ),
         (("engine.shard_optimizer=true", "job=line"), "not available with MindSpore"),

@@ -193,8 +193,8 @@ class Accumulator:
 
         Raises:
             ValueError: `leaves` or `expected_weight` cannot be used.
-            JobError: micro-steps of the window before would be lost, or the model or the
-                optimizer's groups have changed.
+            JobError: micro-steps of the window before would be lost, or a parameter was unfrozen
+                that the accumulator does not train.
         """
         with self._window.within("begin_window()"):
             if self._tracker is not None:
@@ -255,14 +255,14 @@ class Accumulator:
 
         Raises:
             JobError: `loss` is not what the job's contract says; a micro-step marked `last` was
-                there already; gradients were written by something else than a backward; a
-                parameter was frozen or unfrozen since the window's first micro-step.
+                there already; gradients were written by something else than a backward.
         """
         with self._window.within("backward()"):
             last, leaf = self._next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
-                self._checks.micro_step(self._window.update, first=not self._losses)
+                if not self._losses:
+                    self._checks.first_micro_step()
                 self._window.begin_backward(last=last)
                 self._losses.append(row)
                 self._hooks.counts = self._reduction.before_backward(last=last, leaf=leaf)
@@ -298,7 +298,8 @@ class Accumulator:
                     "is kept apart, by backward()"
                 )
             row = checked_loss(loss, self.options.metric_names)
-            self._checks.micro_step(self._window.update, first=not self._losses)
+            if not self._losses:
+                self._checks.first_micro_step()
             self._window.record()
             if self._expected != 1.0:
                 raise ValueError("record() is for windows without `expected_weight`")
@@ -496,13 +497,6 @@ class Accumulator:
         """
         self._rate = earlier._rate
         self.precision.load(earlier.precision.state())
-
-    def __reduce__(self) -> Any:
-        raise ConfigError(
-            "an accumulator can be neither copied nor pickled: it is bound to its process, model "
-            "and group. Save model.state_dict() and accumulator.optimizer_state(), and build "
-            "another one"
-        )
 
     def close(self, *, release: bool = False) -> None:
         """Remove the hooks from model and optimizer, so that another accumulator can be built.

@@ -1,18 +1,17 @@
 """Checks of every window, so that no update is silently wrong.
 
-A changed model or optimizer, weights that differ between ranks, collectives in mid-window, and a
-mean instead of a sum raise an error.
+Weights that differ between ranks or change in mid-window, collectives in mid-window, and a mean
+instead of a sum raise an error.
 """
 
 from __future__ import annotations
 
 import warnings
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
-from itertools import chain
 from numbers import Real
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -173,14 +172,9 @@ def digests_of(
 
 
 # ------------------------------------------------------------------ Checks of a window
-# After a layer was added or replaced, a state dict loaded with assign=True, or a cast, gradients
-# would go to tensors that no accumulator reduces and no optimizer steps. Parameters that are added
-# to an optimizer's group later would be stepped with this rank's own gradient; removed ones would
-# not be stepped. A rate that changes in mid-window belongs to neither update.
 
 
 _TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
-_VALUES: Callable[[Any], Any] = methodcaller("values")
 _COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
@@ -207,7 +201,6 @@ class WindowChecks:
     ) -> None:
         self._trained, self._group, self._silent = trained, group, options.silent
         self._optimizer = optimizer
-        self._stepped = [p for one in optimizer.param_groups for p in one["params"]]
         every = [parameter for _, parameter in named]
         self.replicas = Replicas(
             [name for name, _ in named],
@@ -223,46 +216,18 @@ class WindowChecks:
         known = {id(parameter) for _, parameter in trained}
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._parameters = [parameter for _, parameter in trained]
-        layers = dict(model.named_modules()) if isinstance(model, Module) else {}
-        self._layers = list(layers.values())
-        self._tables: list[tuple[str, Mapping[str, Any], tuple[Any, ...]]] = []
-        for name, layer in layers.items():
-            for table in (layer._modules, layer._parameters):  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # to walk it anew would take longer
-                if table:
-                    self._tables.append((name, table, tuple(table.values())))
-        self._contents = [table for _, table, _ in self._tables]
-        self._lengths = [len(before) for _, _, before in self._tables]
-        self._values = [value for _, _, before in self._tables for value in before]
-        self._addresses = [parameter.data_ptr() for parameter in self._parameters]
-        self._kinds = [_kind(parameter) for parameter in self._parameters]
-        self._settings: list[tuple[int, str, Any]] = []  # of the optimizer, since the first step
+        self._layers = list(model.modules()) if isinstance(model, Module) else []
+        self._settings: dict[tuple[int, str], Any] = {}  # since the first micro-step
         self._frozen_digest = self._layers_in_training = 0.0  # at this window's start
-        self._trains = b""
         self._versions: list[int] = []
-        self._sampled: tuple[str, Tensor, Tensor] | None = None
         self._transport_mark = 0
 
     def begin(self, update: int) -> None:
         """Begin a window and its silence.
 
         Raises:
-            JobError: model or optimizer are not those that the accumulator was built for.
+            JobError: a parameter was unfrozen that the accumulator does not train.
         """
-        values = chain.from_iterable(map(_VALUES, self._contents))
-        if [*map(len, self._contents)] != self._lengths or not all(map(is_, values, self._values)):
-            self._refuse_changed_tables()
-        addresses = [parameter.data_ptr() for parameter in self._parameters]
-        if addresses != self._addresses:
-            self._refuse_changed_kinds()
-            self._addresses = addresses
-        stepped = [p for one in self._optimizer.param_groups for p in one["params"]]
-        if len(stepped) != len(self._stepped) or not all(map(is_, stepped, self._stepped)):
-            raise JobError(
-                f"the {type(self._optimizer).__name__} has other parameters than when the "
-                "accumulator was built (add_param_group(), say): their gradients would not be "
-                "reduced, or no optimizer would step them. close() this accumulator and build "
-                "another one, with an optimizer of all parameters that there are now"
-            )
         for name, parameter in self._others:
             if parameter.requires_grad:
                 raise JobError(
@@ -275,9 +240,7 @@ class WindowChecks:
         self._frozen_digest = float(zlib.crc32(trains)) if 0 in trains else 0.0
         self._layers_in_training = float(sum(map(_TRAINING, self._layers)))
         self._versions = list(map(version_of, self._parameters))
-        # Changes through `.data` are not counted; the first row of one parameter reveals most.
-        name, parameter = self._trained[update % len(self._trained)]
-        self._sampled = name, parameter, torch.atleast_1d(parameter.detach())[:1].clone()
+        self._settings = {}
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
             self._group.silence.reason = f"in mid-window of update {update}"
@@ -288,25 +251,9 @@ class WindowChecks:
             warnings.warn(given + IN_A_LOOP, stacklevel=4)
             self._norms = {}
 
-    def micro_step(self, update: int, *, first: bool) -> None:
-        """Check a micro-step.
-
-        Raises:
-            JobError: a parameter was frozen or unfrozen since the window's first one.
-        """
-        trains = bytes(map(_TRAINS, self._parameters))
-        if first:
-            self._settings, self._trains = self._settings_now(), trains
-        elif trains != self._trains:
-            name, parameter = next(
-                one for one, a, b in zip(self._trained, trains, self._trains, strict=True) if a != b
-            )
-            did = "unfrozen" if parameter.requires_grad else "frozen"
-            raise JobError(
-                f"parameter {name} was {did} in mid-window of update {update}, so it has the "
-                "gradient of some micro-steps only; freeze and unfreeze between boundary() and the "
-                "next one"
-            )
+    def first_micro_step(self) -> None:
+        """Note the optimizer's settings, which have to last until the boundary."""
+        self._settings = self._settings_now()
 
     def end(self, update: int, sent: int) -> dict[str, float]:
         """End the window; collectives are allowed again.
@@ -323,15 +270,9 @@ class WindowChecks:
         """
         self._group.silence.reason = None
         versions = list(map(version_of, self._parameters))
-        changed = None
         if versions != self._versions:
             pairs = zip(self._trained, versions, self._versions, strict=True)
             changed = next(one[0] for one, now, before in pairs if now != before)
-        elif self._sampled is not None:
-            name, parameter, before = self._sampled
-            now = torch.atleast_1d(parameter.detach())[:1]
-            changed = None if torch.equal(now, before) else name
-        if changed is not None:
             raise JobError(
                 f"parameter {changed} was changed in mid-window of update {update}; weights change "
                 "at boundaries only, by the optimizer"
@@ -343,10 +284,9 @@ class WindowChecks:
                     f"{counted - sent} collectives ran on this process group in mid-window of "
                     f"update {update}, besides the {sent} of the gradient's own reduction"
                 )
-        settings, self._settings = self._settings, []
-        for before, after in zip(settings, self._settings_now() if settings else (), strict=False):
-            if before != after:
-                number, name, _ = before
+        now = self._settings_now() if self._settings else {}
+        for (number, name), before in self._settings.items():
+            if now.get((number, name)) != before:
                 raise JobError(
                     f"{name} of the optimizer's parameter group {number} was changed in mid-window "
                     f"of update {update}: it would count for all of its micro-steps, or for none. "
@@ -361,41 +301,13 @@ class WindowChecks:
             "the number of layers in training mode": self._layers_in_training,
         }
 
-    def _settings_now(self) -> list[tuple[int, str, Any]]:
+    def _settings_now(self) -> dict[tuple[int, str], Any]:
         """Return the optimizer's settings; of a tensor its identity and version, which takes no
         wait for its device.
         """
-        return [
-            (number, name, (id(value), version_of(value)) if isinstance(value, Tensor) else value)
+        return {
+            (number, name): (id(value), version_of(value)) if isinstance(value, Tensor) else value
             for number, group in enumerate(self._optimizer.param_groups)
             for name, value in group.items()
             if name != "params"
-        ]
-
-    def _refuse_changed_tables(self) -> None:
-        for name, table, before in self._tables:
-            if len(table) != len(before) or not all(map(is_, table.values(), before)):
-                changed = [k for k, value in table.items() if not any(value is b for b in before)]
-                where = ".".join(part for part in (name, *changed[:1]) if part)
-                raise JobError(
-                    f"{where or 'the model'} is not what it was when the accumulator was built: a "
-                    "layer or parameter was added, taken away or replaced (by a new head, or "
-                    "load_state_dict(assign=True), say). close() this accumulator and build "
-                    "another one, with an optimizer of the parameters that there are now"
-                )
-
-    def _refuse_changed_kinds(self) -> None:
-        for (name, parameter), before in zip(self._trained, self._kinds, strict=True):
-            if (now := _kind(parameter)) != before:
-                raise JobError(
-                    f"parameter {name} became {now} after the accumulator was built, when it was "
-                    f"{before}: its gradients are kept as that. Cast or move a model before its "
-                    "optimizer and accumulator are built"
-                )
-
-
-def _kind(parameter: Tensor) -> str:
-    return (
-        f"{parameter.dtype} on {parameter.device} of shape {tuple(parameter.shape)} and strides "
-        f"{parameter.stride()}"
-    )
+        }

@@ -7,11 +7,8 @@ twice, or let ranks diverge are refused, with the remedy.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
-
-import torch
 
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.errors import JobError, words_of
@@ -49,7 +46,6 @@ class WindowState:
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._stray: int | None = None  # a parameter that an undeclared backward reached
         self._recorded = False
-        self._process = os.getpid()
 
     @property
     def unfinished(self) -> bool:
@@ -70,17 +66,6 @@ class WindowState:
             )
         if self._unusable is not None:
             raise JobError(self._unusable)
-        if os.getpid() != self._process:
-            raise JobError(
-                f"{call} was called in another process than the one that built the accumulator (a "
-                "fork of it): ranks know each other by their processes. Start the ranks first, "
-                "and build the accumulator in each"
-            )
-        if torch.is_inference_mode_enabled():
-            raise JobError(
-                f"{call} was called under torch.inference_mode(), where nothing can be trained: "
-                "end that block before"
-            )
         self._inside = call
         try:
             yield
@@ -232,28 +217,18 @@ class MicroBatchTracker:
             JobError: it is not the next one, was said to be another, or is in no window.
         """
         self._require_window(call)
-        named = f"micro-batch {self.taken} of {self._total} of update {self._update}"
-        if self.taken == 0:
+        if self.computed != self.taken - 1:
             raise JobError(
-                f"{call} came before a micro-batch of update {self._update} was taken: `for "
-                "micro_batch in window` hands them out"
-            )
-        if self.computed >= self.taken:
-            raise JobError(
-                f"{call} came twice for {named}, which would count twice: add the losses of the "
-                "same samples up, and their weights once"
-            )
-        if self.computed < self.taken - 1:
-            raise JobError(
-                f"{call} came for {named}, but not for number {self.computed + 1}, whose samples "
-                "would be left out"
+                f"{call} came for micro-step {self.computed + 1} of update {self._update}, but "
+                f"{self.taken} of its {self._total} micro-batches were taken: take each from the "
+                "window, and compute it once"
             )
         its_leaf = self._leaves[self.computed] if self._leaves else None
         is_last = self.taken == self._total
         if (last and not is_last) or leaf not in (None, its_leaf):
             raise JobError(
-                f"{call} has last={last} and leaf={leaf} for {named}; within run.windows() leave "
-                "both out: it is known which one it is"
+                f"{call} has last={last} and leaf={leaf} for micro-batch {self.taken} of "
+                f"{self._total}; within run.windows() leave both out: it is known which one it is"
             )
         return is_last, its_leaf
 

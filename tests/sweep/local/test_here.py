@@ -21,7 +21,7 @@ def most(key, values, *more):
     [
         ("accumulation.steps", (1, 2)),
         ("cluster.ranks_per_node", (1, 2)),
-        ("train.on_non_finite", ("stop", "skip")),
+        ("engine.shard_optimizer", (False, True)),
         ("transport", ("auto", "gloo")),
     ],
 )
