@@ -9,8 +9,7 @@ from orchestrator.config.command_line import check_overrides
 from orchestrator.config.composer import compose
 from orchestrator.config.loader import Loader
 from orchestrator.config.reading import read_config
-from orchestrator.errors import ConfigError, PlanError, expand_user
-from orchestrator.plan.batch import resolve_batch
+from orchestrator.errors import ConfigError, expand_user
 from orchestrator.slurm_client import SlurmClient
 
 JOB = {"job": {"_target_": "a.B"}, "optimizer": {"name": "sgd"}}
@@ -76,12 +75,6 @@ def test_two_lengths_of_a_run_are_refused():
     with pytest.raises(ConfigError, match=r"train.updates=9 and train.epochs=1 are two lengths"):
         compose(["train.updates=9", "train.epochs=1"])
     assert compose(["train.updates=null", "train.epochs=1"]).train.epochs == 1
-
-
-def test_a_window_of_too_many_micro_batches_is_refused_before_its_table_is_made():
-    with pytest.raises(PlanError, match="micro-batches; at most"):
-        resolve_batch(global_batch=10**12, steps=None, micro_batch=1, ranks=4)
-    resolve_batch(global_batch=10**12, steps=4, micro_batch=None, ranks=4)
 
 
 @pytest.mark.parametrize(

@@ -106,11 +106,6 @@ def test_the_updates_of_some_epochs_end_where_the_next_epoch_begins(size, batch,
     assert order.updates_for(1) == order.updates_per_epoch
 
 
-def test_epochs_and_seeds_give_different_orders():
-    orders = {tuple(epoch_permutation(50, s, e).tolist()) for s in range(4) for e in range(4)}
-    assert len(orders) == 16
-
-
 def test_a_global_batch_above_the_data_set_is_one_update_an_epoch_or_spans_epochs():
     small = order_of(10, 25, "update")
     assert (small.updates_per_epoch, small.samples_of(0), small.updates_for(3)) == (1, 10, 3)
@@ -150,13 +145,3 @@ def test_updates_and_epochs_out_of_range_are_refused():
     for epochs in (0, -1, float("inf"), float("nan")):
         with pytest.raises(PlanError, match=r"train\.epochs=.* above 0"):
             order.updates_for(epochs)
-
-
-@pytest.mark.parametrize("ragged", ["update", "drop", "carry"])
-def test_a_window_is_told_with_its_number_its_epoch_and_its_samples(ragged):
-    order = DataOrder(dataset_samples=10, global_batch=4, ragged=ragged, seed=3)
-    for update in range(6):
-        window = order.window(update)
-        assert (window.update, window.epoch) == (update, order.epoch_of(update))
-        assert window.samples == order.samples_of(update) == len(window.indices)
-        assert window.indices.tolist() == order.indices(update).tolist()

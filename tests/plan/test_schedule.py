@@ -57,18 +57,6 @@ def test_decay_follows_its_closed_form(total, data):
     assert linear == pytest.approx(0.1 * (1 - p), abs=1e-16)
 
 
-def test_a_known_schedule_update_by_update():
-    known = schedule(base_lr=1.0, warmup_updates=2, decay="cosine", total_updates=6)
-    rates = [known.learning_rate(u) for u in range(6)]
-    half = math.sqrt(0.5)
-    assert rates == pytest.approx([0.5, 1, (1 + half) / 2, 0.5, (1 - half) / 2, 0], abs=1e-14)
-
-
-@pytest.mark.parametrize("decay", DECAYS)
-def test_a_run_of_one_update_trains_at_its_peak(decay):
-    assert schedule(decay=decay, total_updates=1).learning_rate(0) == 0.1
-
-
 @pytest.mark.parametrize("decay", DECAYS)
 def test_a_warm_up_longer_than_the_run_stays_a_warm_up(decay):
     short = schedule(warmup_updates=10, decay=decay, total_updates=5)

@@ -22,14 +22,6 @@ def test_the_trailer_holds_limbs_for_every_sum_and_the_flags():
     assert [trailer_numbers(metrics) for metrics in range(3)] == [54, 66, 78]
 
 
-def test_the_digits_network_at_one_bucket_is_one_collective():
-    parameters = 784 * 512 + 512 + 512 * 256 + 256 + 256 * 128 + 128 + 128 * 10 + 10
-    assert payload_bytes(parameters, **COUNTS) == 4 * (parameters + 66)
-    buckets = {"bucket_bytes": 25 * 2**20, "ranks": 4}
-    assert Wire(**COUNTS, **buckets).collectives(parameters) == 1
-    assert Wire(**COUNTS, ranks=4).bytes_sent(parameters) == 6 * (parameters + 66)
-
-
 @given(parameters_, ranks_, st.integers(1, 2**30))
 def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes):
     each = Wire(**COUNTS, bucket_bytes=bucket_bytes, ranks=ranks).collectives(parameters)
@@ -96,9 +88,3 @@ def test_buckets_of_no_stated_size_are_eight_but_neither_small_nor_large(mib, ea
     assert [bucket_count(payload, None), bucket_count(payload, None, early=False)] == [early, late]
     assert isinstance(bucket_count(payload, None), int)
     assert bucket_count(0, None) == bucket_count(0, 10) == 1
-
-
-def test_buckets_leave_early_unless_it_is_said_otherwise():
-    given = {"itemsize": 1, "metric_count": 0, "bucket_bytes": None, "ranks": 2}
-    assert Wire(**given).collectives(24 * 2**20) == 8
-    assert Wire(**given, early=False).collectives(24 * 2**20) == 1

@@ -17,15 +17,15 @@ from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 
 
 class Engine:
-    """Writes a few bytes; can run out of disk in the middle."""
+    """Writes a few bytes; can run out of disk in the middle, with this error."""
 
-    def __init__(self, content=b"weights", fails=False):
+    def __init__(self, content=b"weights", fails=None):
         self.content, self.fails = content, fails
 
     def save_state(self, folder):
         (folder / checkpoint.WEIGHTS).write_bytes(self.content)
         if self.fails:
-            raise OSError(errno.ENOSPC, "No space left on device")
+            raise self.fails
         return {"scale": 2.0}
 
 
@@ -41,10 +41,18 @@ def test_what_was_saved_is_read_back(tmp_path):
     assert (found.updates, found.samples, found.extra, passed_over) == (3, 30, {"scale": 2.0}, [])
 
 
-def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path):
+@pytest.mark.parametrize(
+    ("error", "number"),
+    [
+        (OSError(errno.ENOSPC, "No space left on device"), errno.ENOSPC),
+        (SafetensorError("I/O error: No space left on device"), errno.EIO),
+    ],
+)
+def test_a_full_disk_leaves_the_last_good_one_and_nothing_else(tmp_path, error, number):
     save(tmp_path, 1)
-    with pytest.raises(OSError, match="No space"):
-        save(tmp_path, 2, Engine(fails=True))
+    with pytest.raises(OSError, match="No space") as raised:
+        save(tmp_path, 2, Engine(fails=error))
+    assert raised.value.errno == number
     assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
 
 
@@ -175,19 +183,6 @@ def test_a_checkpoint_that_is_met_again_is_kept_as_it_is(tmp_path):
     assert (before / checkpoint.WEIGHTS).read_bytes() == b"weights"
 
 
-def test_an_error_of_the_disk_that_safetensors_tells_is_one_of_the_system(tmp_path):
-    class Fails(Engine):
-        def save_state(self, folder):
-            super().save_state(folder)
-            raise SafetensorError("I/O error: No space left on device")
-
-    save(tmp_path, 1)
-    with pytest.raises(OSError, match="No space left") as raised:
-        save(tmp_path, 2, Fails())
-    assert raised.value.errno == errno.EIO
-    assert [p.name for p in tmp_path.iterdir()] == ["update-000000001"]
-
-
 def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(tmp_path):
     for name in ("update-10", "update-9", "update-000000011", "update-x", "update-", "other"):
         (tmp_path / name).mkdir()
@@ -251,13 +246,9 @@ def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
         assert read_newest(path) == own
 
 
-def test_before_the_first_attempt_nobody_is_superseded(tmp_path):
-    assert read_newest(tmp_path / "newest") == -1
-    assert not Fence(tmp_path / "newest", 0).is_stale
-
-
 def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
     path = tmp_path / "newest"
+    assert read_newest(path) == -1, "before the first attempt"
     path.write_text("123456789012")
     path.write_text("")
     Fence(path, 7).take()
@@ -265,9 +256,7 @@ def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
     assert read_newest(path) == 12
 
 
-@pytest.mark.parametrize(
-    "damage", ["x", "1 2", "-3", "1.0", "\u0663", "7" * (ATTEMPT_DIGITS + 2), "1\n2"]
-)
+@pytest.mark.parametrize("damage", ["1 2", "-3", "1.0", "\u0663", "7" * (ATTEMPT_DIGITS + 2)])
 def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first(tmp_path, damage):
     path = tmp_path / "newest"
     path.write_text(damage)

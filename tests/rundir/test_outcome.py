@@ -52,35 +52,30 @@ def test_a_start_by_a_person_gives_a_new_allowance(run):
     assert ruled(run, KILLED, most=1, first=2).again
 
 
-def test_the_same_exception_without_progress_ends_it_early(run):
-    assert ruled(run, RAISED, most=9, update=5).again
-    ruling = ruled(run, RAISED, most=9, update=5)
-    assert ruling.again is False
-    assert "attempt 0 raised the same in update 5" in ruling.words
+ANOTHER = Culprit(rank=1, node="node0", cause="ValueError: something else")
+WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
 
 
-def test_the_same_exception_before_any_update_ends_it_early(run):
-    assert ruled(run, RAISED, most=9).again
-    assert "before the first update" in ruled(run, RAISED, most=9).words
-
-
-def test_the_same_exception_after_progress_does_not(run):
-    assert all(ruled(run, RAISED, most=9, update=update).again for update in (5, 6, 9))
-
-
-def test_what_was_asked_for_wrongly_is_not_tried_again(run):
-    wrong = Culprit(rank=0, node="node0", cause="no such file", usage=True)
-    assert ruled(run, wrong, most=9) == Ruling(again=False)
+@pytest.mark.parametrize(
+    ("failures", "again"),
+    [
+        ([(RAISED, 5), (RAISED, 5)], False),
+        ([(RAISED, None), (RAISED, None)], False),
+        ([(RAISED, 5), (RAISED, 6), (RAISED, 9)], True),
+        ([(RAISED, 5), (ANOTHER, 5), (RAISED, 5)], True),
+        ([(WRONG, None)], False),
+    ],
+)
+def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(run, failures, again):
+    *before, last = [ruled(run, culprit, most=9, update=update) for culprit, update in failures]
+    assert all(ruling.again for ruling in before)
+    assert last.again is again
+    assert again or not before or "attempt 0 raised the same" in last.words
 
 
 def test_a_cancelled_run_stays_ended(run):
     run.cancel.touch()
     assert ruled(run, KILLED, most=9) == Ruling(again=False)
-
-
-def test_another_exception_at_the_same_place_does_not_end_it(run):
-    another = Culprit(rank=1, node="node0", cause="ValueError: something else")
-    assert all(ruled(run, one, most=9, update=5).again for one in (RAISED, another, RAISED))
 
 
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
