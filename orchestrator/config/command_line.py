@@ -126,7 +126,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
     """
     lengths: dict[str, str] = {}
     for override in overrides:
-        if (key := key_of(override)) in LENGTHS and override.partition("=")[2] != "null":
+        if (key := key_of(override)) in LENGTHS:
             lengths[key] = override
         if found := re.search(r"[\x00-\x08\x0b-\x1f\x7f]", override):
             name = shortened(repr(override))
@@ -145,6 +145,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
         else:
             way = f"a choice is written as in job=digits, a value as in {override}=VALUE"
         raise ConfigError(f"'{override}' is not KEY=VALUE: {way}")
+    lengths = {key: text for key, text in lengths.items() if not text.endswith("=null")}
     if len(lengths) > 1:
         raise ConfigError(
             f"{' and '.join(lengths.values())} are two lengths of the run; leave one of them out"
