@@ -1,7 +1,7 @@
-"""Every command that the pages print can be typed, and every setting and file they name exists.
+"""Every setting, file and name that the pages print exists, and their Python compiles.
 
-Nothing is trained here: commands are composed, checked and planned in this process, as far as they
-come without a cluster. What cannot be held against anything is listed, with the reason.
+What cannot be held against anything is listed, with the reason. The commands of the pages are
+executed or parsed by tests/end_to_end/test_printed_commands.py.
 """
 
 import ast
@@ -10,38 +10,22 @@ import importlib.util
 import re
 from dataclasses import fields, is_dataclass
 
-import pytest
-import typer
 import yaml
 from omegaconf import OmegaConf
 
-import benchmarks.__main__ as measurements
-import slurm.__main__ as development
-from orchestrator.__main__ import EXAMPLES, app
-from orchestrator.cli.start import prepare
 from orchestrator.client.run import current_run
-from orchestrator.config.command_line import read_command_line
-from orchestrator.config.composer import Composer, points_of
 from orchestrator.config.schema import Config
 from orchestrator.plugins import PLUGIN_KINDS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
-from orchestrator.sweep.search import read_search
-from orchestrator.sweep.sweep import checked
 from tests.docs.printed import (
-    PROGRAMS,
     ROOT,
-    SLURMS,
     blocks,
     inline,
     links,
     python_blocks,
-    shell_commands,
 )
-from tests.report.conftest import Screen, maker, record, result
-
-VERBS = typer.main.get_command(app)
-SLURM = typer.main.get_command(development.app)
+from tests.report.conftest import Screen, record, result
 
 MISSPELLED = {"+clutser=slurm": "an example of a misspelling"}
 NOT_OURS = {
@@ -66,155 +50,6 @@ ELSEWHERE = {
     "<folder>": "in a development cluster's folder", "engine/<framework>": "not yet written",
 }  # fmt: skip
 """Beginnings of paths that are no files of the project."""
-
-
-@pytest.fixture(scope="module")
-def reader(tmp_path_factory):
-    """The folder of a reader who has done what the pages say: a job, a site, some runs."""
-    folder = tmp_path_factory.mktemp("reader")
-    for run in ("RUN", "RUN_A", "RUN_B", "A", "B"):
-        maker(folder)(run, ended=result(state="failed", updates=5))
-    mine = next(p.text for p in python_blocks() if "class Line(Job)" in p.text)
-    for path, text in {
-        "my_jobs/__init__.py": "", "my_jobs/line.py": mine,
-        "conf/job/line.yaml": "_target_: my_jobs.line.Line\n",
-        "conf/mine.yaml": "defaults: [base, _self_]\n",
-        **dict.fromkeys(("train.py", "train_mindspore.py", "package/train.py", "train.sh"), ""),
-        "windows.py": "",
-        "FOLDER/cluster/mysite.yaml": (ROOT / "conf" / "cluster" / "slurm.yaml").read_text(),
-    }.items():  # fmt: skip
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        (folder / path).write_text(text)
-    (folder / "train.sh").write_text("#!/bin/sh\n")
-    (folder / "train.sh").chmod(0o700)
-    return folder
-
-
-@pytest.fixture
-def standing_there(reader, monkeypatch):
-    monkeypatch.chdir(reader)
-    monkeypatch.syspath_prepend(str(reader))
-
-
-def composed(words):
-    """Raises if a launch with these words would be refused before it starts."""
-    line = read_command_line([word for word in words if not word.endswith("…")])
-    composer = Composer(line)
-    found = composer.compose()
-    if composer.own_search:
-        assert read_search(composer).trials
-    elif found.sweeps:
-        assert checked(points_of(composer))
-    else:
-        prepare(found.config())
-
-
-def parsed(command, words):
-    """Raises if a verb does not take these words; gives its parameters."""
-    with command.make_context(command.name, list(words), resilient_parsing=False) as context:
-        return context.params
-
-
-def check(words):
-    """Raises if the command cannot be typed."""
-    program, rest = words[0], words[1:]
-    if program == "python":
-        assert rest[0] == "-m", words
-        program, rest = rest[1], rest[2:]
-    rest = [word for word in rest if word != "…"]
-    if program == "orchestrator.launch" or (program == "orchestrator" and rest[:1] == ["launch"]):
-        composed(rest[rest[:1] == ["launch"] :])
-    elif program == "orchestrator":
-        of_verb(rest)
-    elif program == "slurm":
-        parsed(SLURM.commands[rest[0]], rest[1:])
-    elif program == "benchmarks":
-        known = {*measurements.MEASUREMENTS, *measurements.BY_NAME, "tables"}
-        assert {w for w in rest if w.isidentifier() and w != "N"} <= known, words
-        assert {w for w in rest if w.startswith("-")} <= {"--seed", "--faults", "--quick"}, words
-    elif program == "orchestrator.config.reference":  # tests/config/test_reference.py does it
-        assert rest == [">", "docs/reference/configuration.md"], words
-    elif program == "torch.distributed.run":
-        scripts = [p.text.partition("\n")[0] for p in python_blocks()]
-        assert f"# {rest[-1]}" in scripts, words
-    elif program == "make":
-        makefile = (ROOT / "Makefile").read_text()
-        target, *more = rest
-        assert re.search(rf"^{target}:.*##", makefile, re.MULTILINE), words
-        assert all(f"$({setting.partition('=')[0]})" in makefile for setting in more), words
-    elif program == "pip":
-        of_pip(rest)
-    else:
-        assert program in SLURMS, words  # tests/slurm uses them for real
-
-
-def of_verb(words):
-    if words[0].startswith("--"):
-        assert words[0] in ("--help", "--install-completion", "--show-completion"), words
-        return
-    if "--" in words:  # a program stands after it
-        assert words[0] in ("run", "launch", "plan"), words
-        composed(words[1:])
-        return
-    params = parsed(VERBS.commands[words[0]], words[1:])
-    if words[0] in ("plan", "resume"):
-        overrides = [o for o in params["overrides"] or () if o.lower() != "key=value"]
-        if overrides:
-            composed([*["-m"] * ("-m" in words), *overrides])
-
-
-def of_pip(words):
-    """From the folder of the project: it is in no registry, where its name may be anybody's."""
-    assert words[0] == "install", words
-    extras = re.fullmatch(r"\.(?:\[(.*)\])?", words[-1])
-    assert extras, words
-    declared = (ROOT / "pyproject.toml").read_text()
-    for extra in (extras[1] or "").split(","):
-        assert not extra or f"\n{extra} = [" in declared, words
-
-
-@pytest.mark.usefixtures("standing_there")
-def test_every_command_in_a_shell_block_can_be_typed(tmp_path):
-    found = shell_commands(tmp_path)
-    assert len(found) > 30
-    told = {}
-    for page, words in found:
-        if (line := " ".join(words)) not in told:
-            told[line] = page
-            explained(check, words, page)
-
-
-@pytest.mark.usefixtures("standing_there")
-@pytest.mark.parametrize("example", EXAMPLES.values())
-def test_every_example_in_the_help_can_be_typed(example):
-    check(["orchestrator", *example.split()])
-
-
-def explained(function, value, page):
-    """Name the page and the words when one of them is wrong."""
-    try:
-        function(value)
-    except (Exception, SystemExit) as error:
-        error.add_note(f"printed in {page}: {value}")
-        raise
-
-
-@pytest.mark.usefixtures("standing_there")
-def test_every_command_in_mid_sentence_can_be_typed():
-    found = {}
-    for printed in inline():
-        words = printed.text.replace("[--quick] [NAME …]", "--quick …").split()
-        verb = words[0] in VERBS.commands and "RUN" in printed.text
-        if len(words) > 1 and (verb or words[0] in ("--config-dir", *PROGRAMS)):
-            found.setdefault(printed.text, (words, verb, printed.page))
-    assert len(found) > 25
-    for text, (words, verb, page) in found.items():
-        if words[0] == "--config-dir":
-            explained(composed, words, page)
-        elif text == "python -m slurm up | down | status | env | remove":
-            assert set(words[3::2]) == set(SLURM.commands)
-        else:
-            explained(check, ["orchestrator", *words] if verb else words, page)
 
 
 def test_the_end_of_make_run_is_what_the_readme_shows():
@@ -302,6 +137,8 @@ def test_every_block_of_python_compiles_and_what_it_imports_of_ours_is_there():
         tree = ast.parse(printed.text, filename=printed.page)
         for node in ast.walk(tree):
             if isinstance(node, ast.ImportFrom) and node.module.startswith(OURS):
+                public = node.module.count(".") < 2 or "mathematics.md" in printed.page
+                assert public, printed
                 module = importlib.import_module(node.module)
                 for alias in node.names:
                     assert hasattr(module, alias.name), printed
