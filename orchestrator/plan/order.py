@@ -1,12 +1,17 @@
 """The order in which the data set's samples are used: a pure function of (seed, update).
 
 Nothing is drawn while training, so a resumed run, another number of ranks and another micro-batch
-all see the same samples in the same update. The order of epoch e is
+all see the same samples in the same update. The sample at a place of an epoch is computed from the
+place alone, so a data set of any size costs the same memory: a Feistel cipher permutes the numbers
+of 2h bits, the fewest that hold all places of the N samples, and is applied until the result is a
+sample ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
 
-    argsort, stable, of the first N 64-bit outputs of Philox4x64-10 keyed (seed, e), counter from 1
+    (l, r) -> (r, l xor (mix(r + k_i) mod 2^h)),   i = 1 .. 8
 
-(Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). These raw outputs are fixed by
-the algorithm; numpy's `permutation` and `shuffle` may change between versions, so neither is used.
+Its keys k_i are the first 64-bit outputs of Philox4x64-10 keyed (seed, e) for epoch e, counter from
+1 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); `mix` is the finalizer of
+SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014). All of it is
+arithmetic on integers, fixed by these algorithms: it depends on no version of numpy.
 """
 
 from __future__ import annotations
@@ -20,6 +25,10 @@ from typing import TYPE_CHECKING
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import GLOBAL_BATCH
 from orchestrator.plan.bounds import at_least, one_of
+
+ROUNDS = 8
+BLOCK = 1 << 16
+"""Places that are computed together: one at a time would cost more than the update."""
 
 if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
     import numpy as np
@@ -132,11 +141,14 @@ class DataOrder:
         missing = self.samples_of(update)
         parts: list[NDArray[np.int64]] = []
         while missing:
-            order = epoch_permutation(self.dataset_samples, self.seed, epoch)
-            part = order[place : place + missing]
+            number, start = divmod(place, BLOCK)
+            block = _block(self.dataset_samples, self.seed, epoch, number)
+            part = block[start : start + missing]
             parts.append(part)
             missing -= len(part)
-            epoch, place = epoch + 1, 0
+            place += len(part)
+            if place == self.dataset_samples:
+                epoch, place = epoch + 1, 0
         if len(parts) == 1:
             return parts[0]
         joined = np.concatenate(parts)
@@ -165,16 +177,42 @@ class DataOrder:
         return epoch, window * self.global_batch
 
 
-@lru_cache(maxsize=2)  # a window that is carried over needs two epochs; each takes 8 bytes a sample
-def epoch_permutation(samples: int, seed: int, epoch: int) -> NDArray[np.int64]:
-    """Return the order of one epoch: a permutation of 0 .. samples - 1, int64, read-only.
+@lru_cache(maxsize=2)
+def _block(samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+    """Return the samples at the `BLOCK` places of an epoch from `number * BLOCK` on, read-only."""
+    import numpy as np  # late, so that `plan` stays fast
 
-    >>> epoch_permutation(5, 0, 0).tolist()
-    [0, 2, 1, 4, 3]
+    first = number * BLOCK
+    places = np.arange(first, min(first + BLOCK, samples), dtype=np.uint64)
+    found = permuted(places, samples, seed, epoch).astype(np.int64)
+    found.flags.writeable = False
+    return found
+
+
+def permuted(places: NDArray[np.uint64], samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
+    """Return the sample at each of these places of an epoch: the module's permutation.
+
+    >>> import numpy as np
+    >>> permuted(np.arange(5, dtype=np.uint64), samples=5, seed=0, epoch=0).tolist()
+    [1, 3, 0, 4, 2]
     """
     import numpy as np  # late, so that `plan` stays fast
 
-    generator = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
-    order = np.argsort(generator.random_raw(samples), kind="stable").astype(np.int64)
-    order.flags.writeable = False
-    return order
+    half = max(1, ((samples - 1).bit_length() + 1) // 2)
+    mask = np.uint64((1 << half) - 1)
+    philox = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
+    keys = philox.random_raw(ROUNDS)
+
+    def encrypt(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
+        left, right = numbers >> half, numbers & mask
+        for key in keys:
+            mixed = right + key
+            mixed = (mixed ^ (mixed >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> 27)) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
+        return (left << half) | right
+
+    found = encrypt(places)
+    while (outside := found >= samples).any():
+        found[outside] = encrypt(found[outside])
+    return found
