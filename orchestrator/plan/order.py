@@ -199,18 +199,18 @@ def permuted(places: NDArray[np.uint64], samples: int, seed: int, epoch: int) ->
     import numpy as np  # late, so that `plan` stays fast
 
     half = max(1, ((samples - 1).bit_length() + 1) // 2)
-    mask = np.uint64((1 << half) - 1)
+    shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     philox = np.random.Philox(key=np.array([seed, epoch], dtype=np.uint64))
     keys = philox.random_raw(ROUNDS)
 
     def encrypt(numbers: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        left, right = numbers >> half, numbers & mask
+        left, right = numbers >> shift, numbers & mask
         for key in keys:
             mixed = right + key
-            mixed = (mixed ^ (mixed >> 30)) * np.uint64(0xBF58476D1CE4E5B9)
-            mixed = (mixed ^ (mixed >> 27)) * np.uint64(0x94D049BB133111EB)
-            left, right = right, left ^ ((mixed ^ (mixed >> 31)) & mask)
-        return (left << half) | right
+            mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+            mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+            left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
+        return (left << shift) | right
 
     found = encrypt(places)
     while (outside := found >= samples).any():
