@@ -376,8 +376,12 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
     if is_program(config.job):
         return plan_of_program(config)
     try:
-        samples, parameters = known.get("dataset_samples"), known.get("parameters")
-        return Plan.of(config, Known(dataset_samples=samples, parameters=parameters))
+        facts = Known(
+            dataset_samples=known.get("dataset_samples"),
+            parameters=known.get("parameters"),
+            base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
+        )
+        return Plan.of(config, facts)
     except PlanError as error:
         raise ConfigError(str(error)) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from inspect import signature
 from typing import Any
 
 from orchestrator.config.job_source import missing_class
@@ -84,6 +85,35 @@ def chosen(own: Any, optimizer: Mapping[str, Any], job: str) -> Any:
     return own
 
 
+def base_rate(used: Mapping[str, Any], stated: float | None, job: str) -> float | None:
+    """Return the base of the schedule: the rate of a job's own optimizer, unless one is stated.
+
+    Args:
+        used: the optimizer, as `described`.
+        stated: `schedule.base_lr`.
+
+    Raises:
+        ConfigError: they disagree. A rate of 1.0 and the class's default leave it to the schedule.
+    """
+    own, left_open = used.get("lr"), (stated, 1.0, used.get("default_lr"))
+    if used["from"] != "the job" or own is None:
+        return stated
+    if stated is not None and own not in left_open:
+        kind = str(used["class"]).rpartition(".")[2]
+        raise ConfigError(
+            f"schedule.base_lr={stated:g}, but {job}.optimizer() builds {kind} with lr={own:g}: "
+            f"leave schedule.base_lr out to train with lr={own:g}, or build it with lr=1.0"
+        )
+    return own if stated is None else stated
+
+
+def _number(value: Any) -> float | None:
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):  # none, or a schedule of the framework's
+        return None
+
+
 def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
     """Return what steps the weights, for environment.json and result.json.
 
@@ -95,9 +125,13 @@ def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:
         for group in getattr(optimizer, "param_groups", [])
     ]
     kind = type(optimizer)
+    defaults: Mapping[str, Any] = getattr(optimizer, "defaults", {})
+    default = signature(kind).parameters.get("lr")
     return {
         "class": f"{kind.__module__}.{kind.__qualname__}",
         "from": "the configuration" if settings else "the job",
+        "lr": _number(defaults.get("lr", getattr(optimizer, "learning_rate", None))),
+        "default_lr": _number(default.default if default else None),
         "groups": [{k: v for k, v in group.items() if k != "lr"} for group in groups],
     }
 

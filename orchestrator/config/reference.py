@@ -49,7 +49,7 @@ MEANINGS = {
     "accumulation.micro_batch": "Most samples of a micro-step; in `reproducible` mode the size of a chunk",
     "accumulation.ragged": "The smaller last window of an epoch: exactly weighted, left out, or filled from the next epoch",
     "accumulation.reduction": "`reproducible`: the same bits on any number of ranks",
-    "schedule.base_lr": "Learning rate",
+    "schedule.base_lr": "Learning rate; null: 0.001, or that of the job's own optimizer",
     "schedule.base_batch": "Global batch for which `base_lr` was tuned",
     "schedule.scaling": "Growth of the rate with the global batch",
     "schedule.warmup_updates": "Updates of warm-up",

@@ -225,11 +225,14 @@ class AccumulationConfig:
     reduction: str = choice("fast", "reproducible")
 
 
+DEFAULT_BASE_LR = 1e-3
+
+
 @dataclass
 class ScheduleConfig:
     """Learning rate in updates: base_lr x scaling(G / base_batch) x warm-up and decay."""
 
-    base_lr: float = number(1e-3, above=0)
+    base_lr: float | None = number(None, above=0)
     base_batch: int = number(256, least=1)
     scaling: str = choice("linear", "sqrt", "none", default="none")
     warmup_updates: int = number(0, least=0)

@@ -21,6 +21,7 @@ class Known:
         extra_collectives: of each update, besides the gradient's reduction, as the engine counts
             them; None when there is none yet.
         own_rate: the job gives the learning rates itself.
+        base_rate: of the job's own optimizer, or the stated one; None when not known.
     """
 
     nodes: int | None = None
@@ -31,6 +32,7 @@ class Known:
     coupled: bool = False
     extra_collectives: int | None = None
     own_rate: bool = False
+    base_rate: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,15 +66,24 @@ class Rates:
     """Learning rates.
 
     Attributes:
+        source: what decides them: `schedule`, the job's `learning_rate` or its own `optimizer`.
         first, peak, last: of update 0, at the top, of the last update; None when not known
             beforehand, as where the job gives its own.
         schedule: the whole schedule; None when it needs the number of updates and that is unknown.
+            Its base is a stand-in where the rate of the job's own optimizer is not known yet.
     """
+
+    source: str
 
     first: float | None
     peak: float | None
     last: float | None
     schedule: Schedule | None
+
+    @property
+    def is_known(self) -> bool:
+        """Return whether the schedule's base is the one that the run trains with."""
+        return self.source != "optimizer" or self.first is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.config.schema import Config, FactsConfig, ScheduleConfig, TrainConfig, node_range
+from orchestrator.config.schema import DEFAULT_BASE_LR, Config, FactsConfig, TrainConfig, node_range
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
@@ -70,7 +70,7 @@ class Plan:
             modes=modes,
             split=split,
             length=length,
-            rates=_rates(config.schedule, batch, length, own=known.own_rate),
+            rates=_rates(config, known, batch, length),
             traffic=_traffic(config, known, split),
         )
 
@@ -112,10 +112,11 @@ class Plan:
             "updates_per_epoch": length.updates_per_epoch,
             "dataset_samples": length.dataset_samples,
             "parameters": self.traffic.parameters,
+            "learning_rate_from": rates.source,
             "learning_rate_first": rates.first,
             "learning_rate_peak": rates.peak,
             "learning_rate_last": rates.last,
-            "schedule": None if rates.schedule is None else asdict(rates.schedule),
+            "schedule": asdict(rates.schedule) if rates.schedule and rates.is_known else None,
             "collectives_per_update": self.traffic.collectives,
             "bytes_on_wire_per_update": self.traffic.bytes_on_wire,
             **asdict(self.modes),
@@ -188,12 +189,16 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
     )
 
 
-def _rates(asked: ScheduleConfig, batch: Batch, length: Length, *, own: bool) -> Rates:
-    total = length.updates
+def _rates(config: Config, known: Known, batch: Batch, length: Length) -> Rates:
+    asked, total = config.schedule, length.updates
+    base = known.base_rate if asked.base_lr is None else asked.base_lr
+    of_optimizer = not config.optimizer and asked.base_lr is None
+    source = "learning_rate" if known.own_rate else "optimizer" if of_optimizer else "schedule"
+    own = known.own_rate or (of_optimizer and base is None)
     # The workers will know the run's end, so a plan without the data must not fail here.
     unknown = total is None and asked.decay in ("cosine", "linear")
     schedule = Schedule(
-        base_lr=asked.base_lr,
+        base_lr=DEFAULT_BASE_LR if base is None else base,
         global_batch=batch.global_batch,
         base_batch=asked.base_batch,
         scaling=asked.scaling,
@@ -202,6 +207,7 @@ def _rates(asked: ScheduleConfig, batch: Batch, length: Length, *, own: bool) ->
         total_updates=total,
     )
     return Rates(
+        source=source,
         first=None if own else schedule.learning_rate(0),
         peak=None if own else schedule.peak,
         last=None if own or total is None else schedule.learning_rate(total - 1),

@@ -114,11 +114,11 @@ def _data(batch: Batch, modes: Modes, length: Length, rates: Rates) -> Iterator[
 
 def _scaled(rates: Rates) -> bool:
     followed = rates.schedule is not None and rates.schedule.scaling != "none"
-    return followed and rates.first is not None
+    return followed and rates.source != "learning_rate"
 
 
 def _warm_up(length: Length, rates: Rates) -> Iterator[str]:
-    if rates.first is None or rates.schedule is None or length.updates is None:
+    if rates.source == "learning_rate" or rates.schedule is None or length.updates is None:
         return
     if rates.schedule.warmup_updates > length.updates:
         yield (

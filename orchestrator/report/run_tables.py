@@ -107,17 +107,22 @@ def _wire(plan: Mapping[str, Any]) -> str:
 
 def _learning_rate(plan: Mapping[str, Any]) -> str:
     """Return the first, highest and last rate, or one number if it is constant."""
-    if plan.get("learning_rate_first") is None:
+    own = plan.get("learning_rate_from")
+    if own == "learning_rate":
         return "the job's own: learning_rate(update)"
+    if plan.get("learning_rate_first") is None:
+        return "that of the job's own optimizer"
     marks = [
         (name, plan.get(f"learning_rate_{name}"))
         for name in ("first", "peak", "last")
         if plan.get(f"learning_rate_{name}") is not None
     ]
     if len({rate for _, rate in marks}) == 1 and len(marks) == 3:
-        return f"{format_learning_rate(marks[0][1])}, constant"
-    text = ", ".join(f"{name} {format_learning_rate(rate)}" for name, rate in marks)
-    return text if len(marks) == 3 else f"{text}, last unknown ({_NO_DATA})"
+        text = f"{format_learning_rate(marks[0][1])}, constant"
+    else:
+        text = ", ".join(f"{name} {format_learning_rate(rate)}" for name, rate in marks)
+        text += "" if len(marks) == 3 else f", last unknown ({_NO_DATA})"
+    return f"{text} (of the job's own optimizer)" if own == "optimizer" else text
 
 
 def _known(plan: Mapping[str, Any], key: str, why_not: str) -> str:

@@ -16,6 +16,7 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
+from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
@@ -304,6 +305,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
 
     Raises what `compare_facts` does if they differ from the configured facts.
     """
+    rate = base_rate(engine.optimizer_used(), config.schedule.base_lr, type(job).__name__)
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
         known = Known(
@@ -314,6 +316,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
             framework=framework_of(job),
             extra_collectives=engine.extra_collectives(),
             own_rate=has_own_rate(job),
+            base_rate=rate,
         )
         return Plan.of(config, known)
 

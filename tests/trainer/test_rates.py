@@ -3,9 +3,14 @@
 import math
 
 import pytest
+import torch
 
+from orchestrator.config.composer import compose
+from orchestrator.config.optimizer import base_rate, described
 from orchestrator.config.schema import ScheduleConfig
 from orchestrator.errors import ConfigError, JobError
+from orchestrator.plan.parts import Known
+from orchestrator.plan.plan import Plan
 from orchestrator.trainer.consistency_checks import own_rates
 
 
@@ -72,3 +77,37 @@ def test_a_schedule_beside_a_jobs_rates_is_refused(stated):
         own_rates(Waves(lambda _: 1.0), ScheduleConfig(**stated), Alone(), 10)
     for name, value in stated.items():
         assert f"schedule.{name}={value}" in str(refused.value)
+
+
+class TestBaseOfOwnOptimizer:
+    def built(self, lr=None, **more):
+        weight = torch.nn.Parameter(torch.zeros(1))
+        made = torch.optim.Adam([weight], **({} if lr is None else {"lr": lr}))
+        return described(made, more)
+
+    @pytest.mark.parametrize(
+        ("lr", "stated", "expected"),
+        [
+            (0.1, None, 0.1),
+            (0.1, 0.1, 0.1),
+            (1.0, 0.2, 0.2),  # relative to the schedule
+            (None, 0.2, 0.2),  # the class's default is no statement
+            (None, None, 1e-3),
+        ],
+    )
+    def test_it_is_the_optimizers_rate_unless_one_is_stated(self, lr, stated, expected):
+        assert base_rate(self.built(lr), stated, "Mine") == expected
+
+    def test_two_that_disagree_are_refused(self):
+        with pytest.raises(ConfigError, match=r"base_lr=0.2, but Mine.optimizer.. .* lr=0.1"):
+            base_rate(self.built(0.1), 0.2, "Mine")
+
+    def test_the_configurations_optimizer_leaves_it_to_the_schedule(self):
+        assert base_rate(self.built(0.1, name="adam"), None, "Mine") is None
+
+    def test_the_plan_says_what_decides_the_rate(self):
+        config = compose(["optimizer=null", "train.updates=2"])
+        unknown = Plan.of(config, Known()).to_json()
+        known = Plan.of(config, Known(base_rate=0.1)).to_json()
+        assert unknown["learning_rate_first"] is None
+        assert (known["learning_rate_from"], known["learning_rate_last"]) == ("optimizer", 0.1)
