@@ -104,7 +104,7 @@ class RankWindows:
 
 @dataclass(slots=True)
 class TrainingProgress:
-    """TrainingProgress of a training. `updates` and `samples` count from its beginning.
+    """Progress of a training. `updates` and `samples` count from its beginning.
 
     Attributes:
         done: the last update of this attempt.

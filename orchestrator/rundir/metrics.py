@@ -349,6 +349,22 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
     )
 
 
+def seconds_of_earlier_attempts(updates: Sequence[Record], attempt: int) -> float:
+    """Return how long the attempts before `attempt` trained, without updates that were redone.
+
+    >>> times = [(0, 10.0), (0, 12.0), (1, 20.0)]
+    >>> lines = [{"attempt": n, "time": time, "update_s": 1.0} for n, time in times]
+    >>> seconds_of_earlier_attempts(lines, 1), seconds_of_earlier_attempts(lines, 2)
+    (3.0, 4.0)
+    """
+    spans: dict[int, list[float]] = {}
+    for record in updates:
+        if (number := record.get("attempt", 0)) < attempt:
+            began = record["time"] - (record.get("update_s") or 0.0)
+            spans.setdefault(number, [began, began])[1] = record["time"]
+    return sum(last - first for first, last in spans.values())
+
+
 def seconds_per_update(updates: Sequence[Record]) -> float | None:
     """Return the median without the first update of each attempt, which also warms up caches.
 

@@ -45,7 +45,7 @@ def _train(worker: WorkerProcess) -> int:
             if finished or not worker.depart(progress.updates):
                 result = result_of(
                     worker.run, progress, training.engine, training.planned, seconds=seconds,
-                    memory=memory,
+                    attempt=worker.attempt, memory=memory,
                 )  # fmt: skip
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why

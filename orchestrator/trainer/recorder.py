@@ -19,7 +19,13 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import CHANGES, ProgressWriter, read_metrics, total
+from orchestrator.rundir.metrics import (
+    CHANGES,
+    ProgressWriter,
+    read_metrics,
+    seconds_of_earlier_attempts,
+    total,
+)
 from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
@@ -104,11 +110,13 @@ def result_of(
     planned: Plan,
     *,
     seconds: float,
+    attempt: int,
     memory: dict[str, list[int]],
 ) -> dict[str, Any]:
     """Return the values of result.json.
 
     Args:
+        seconds: of this attempt.
         memory: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
     recorded = read_metrics(run.metrics)
@@ -126,7 +134,7 @@ def result_of(
         "memory": {name: max(sizes) for name, sizes in memory.items()},
         "collectives": total(history, "collectives") or 0,
         "bytes_on_wire": total(history, "bytes_on_wire") or 0,
-        "seconds": seconds,
+        "seconds": seconds + seconds_of_earlier_attempts(history, attempt),
         "planned_updates": planned.updates,
         "planned_collectives_per_update": planned.traffic.collectives,
         "culprit": None,

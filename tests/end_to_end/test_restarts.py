@@ -36,6 +36,9 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     found = helpers.result(run)
     assert [note["attempt"] for note in found["restarts"]] == [1, 2]
     assert found["restarts"] == notes(run)
+    assert found["seconds"] > helpers.records(run)[-1]["update_s"] + sum(
+        record["update_s"] for record in helpers.records(run) if record["attempt"] < 2
+    )
     assert all("SIGKILL" in note["why"] for note in notes(run))
     assert "rank 1 on node1" in notes(run)[0]["why"]
     assert "rank 0 on node0" in notes(run)[1]["why"]
