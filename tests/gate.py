@@ -25,6 +25,7 @@ WHOLE_RUNS = (
     *(*PYTEST, "-n", "3", "tests", "--ignore=tests/slurm"),
     *(f"--ignore={path}" for path in CALM),
 )
+LIMIT_S = 45 * 60
 NICE = ("nice", "-n", "19")
 PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
 # At this priority a test may stand still for a while, so its limit is longer.
@@ -33,6 +34,8 @@ OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=600", *CALM, "orchestrator")
 
 def main() -> int:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    signal.signal(signal.SIGALRM, lambda *_: sys.exit(f"not done after {LIMIT_S // 60} minutes"))
+    signal.alarm(LIMIT_S)  # a deadlock in C is not ended by a test's own limit
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+b"))
         pyright = _start(stack, PYRIGHT, output)

@@ -16,6 +16,7 @@ from orchestrator import Accumulator, Loss, TorchGroup, run_in_threads
 from orchestrator.errors import OrchestratorError
 
 CASES = {}
+GROUPS = []
 
 
 def misuse(row):
@@ -57,8 +58,13 @@ def loss_of(model, samples=2):
 
 @contextlib.contextmanager
 def one_process_group():
-    """What torch's own wrappers want: its default group, of this process alone."""
+    """What torch's own wrappers want: its default group, of this process alone.
+
+    The group lives on: torch's destructor waits for the group's thread while it holds Python's
+    lock, for which that thread may wait to release the last collective. That is a deadlock.
+    """
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    GROUPS.append(dist.group.WORLD)
     try:
         yield
     finally:
