@@ -89,10 +89,19 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
                 time.sleep(1.0)  # some boundaries, at each of which it could come in
         back += ranks_per_node if node else 1
         helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
+        # A loss while the new group forms may cost another rank, too; that is not what is tested.
+        seen = len(helpers.records(run))
+        helpers.until(partial(trains_or_is_held, run, seen), what="training on")
     hold.release()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 0, output
     return output
+
+
+def trains_or_is_held(run, seen):
+    """Return whether more than `seen` updates are recorded, or all before the held one."""
+    found = helpers.records(run)
+    return len(found) > seen or found[-1]["update"] >= UPDATES - 2
 
 
 def other_process(run, rank, first):
