@@ -77,12 +77,15 @@ def expand_home(value: Any) -> Any:
 
 
 def _resolved(found: DictConfig, key: Any) -> Any:
-    """Return a section with its interpolations resolved."""
-    if key == "job" and "${run.dir}" in str(OmegaConf.to_container(found, resolve=False)):
+    """Return a section with its interpolations resolved; in `job`, the run's folder stays open."""
+    node = found[key]
+    if not OmegaConf.is_config(node):
+        return node
+    if key == "job" and "${run.dir}" in str(OmegaConf.to_container(node, resolve=False)):
         found = copy.deepcopy(found)
         OmegaConf.update(found, "run.dir", RUN_FOLDER)
-    node = found[key]
-    values = OmegaConf.to_container(node, resolve=True) if OmegaConf.is_config(node) else node
+        node = found[key]
+    values = OmegaConf.to_container(node, resolve=True)
     return expand_home(values) if key == "job" else values
 
 

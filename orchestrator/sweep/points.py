@@ -162,19 +162,19 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
 
 
 def shared_output(points: Sequence[Point]) -> str | None:
-    """Return a warning if programs of several points are told to write to the same place."""
-    told = Counter(
+    """Return a warning if programs of several points write to the same place."""
+    counts = Counter(
         output
         for point in points
         if is_program(point.config.job)
         for output in set(_outputs(program_of(point.config.job).words))
     )
-    shared = next((output for output, count in told.items() if count > 1), None)
+    shared = next((output for output, count in counts.items() if count > 1), None)
     if shared is None:
         return None
     name, value = shared
     return (
-        f"{told[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} stands for "
+        f"{counts[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} is "
         f"each point's own folder: {name} {RUN_FOLDER}/{PurePath(value).name}"
     )
 

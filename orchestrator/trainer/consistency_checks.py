@@ -66,7 +66,7 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
     if engine.gather(_digests(dataset, places)) != rows:
         warn(
             "dataset() gives another sample whenever it is asked for the same one, by random "
-            "numbers that no seed reaches: whether ranks have the same data cannot be told, and a "
+            "numbers that no seed reaches: whether ranks have the same data is unknown, and a "
             "resumed run will not have the bits of an undisturbed one. Draw from random, "
             "numpy.random or torch's default generator, and set augments = True"
         )

@@ -58,7 +58,7 @@ def loss_of(model, samples=2):
 
 @contextlib.contextmanager
 def one_process_group():
-    """What torch's own wrappers want: its default group, of this process alone.
+    """Form torch's default group, which its own wrappers need, of this process alone.
 
     The group lives on: torch's destructor waits for the group's thread while it holds Python's
     lock, for which that thread may wait to release the last collective. That is a deadlock.

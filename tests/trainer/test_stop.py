@@ -55,7 +55,7 @@ def test_only_the_newest_attempt_may_write(run):
 
 
 class Record:
-    """Stands for rank 0's checkpoints."""
+    """Stand-in for rank 0's checkpoints."""
 
     save_s = 0.0
 

@@ -251,8 +251,8 @@ def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[st
     """Yield what may keep the job waiting at present."""
     if answer.code:
         yield (
-            f"the scheduler cannot place the job at present ({answer.words}); nothing that is "
-            f"configured stands against it, so it is queued, to wait for nodes that are down, "
+            f"the scheduler cannot place the job at present ({answer.words}); no setting "
+            f"prevents it, so it is queued, to wait for nodes that are down, "
             f"drained, reserved or not heard of yet"
         )
     if partitions and not any(partition.up for partition in partitions):
