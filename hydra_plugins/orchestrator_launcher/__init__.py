@@ -1,8 +1,8 @@
 """`hydra/launcher=orchestrator`: Hydra's launcher plug-in.
 
-Hydra imports this at every start, so it imports nothing heavier than Hydra itself. Sweeps of
-`orchestrator.launch` use this launcher by themselves; the points of any other Hydra application
-that chooses it run here, one after another.
+Hydra imports this at every start, so it imports nothing heavier than Hydra itself. The points of a
+Hydra application that chooses it run here, one after another. Sweeps of `orchestrator.launch` do
+not need it: `orchestrator.sweep` places all of their points together.
 """
 
 # No `from __future__ import annotations`: Hydra loads this before its name is in sys.modules, where
@@ -10,11 +10,8 @@ that chooses it run here, one after another.
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.config_store import ConfigStore
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.utils import JobReturn, configure_log, run_job, setup_globals
 from hydra.plugins.launcher import Launcher
 from hydra.types import HydraContext, TaskFunction
@@ -22,7 +19,7 @@ from omegaconf import DictConfig, open_dict
 
 
 class OrchestratorLauncher(Launcher):
-    """Launches the points of a sweep: as runs, or another application's points in turn."""
+    """Launches the points of a sweep in this process, one after another."""
 
     def __init__(self) -> None:
         self._context: HydraContext | None = None
@@ -39,9 +36,6 @@ class OrchestratorLauncher(Launcher):
     ) -> Sequence[JobReturn]:
         if self._context is None or self._task is None or self._config is None:
             raise RuntimeError("Hydra calls a launcher's setup() before its launch()")
-        own = getattr(self._task, "launch_points", None)
-        if own is not None:
-            return own(job_overrides, initial_job_idx)
         setup_globals()
         hydra, returned = self._config.hydra, []
         Path(hydra.sweep.dir).mkdir(parents=True, exist_ok=True)
@@ -61,19 +55,6 @@ class OrchestratorLauncher(Launcher):
             )
         configure_log(hydra.hydra_logging, hydra.verbose)
         return returned
-
-
-class OrchestratorSweeper(BasicSweeper):
-    """Hydra's own sweeper, which hands all points over at once and writes nothing before."""
-
-    def sweep(self, arguments: list[str]) -> Any:
-        if self.hydra_context is None or self.launcher is None:
-            raise RuntimeError("Hydra calls a sweeper's setup() before its sweep()")
-        stated = [f"{key}={value}" for key, value in (self.params or {}).items()]
-        loader = self.hydra_context.config_loader
-        parsed = OverridesParser.create(config_loader=loader).parse_overrides([*stated, *arguments])
-        [points] = self.split_arguments(parsed, None)
-        return [self.launcher.launch(points, initial_job_idx=0)]
 
 
 @dataclass

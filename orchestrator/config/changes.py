@@ -33,7 +33,6 @@ KINDS: dict[str, Kind] = {
     "run.dir": Kind.NUMBERS,
     "run.name": Kind.NUMBERS,
     "sweep": Kind.FREE,
-    "budget": Kind.FREE,
     "tracker": Kind.FREE,
     "facts": Kind.FREE,
     "transport": Kind.ROUNDING,

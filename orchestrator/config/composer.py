@@ -5,18 +5,16 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from hydra._internal.callbacks import Callbacks
+from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.core.plugins import Plugins
-from hydra.core.utils import JobReturn, JobStatus
 from hydra.errors import HydraException
-from hydra.types import HydraContext, RunMode
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
@@ -102,37 +100,19 @@ def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
 
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-WHOLE = ("hydra.sweeper", "hydra.job", "hydra.sweep")
-"""Groups of Hydra's own settings, which cannot be one value."""
-VARIABLES = "variables of the ranks are cluster.environment={NAME: value}"
-UNUSED = {
-    "hydra.launcher": "a sweep's points are placed by this package's own launcher: here, or with "
-    "+cluster=slurm as arrays of jobs",
-    "hydra.sweeper.params": "it is a file's way to say what is swept; on the command line each "
-    "parameter stands for itself, as in -m train.seed=1,2",
-    "hydra.sweeper.max_batch_size": "all points of a sweep are checked before one runs",
-    "hydra.run": "a run's folder is run.dir=…",
-    "hydra.output_subdir": "a run's folder says all of it: config.yaml",
-    "hydra.job.chdir": "a run works in the folder that it was started from",
-    "hydra.job.env_set": VARIABLES,
-    "hydra.job.env_copy": VARIABLES,
-    "hydra.callbacks": "nothing of Hydra's runs here; metrics.jsonl is written every update",
-}
-"""Settings of Hydra's that would be ignored, and what to do instead."""
+HYDRA_KEYS = ("hydra.mode", "hydra.searchpath", "hydra.sweep.dir", "hydra.sweep.subdir")
+"""Hydra's own settings that have an effect here."""
 
 
 def refuse_unused(overrides: Sequence[str]) -> None:
     """Raise `ConfigError` for typed settings of Hydra's that would be ignored, or break it."""
     for override in overrides:
         key = key_of(override)
-        if key in WHOLE:
+        if re.match(r"hydra[./]", key) and key not in HYDRA_KEYS:
             raise ConfigError(
-                f"{key} is a group of settings of Hydra's own and cannot be one value; leave {key} "
-                f"out"
+                f"{key} means nothing here; of Hydra's own settings there are "
+                f"{', '.join(HYDRA_KEYS)}; leave {key} out"
             )
-        for unused, way in UNUSED.items():
-            if f"{key.replace('/', '.')}.".startswith(f"{unused}."):
-                raise ConfigError(f"{key} means nothing here: {way}; leave {key} out")
 
 
 IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
@@ -236,8 +216,7 @@ class Composer:
     def __init__(self, line: CommandLine) -> None:
         self.line = line
         self.params: list[str] = []  # what the configuration itself sweeps over
-        self.searches = False  # whether points are chosen by what came of earlier ones,
-        self.own_search = False  # by us
+        self.searches = False  # whether trials are drawn by the results of earlier ones
         self.loader = Loader(line.config_dir)
         self._cache = CompositionCache()
         OmegaConf.register_new_resolver("sweep_name", lambda: self._sweep_name, replace=True)
@@ -266,14 +245,10 @@ class Composer:
             sweeps = self.line.multirun or asked == RunMode.MULTIRUN
             if not sweeps:
                 self.loader.refuse_choices(self.overrides)
-            theirs = found.hydra.sweeper.get("_target_") != BASIC_SWEEPER
-            self.own_search = OmegaConf.select(found, "sweep.search") not in (None, "none")
-            if theirs and self.own_search:
-                raise ConfigError(
-                    "sweep.search and hydra/sweeper=… are two searches; leave one of them out"
-                )
-            self.searches = theirs or self.own_search
-            if self.own_search and not sweeps and not self.line.cfg:
+            if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
+                raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
+            self.searches = OmegaConf.select(found, "sweep.search") not in (None, "none")
+            if self.searches and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
@@ -292,6 +267,17 @@ class Composer:
     def stated(self) -> list[str]:
         """Return all statements of a sweep: the configuration's own, and the line's."""
         return [*self.params, *self.overrides]
+
+    def all_points(self) -> list[Composed | ConfigError]:
+        """Compose all combinations of the swept values; return the error of one that cannot be.
+
+        Raises:
+            ConfigError: the line cannot be swept.
+        """
+        with config_errors():
+            self.loader.refuse_sweep(self.stated)
+            [points] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
+        return self.points(points)
 
     def points(
         self, overrides: Sequence[Sequence[str]], first: int = 0
@@ -394,86 +380,6 @@ def compose(
     check_overrides(overrides)
     line = CommandLine(overrides=tuple(overrides), config_dir=config_dir, config_name=config_name)
     return Composer(line).compose().config()
-
-
-OURS = "hydra_plugins.orchestrator_launcher"
-Point = Composed | ConfigError
-Launch = Callable[[Sequence[Point], int], Sequence[JobReturn]]
-
-
-class Points:
-    """Stands for the function that Hydra's sweepers run: our launcher asks it for whole batches.
-
-    Attributes:
-        folder: where a search writes what it has found, without making that folder itself.
-    """
-
-    __name__ = "orchestrator.launch"
-
-    def __init__(self, composer: Composer, launch: Launch) -> None:
-        self._composer, self._launch = composer, launch
-        self.folder: Path | None = None
-
-    def __call__(self, _: DictConfig) -> Any:
-        """Raise always: a single point cannot be run."""
-        raise ConfigError("points of a sweep are placed by the launcher 'orchestrator' alone")
-
-    def launch_points(
-        self, job_overrides: Sequence[Sequence[str]], initial_job_idx: int
-    ) -> Sequence[JobReturn]:
-        """Compose a batch of points and hand it on.
-
-        Args:
-            initial_job_idx: the number of its first.
-        """
-        points = self._composer.points(job_overrides, initial_job_idx)
-        returned = self._launch(points, initial_job_idx)
-        if self.folder is not None:
-            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        return returned
-
-
-def drive(composer: Composer, launch: Launch) -> Any:
-    """Let the sweeper choose points, and `launch` do what is to be done with each batch of them.
-
-    Args:
-        launch: gets points, or why one cannot be composed, and the number of the first.
-
-    Returns:
-        What the sweeper returns. Raises `ConfigError` for what cannot be swept.
-    """
-    found = composer.load(composer.overrides, RunMode.MULTIRUN)
-    points = Points(composer, launch)
-    with config_errors(), open_dict(found):
-        found.hydra.launcher = {"_target_": f"{OURS}.OrchestratorLauncher"}
-        found.hydra.sweeper.params = dict(text.split("=", 1) for text in composer.params)
-        if composer.searches:
-            stated = OmegaConf.select(found, "run.dir")
-            found.hydra.sweep.dir = str(stated or found.hydra.sweep.dir)
-            points.folder = Path(found.hydra.sweep.dir)
-        else:
-            found.hydra.sweeper["_target_"] = f"{OURS}.OrchestratorSweeper"
-        sweeper = Plugins.instance().instantiate_sweeper(
-            hydra_context=HydraContext(config_loader=composer.loader, callbacks=Callbacks()),
-            task_function=points,
-            config=found,
-        )
-        composer.loader.refuse_sweep(composer.stated)
-    theirs = f"the sweeper {found.hydra.sweeper['_target_']}" if composer.searches else ""
-    with config_errors(whose=theirs):
-        return sweeper.sweep(list(composer.overrides))
-
-
-def points_of(composer: Composer) -> list[Point]:
-    """Return the points of the sweep, or why one cannot be composed."""
-    found: list[Point] = []
-
-    def collect(points: Sequence[Point], _: int) -> Sequence[JobReturn]:
-        found.extend(points)
-        return [JobReturn(status=JobStatus.UNKNOWN) for _ in points]
-
-    drive(composer, collect)
-    return found
 
 
 def print_help(composer: Composer) -> None:

@@ -79,7 +79,7 @@ def register() -> None:
 
 HYDRA_VERSION_BASE = "1.3"
 MOST_POINTS = 10_000
-OF_THE_SWEEP = ("hydra", "sweep", "budget")  # sections of which a sweep has one, not each point
+OF_THE_SWEEP = ("hydra", "sweep")  # sections of which a sweep has one, not each point
 OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
 SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"

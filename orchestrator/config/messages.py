@@ -16,24 +16,18 @@ from orchestrator.errors import ConfigError, OrchestratorError, did_you_mean, ne
 
 
 @contextlib.contextmanager
-def config_errors(whose: str = "") -> Generator[None]:
+def config_errors() -> Generator[None]:
     """Put everything that Hydra and OmegaConf raise about people's input into one message.
-
-    Args:
-        whose: other code that runs inside, in words.
 
     Raises:
         ConfigError: in place of any exception but our own errors. `-v` shows the traceback.
     """
     try:
         yield
-    except (
-        OrchestratorError,
-        BrokenPipeError,
-    ):  # the latter: of Hydra's output
+    except OrchestratorError:
         raise
-    except (Exception, RecursionError) as error:
-        raise explained(error, whose) from error
+    except Exception as error:
+        raise explained(error) from error
 
 
 GROUPS = ("experiment",)  # groups whose name is no key of the schema
@@ -48,7 +42,6 @@ ELSEWHERE = {
     "output_dir": "run.dir",
 }
 """Names that other tools have for our keys."""
-NO_SWEEPER = "it is not installed here; without {}, all combinations of stated values are swept"
 
 
 def _dotted_keys(schema: Any = Config, prefix: str = "") -> Iterator[str]:
@@ -79,12 +72,8 @@ def no_such_key(key: str) -> str:
     return f"there is no key '{key}'{tail}"
 
 
-def explained(error: BaseException, whose: str = "") -> ConfigError:
-    """Put an exception of Hydra or OmegaConf into one clear message.
-
-    Args:
-        whose: the code that may have raised it instead, which has nothing to do with either.
-    """
+def explained(error: BaseException) -> ConfigError:
+    """Put an exception of Hydra or OmegaConf into one clear message."""
     text = str(error)
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return ConfigError(f"{mark.name}, line {mark.line + 1}: {error.problem}")
@@ -95,8 +84,6 @@ def explained(error: BaseException, whose: str = "") -> ConfigError:
     key = getattr(cause, "full_key", None)
     first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
     first = first or type(error).__name__
-    if key is None and whose:
-        return ConfigError(f"{whose} ended with {type(error).__name__}: {first}")
     return ConfigError(f"{key}: {first}" if key else f"the configuration cannot be read: {first}")
 
 
@@ -133,8 +120,6 @@ def _unknown_choice(error: BaseException, text: str) -> str | None:
         group, choice = found.groups()
         if choice is None:
             return f"there is no configuration '{group}'"
-        if group == "hydra/sweeper":
-            return f"{group}={choice} is not available: {NO_SWEEPER.format(group)}"
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
         return f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}"
     return None

@@ -87,12 +87,10 @@ MEANINGS = {
     "sweep.seed": "Seed of the search",
     "sweep.direction": "Direction of the objective; auto: minimize loss and seconds",
     "sweep.prune": "`median`: end trials that are worse than the median of the others",
-    "budget.gpu_hours": "Refuse a sweep that needs more GPU-hours",
     "tracker.kind": "Destination of scalars besides metrics.jsonl ([trackers](../how-to/trackers.md))",
     "tracker.options": "Options of the tracker",
     "facts.parameters": "For `plan`: number of the model's parameters",
     "facts.dataset_samples": "For `plan`: number of samples",
-    "facts.update_s": "Seconds of an update, as measured by an earlier run",
 }  # fmt: skip
 
 

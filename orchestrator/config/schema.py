@@ -301,13 +301,6 @@ class SweepConfig:
 
 
 @dataclass
-class BudgetConfig:
-    """Limits of a sweep's cost by its plan."""
-
-    gpu_hours: float | None = number(None, above=0)
-
-
-@dataclass
 class TrackerConfig:
     """Destination of scalars besides metrics.jsonl. `options`: of a kind from another package."""
 
@@ -321,7 +314,6 @@ class FactsConfig:
 
     parameters: int | None = number(None, least=1)
     dataset_samples: int | None = number(None, least=1)
-    update_s: float | None = number(None, above=0)
 
 
 @dataclass
@@ -337,7 +329,6 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
-    budget: BudgetConfig = field(default_factory=BudgetConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
     facts: FactsConfig = field(default_factory=FactsConfig)
     transport: str = registered(TRANSPORTS, "auto")

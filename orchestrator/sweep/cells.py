@@ -20,7 +20,7 @@ from orchestrator.cli.status import statuses
 from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import copied_script, once, read_once
 from orchestrator.config.program import is_program, program_of, target_of
-from orchestrator.config.schema import Config, gpu_count, node_range, plain
+from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import make_folder, names_in
 from orchestrator.rundir.folder import RunDir
@@ -31,7 +31,7 @@ from orchestrator.sweep.points import Point, describe_errors
 CELL = "cell"  # in submission.json
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
-    "run", "sweep", "budget", "facts", "tracker", "cluster.partition", "cluster.account",
+    "run", "sweep", "facts", "tracker", "cluster.partition", "cluster.account",
     "cluster.qos", "cluster.exclude", "cluster.reservation", "cluster.comment",
     "cluster.memory_gib", "cluster.time_min", "cluster.signal_ahead_s", "cluster.requeue",
     "cluster.allocation", "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags",
@@ -325,55 +325,3 @@ def make_room(cell: Cell) -> None:
     """Move the old content of a cell's folder aside, where people find it."""
     if cell.old is not None:
         cell.old.rename(replaced_folder(cell.old.parent, cell.old.name))
-
-
-def seconds_of(point: Point) -> float | None:
-    """Return how long a point runs, by `facts.update_s` or its time limit; None if unknown."""
-    config, updates = point.config, point.plan.updates
-    if config.facts.update_s is not None and updates is not None:
-        return config.facts.update_s * updates
-    return None if config.cluster.time_min is None else 60.0 * config.cluster.time_min
-
-
-def gpu_hours(point: Point) -> float | None:
-    """Return GPUs times hours: 0 without GPUs, None where the time is not known."""
-    cluster = point.config.cluster
-    gpus = node_range(cluster.nodes)[1] * gpu_count(cluster.gpus_per_node)
-    if not gpus:
-        return 0.0
-    seconds = seconds_of(point)
-    return None if seconds is None else gpus * seconds / 3600
-
-
-def refuse_beyond(cells: Sequence[Cell]) -> None:
-    """Raise `ConfigError` if the points that are to run cost more than `budget.gpu_hours`."""
-    todo = [cell.point for cell in cells if cell.action in (Action.START, Action.RESUME)]
-    if todo:
-        hours = [_known_hours(point, f"point {point.number}") for point in todo]
-        _refuse_hours(todo[0], sum(hours), f"the {len(todo)} points that are to run take")
-
-
-def refuse_trials_beyond(points: Sequence[Point], trials: int) -> None:
-    """Raise `ConfigError` if so many trials like these cost more than `budget.gpu_hours`."""
-    hours = trials * max(_known_hours(point, "a trial") for point in points)
-    _refuse_hours(points[0], hours, f"{trials} trials take up to")
-
-
-def _known_hours(point: Point, name: str) -> float:
-    """Return GPU-hours; 0 without a budget."""
-    limit = point.config.budget.gpu_hours
-    hours = 0.0 if limit is None else gpu_hours(point)
-    if hours is None:
-        raise ConfigError(
-            f"budget.gpu_hours={limit:g} cannot be kept: how long {name} runs is not known; set "
-            f"facts.update_s, or the limit cluster.time_min"
-        )
-    return hours
-
-
-def _refuse_hours(point: Point, hours: float, what: str) -> None:
-    limit = point.config.budget.gpu_hours
-    if limit is not None and hours > limit:
-        raise ConfigError(
-            f"{what} {hours:.3g} GPU-hours by their plans, more than budget.gpu_hours={limit:g}"
-        )

@@ -41,7 +41,7 @@ from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
 from orchestrator.sweep.cells import Cell
 from orchestrator.sweep.submission import ready_of
-from orchestrator.units import format_bytes, format_number, format_seconds, plural
+from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
 """Assumed memory of a rank before one was measured, mostly for the framework's import."""
@@ -107,28 +107,6 @@ class Room:
         able = sorted((s for s in shares if s), key=lambda s: (s.gpus, s.cores, s.ranks))
         most = min(len(able), self.most or len(able))
         return next((n for n in range(most, 1, -1) if self._holds(able[:n])), 1)
-
-    def remark(self, shares: Sequence[Share | None]) -> str | None:
-        """Return a warning if `most` is more than this machine can hold."""
-        able = [s for s in shares if s]
-        wanted = min(self.most or 1, len(able))
-        if wanted < 2:
-            return None
-        found, needed = self.at_once(shares), wanted * max(s.cores for s in able)
-        if found < wanted:
-            gpus = plural(len(self._machine.gpus), "GPU")
-            free, each = map(format_bytes, (self._machine.free_memory_bytes, self._rank_bytes))
-            return (
-                f"sweep.parallel={self.most}: this machine has room for {plural(found, 'point')} "
-                f"at once ({gpus}, {free} of memory free, {each} a rank)"
-            )
-        if needed > self._machine.cores:
-            return (
-                f"sweep.parallel={self.most}: {wanted} points at once ask for {needed} cores, and "
-                f"this machine has {self._machine.cores}, so that each of them takes longer; "
-                f"sweep.parallel=auto starts as many as it has cores for"
-            )
-        return None
 
     def _holds(self, shares: Sequence[Share | None]) -> bool:
         able = [share for share in shares if share]
@@ -352,8 +330,6 @@ def run_here(
     """
     room = Room(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
-    if remark := room.remark(shares):
-        say(output.console, remark, "yellow", prose=True)
     alone = room.at_once(shares) == 1
     waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
     names = _names(cells)

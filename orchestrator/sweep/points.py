@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from orchestrator.cli.start import prepare
 from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composed
 from orchestrator.config.job_source import read_once
-from orchestrator.config.program import is_program, program_of
-from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
@@ -25,10 +21,7 @@ from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
 
 # Sections that do not tell a cell from another.
-NOT_IDENTIFYING = ("run", "sweep", "budget")
-OUTPUT_OPTION = re.compile(
-    r"(?:--)?(?:[\w-]+\.)?(?:out|output|save|checkpoint|ckpt|log|result)s?[_-]?(?:dir|path|folder|file)?"
-)
+NOT_IDENTIFYING = ("run", "sweep")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,33 +55,23 @@ def identifies(override: str) -> bool:
     return key_of(override).split(".")[0] not in NOT_IDENTIFYING
 
 
-def checked(
-    found: Sequence[Composed | ConfigError], first: int = 0, *, apart: bool = False
-) -> list[Point]:
+def checked(found: Sequence[Composed | ConfigError]) -> list[Point]:
     """Return the points of a sweep, each with a folder of its own.
-
-    Args:
-        first: the number of the first.
-        apart: they are asked for by a search. There may be more points later, so that a stated
-            folder is never one point's own, and equal ones among them.
 
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
     """
     wrong: dict[str, list[int]] = {}
     with read_once():
-        points = list(_each(found, first, wrong))
-    if not wrong and not apart:
-        wrong = dict(_equal(points))
+        points = list(_each(found, wrong))
+    wrong = wrong or dict(_equal(points))
     if wrong:
-        raise ConfigError("\n".join(describe_errors(wrong, first, len(found))))
+        raise ConfigError("\n".join(describe_errors(wrong, 0, len(found))))
     stated = Counter(point.config.run.dir for point in points)
     for item, point in zip(found, points, strict=True):
         assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
-        _place(point, item, apart=apart or stated[point.config.run.dir] > 1)
-    shared = set[str]().union(*(point.overrides for point in points))
-    if not apart:  # otherwise it is unknown what later ones share
-        shared.intersection_update(*(point.overrides for point in points))
+        _place(point, item, apart=stated[point.config.run.dir] > 1)
+    shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
     return [replace(p, identity=tuple(_identifying(p.overrides, shared))) for p in points]
 
 
@@ -115,11 +98,9 @@ def trial_point(item: Composed | ConfigError, number: int) -> Point:
     return replace(point, identity=tuple(_identifying(point.overrides, point.overrides)))
 
 
-def _each(
-    found: Sequence[Composed | ConfigError], first: int, wrong: dict[str, list[int]]
-) -> Iterator[Point]:
+def _each(found: Sequence[Composed | ConfigError], wrong: dict[str, list[int]]) -> Iterator[Point]:
     """Yield the valid points; put the errors of the others into `wrong`."""
-    for number, item in enumerate(found, first):
+    for number, item in enumerate(found):
         try:
             yield _point(item, number)
         except UsageError as error:
@@ -159,33 +140,6 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
     for numbers in alike.values():
         if len(numbers) > 1:
             yield "they are equal; leave all but one of them out", numbers
-
-
-def shared_output(points: Sequence[Point]) -> str | None:
-    """Return a warning if programs of several points write to the same place."""
-    counts = Counter(
-        output
-        for point in points
-        if is_program(point.config.job)
-        for output in set(_outputs(program_of(point.config.job).words))
-    )
-    shared = next((output for output, count in counts.items() if count > 1), None)
-    if shared is None:
-        return None
-    name, value = shared
-    return (
-        f"{counts[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} is "
-        f"each point's own folder: {name} {RUN_FOLDER}/{PurePath(value).name}"
-    )
-
-
-def _outputs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that name an output, with their values: `--out=VALUE` or `--out VALUE`."""
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        value = value if equals else following
-        if OUTPUT_OPTION.fullmatch(name) and value and RUN_FOLDER not in value:
-            yield name, value
 
 
 def describe_errors(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:

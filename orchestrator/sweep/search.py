@@ -58,7 +58,6 @@ from orchestrator.sweep.cells import (
     Cell,
     cells_of,
     made_of,
-    refuse_trials_beyond,
     replaced_folder,
 )
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
@@ -124,7 +123,6 @@ def read_search(composer: Composer) -> Search:
     trials = config.sweep.trials or 0
     if config.sweep.search == "grid":
         trials = _grid_size(space, config.sweep.trials)
-    refuse_trials_beyond(points, trials)
     return Search(
         composer=composer,
         space=space,
@@ -333,7 +331,7 @@ class TrialRuns:
         if self._queue is not None:
             return self._queue.start(cell)
         try:
-            submit([cell], self._output, wait=False, interrupts=self.interrupts)
+            submit([cell], self._output, interrupts=self.interrupts)
         except Interrupted:
             return False
         except UsageError as error:

@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import Any
-
-from hydra.core.utils import JobReturn, JobStatus
-from omegaconf import OmegaConf
 
 from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted
 from orchestrator.cli.start import begun, resumed, writing
-from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import class_of
 from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
@@ -28,12 +22,9 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.files import written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
-from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import OVER
 from orchestrator.sweep.cells import CELL, Action, Cell, make_room
 from orchestrator.sweep.points import describe_errors
 from orchestrator.units import plural
@@ -63,37 +54,6 @@ def _remove_if_empty(sweep: RunDir) -> None:
 
 class NoSuchFigure(RunFailed):
     """A run has finished, and measured nothing of the objective's name."""
-
-
-def returned(cell: Cell, point: Any) -> JobReturn:
-    """Return the point's `sweep.objective` if it has finished; else a `RunFailed`.
-
-    Args:
-        point: as it was composed.
-    """
-    made = JobReturn(
-        overrides=list(point.overrides),
-        cfg=OmegaConf.create(),
-        working_dir=str(cell.run.path),
-        task_name="orchestrator.launch",
-    )
-    result = cell.run.read_result() if cell.run.config.exists() else None
-    if result is None:
-        made.status = JobStatus.UNKNOWN
-        return made
-    if result["state"] != "finished":
-        made.status = JobStatus.FAILED
-        culprit = result.get("culprit")
-        made.return_value = RunFailed(
-            describe_culprit(culprit) if culprit else f"{cell.run.path} was {result['state']}"
-        )
-        return made
-    try:
-        made.return_value = measured(cell.run, cell.point.config.sweep.objective)
-        made.status = JobStatus.COMPLETED
-    except RunFailed as error:
-        made.status, made.return_value = JobStatus.FAILED, error
-    return made
 
 
 def measured(run: RunDir, objective: str) -> float:
@@ -140,13 +100,11 @@ def submit(
     cells: Sequence[Cell],
     output: OutputOptions,
     *,
-    wait: bool,
     interrupts: Interrupts | None = None,
 ) -> None:
     """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
 
     Args:
-        wait: until all have ended.
         interrupts: where they are counted already, for many submissions.
 
     Raises:
@@ -158,14 +116,6 @@ def submit(
     with counted(interrupts) as counts, read_once():
         made = _made_ready(cells, OutputOptions(console=output.console, quiet=True), counts)
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
-    if wait:
-        kinds = {cell.point.config.cluster.kind for cell in cells}
-        pause_s = max(class_of(kind).status_interval_s for kind in kinds)
-        left = [cell.run for cell in cells]
-        while left:  # one query for all of them
-            time.sleep(pause_s)
-            found = statuses(left)[0]
-            left = [RunDir(s.folder) for s in found if s.state not in (*OVER, *UNREADABLE)]
 
 
 def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:

@@ -9,14 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from hydra.core.utils import JobReturn
-
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.resume import resumption
 from orchestrator.cli.start import config_of, prepare
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import Culprit, class_for
-from orchestrator.config.composer import Composed, Composer, drive
+from orchestrator.config.composer import Composer
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -36,9 +34,9 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_beyond
-from orchestrator.sweep.points import Point, checked, shared_output
-from orchestrator.sweep.submission import alone_in, returned, submit
+from orchestrator.sweep.cells import Action, Cell, cells_of
+from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
 if TYPE_CHECKING:
@@ -71,75 +69,46 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
     Raises:
         ConfigError: what is wrong with any point. Nothing has run then, and nothing was written.
     """
-    if composer.own_search:
+    if composer.searches:
         require_optuna()
         from orchestrator.sweep.search import run_search
 
         return run_search(composer, output)
     with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(output, open_until_the_end, search=composer.searches)
-        drive(composer, sweep.launch)
+        sweep = Sweep(output, open_until_the_end)
+        points = checked(composer.all_points())
+        for folder in {point.folder.parent for point in points}:
+            sweep.hold(folder)
+        sweep.place(cells_of(points, force=any(p.config.sweep.force for p in points)))
         return sweep.finish()
 
 
 class Sweep:
-    """Places points and remembers how they ended. A failing point does not end the sweep.
+    """Places points and remembers how they ended. A failing point does not end the sweep."""
 
-    Args:
-        search: values of earlier points are needed to choose the next.
-    """
-
-    def __init__(self, output: OutputOptions, stack: contextlib.ExitStack, *, search: bool) -> None:
-        self._output, self._stack, self._search = output, stack, search
-        self.cells: list[Cell] = []
+    def __init__(self, output: OutputOptions, stack: contextlib.ExitStack) -> None:
+        self._output, self._stack = output, stack
+        self.cells: Sequence[Cell] = ()
         self._codes: dict[Path, int] = {}
         self._refused: dict[Path, str] = {}
-        self._locked: set[Path] = set()
         self._queued: list[Path] = []
         self._stopped: int | None = None
 
-    def launch(self, found: Sequence[Composed | ConfigError], first: int) -> Sequence[JobReturn]:
-        """Submit these points together, or run them here in a queue, as far as they need it.
-
-        Args:
-            first: the number of the first.
-        """
-        points = checked(found, first, apart=self._search)
-        for folder in {point.folder.parent for point in points}:
-            self.hold(folder)
-        force = any(point.config.sweep.force for point in points)
-        once = {point.identity: point for point in reversed(points)} if self._search else {}
-        cells = cells_of([p for p in points if once.get(p.identity, p) is p], force=force)
-        self.place(cells)
-        if self._search:
-            of = {cell.point.identity: cell for cell in cells}
-            cells = [of[point.identity] for point in points]
-        return [returned(cell, found) for cell, found in zip(cells, found, strict=True)]
-
     def place(self, cells: Sequence[Cell]) -> None:
         """Start or resume what needs it. Raises what refuses them, before any is started."""
-        refuse_beyond(cells)
-        if remark := shared_output([cell.point for cell in cells]):
-            say(self._output.console, f"warning: {remark}", "yellow", prose=True)
         self._say(cells)
-        ran = {cell.run.path for cell in cells}  # a search may ask for a point again
-        self.cells = [c for c in self.cells if c.run.path not in ran] + list(cells)
+        self.cells = cells
         todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
         alone = [c for c in todo if not class_for(c.point.config).attended]
         if alone:
-            submit(alone, self._output, wait=self._search)
-        waiting = [c for c in cells if c in alone or c.action is Action.WAIT]
-        self._queued += [] if self._search else [cell.run.path for cell in waiting]
-        here = [cell for cell in todo if cell not in alone]
-        if here and self._stopped is None:
+            submit(alone, self._output)
+        self._queued = [c.run.path for c in cells if c in alone or c.action is Action.WAIT]
+        if here := [cell for cell in todo if cell not in alone]:
             self._run_here(here)
 
     def hold(self, folder: Path) -> None:
         """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
-        if folder in self._locked:
-            return
         self._stack.enter_context(alone_in(folder))
-        self._locked.add(folder)
 
     def _say(self, cells: Sequence[Cell]) -> None:
         """Print which points are skipped and which run again, unless all are new."""
@@ -221,7 +190,7 @@ def resume_sweep(
 
         return resume_search(folder, output, overrides, config_dir)
     with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(output, open_until_the_end, search=False)
+        sweep = Sweep(output, open_until_the_end)
         sweep.hold(folder)
         found = statuses(runs)[0]
         sweep.place([_cell(s, n, overrides, config_dir) for n, s in enumerate(found)])

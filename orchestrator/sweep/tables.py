@@ -11,16 +11,16 @@ from rich.table import Table
 
 from orchestrator.cli.start import with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
-from orchestrator.config.composer import Composer, points_of
+from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, say
-from orchestrator.sweep.cells import Action, Cell, cells_of, gpu_hours, refuse_beyond, seconds_of
+from orchestrator.sweep.cells import Action, Cell, cells_of
 from orchestrator.sweep.points import checked
-from orchestrator.units import UNKNOWN, format_number, format_seconds, plural
+from orchestrator.units import plural
 
 STYLES = {
     Action.NOTHING: "green",
@@ -41,9 +41,8 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
         )
-    points = checked(points_of(composer))
+    points = checked(composer.all_points())
     cells = cells_of(points, force=any(point.config.sweep.force for point in points))
-    refuse_beyond(cells)
     with read_once():
         return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
 
@@ -72,43 +71,30 @@ def cluster_answers(cells: Sequence[Cell]) -> list[str]:
 
 
 def row_of(cell: Cell) -> dict[str, Any]:
-    """Return one row as values. `seconds`, `gpu_hours`: None where they are not known."""
+    """Return one row as values."""
     return {
         "folder": str(cell.run.path),
         "do": cell.action.value,
         "why": cell.why,
         "nodes": node_range(cell.point.config.cluster.nodes)[1],
-        "seconds": seconds_of(cell.point),
-        "gpu_hours": gpu_hours(cell.point),
     }
 
 
 def print_cells(cells: Sequence[Cell], console: Console) -> None:
-    """Print a row for each point, and the total cost of those that are to run."""
+    """Print a row for each point, and how many are to run."""
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "point", "", "because", "nodes", "time at most", "GPU-hours"):
-        right = heading in ("nodes", "time at most", "GPU-hours")
-        table.add_column(heading, justify="right" if right else "left")
+    for heading in ("run", "point", "", "because", "nodes"):
+        table.add_column(heading, justify="right" if heading == "nodes" else "left")
     varying = only_varying([cell.point.overrides for cell in cells])
     for cell, overrides in zip(cells, varying, strict=True):
-        row = row_of(cell)
         words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
-        todo = cell.action in (Action.START, Action.RESUME)
         table.add_row(
             literal(cell.run.path.name, console),
             literal(words, console),
             literal(cell.action.value, console, STYLES[cell.action]),
             literal(cell.why, console),
-            str(row["nodes"]),
-            format_seconds(row["seconds"]) if todo else "",
-            _hours(row["gpu_hours"]) if todo else "",
+            str(row_of(cell)["nodes"]),
         )
     console.print(table)
-    left = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
-    hours = [gpu_hours(cell.point) for cell in left]
-    known = sum(h for h in hours if h is not None) if None not in hours else None
-    say(console, f"{plural(len(left), 'point')} of {len(cells)} to run, {_hours(known)} GPU-hours")
-
-
-def _hours(value: float | None) -> str:
-    return UNKNOWN if value is None else format_number(round(value, 3))
+    left = sum(cell.action in (Action.START, Action.RESUME) for cell in cells)
+    say(console, f"{plural(left, 'point')} of {len(cells)} to run")

@@ -9,7 +9,7 @@ import pytest
 
 from orchestrator import launch
 from orchestrator.config.command_line import program_overrides, read_command_line
-from orchestrator.config.composer import Composer, points_of
+from orchestrator.config.composer import Composer
 from orchestrator.config.program import program_of
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.plan.program import plan_of_program
@@ -33,7 +33,7 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
     line = read_command_line([*flags, f"job.arguments.lr={rate}", "--", "train.py", *words])
     composer = Composer(line)
     found = composer.compose()
-    values = points_of(composer)[1].values if sweep else found.values
+    values = composer.all_points()[1].values if sweep else found.values
     assert values["job"]["command"] == ["train.py", *words]
     readable = [word for word in words if word.isprintable()]
     values["job"]["command"][1:] = readable

@@ -20,7 +20,7 @@ import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
-from orchestrator.config.composer import Composer, points_of
+from orchestrator.config.composer import Composer
 from orchestrator.sweep.search import read_search
 from orchestrator.sweep.sweep import checked
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
@@ -156,10 +156,10 @@ def composed(words):
     """Raises if a launch with these words would be refused before it starts."""
     composer = Composer(read_command_line(words))
     found = composer.compose()
-    if composer.own_search:
+    if composer.searches:
         assert read_search(composer).trials
     elif found.sweeps:
-        assert checked(points_of(composer))
+        assert checked(composer.all_points())
     else:
         prepare(found.config())
 

@@ -2,7 +2,6 @@
 
 import os
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -10,13 +9,13 @@ from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import program_overrides, read_command_line
-from orchestrator.config.composer import Composer, points_of
+from orchestrator.config.composer import Composer
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, write_end
 from orchestrator.sweep import cells as content
-from orchestrator.sweep.cells import REPLACED, Action, cells_of, refuse_beyond
+from orchestrator.sweep.cells import REPLACED, Action, cells_of
 from orchestrator.sweep.points import checked
 from orchestrator.sweep.submission import ready_of
 
@@ -51,7 +50,7 @@ class Sweep:
 
     def cells(self, *more, over=("train.seed=1,2",), force=False):
         line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
-        return cells_of(checked(points_of(Composer(read_command_line(line)))), force=force)
+        return cells_of(checked(Composer(read_command_line(line)).all_points()), force=force)
 
     def run(self, cells, state=State.FINISHED):
         """What a launch of these cells leaves, but for what the ranks would have computed."""
@@ -138,7 +137,7 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
 
     def cells():
         content._codes.clear()
-        return cells_of(checked(points_of(Composer(read_command_line(line)))))
+        return cells_of(checked(Composer(read_command_line(line)).all_points()))
 
     Sweep.run(None, cells())
     Path("log.txt").write_text("of the first run")
@@ -154,7 +153,7 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
 
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):
-    elsewhere = ("run.max_restarts=3", "sweep.parallel=1", "budget.gpu_hours=1")
+    elsewhere = ("run.max_restarts=3", "sweep.parallel=1")
     assert [cell.action for cell in sweep.cells(*elsewhere)] == [Action.NOTHING] * 2
     over = ("run.max_restarts=0,1",)
     compared = sweep.cells(over=over)
@@ -194,14 +193,3 @@ def test_a_folder_of_somebody_elses_is_never_taken(sweep):
     with pytest.raises((ConfigError, RunFolderError), match="is not empty"):
         sweep.run([third])
     assert foreign.exists()
-
-
-def test_a_budget_counts_only_what_is_to_run_and_wants_to_know_how_long_that_takes(sweep):
-    more = ("cluster.gpus_per_node=4", "cluster.nodes=2", "cluster.time_min=60")
-    asked = ("+cluster=slurm", *more, "budget.gpu_hours=15")
-    cells = sweep.cells(*asked)
-    with pytest.raises(ConfigError, match="the 2 points that are to run take 16 GPU-hours"):
-        refuse_beyond(cells)
-    refuse_beyond([replace(cells[0], action=Action.NOTHING), cells[1]])
-    with pytest.raises(ConfigError, match=r"is not known; set facts\.update_s"):
-        refuse_beyond(sweep.cells(*asked, "cluster.time_min=null"))

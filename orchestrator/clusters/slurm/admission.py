@@ -11,13 +11,11 @@ says so in its reason.
 from __future__ import annotations
 
 import getpass
-import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
 from orchestrator.clusters.request import Admission
-from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
 
@@ -291,24 +289,3 @@ def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
     if not any(qos.lower() in preempts.lower().split(",") for _, preempts in known.values()):
         return None
     return seconds(known[qos.lower()][0]) if qos.lower() in known else None
-
-
-def too_slow(config: Config, preempt_grace_s: float | None, kill_wait_s: float) -> str | None:
-    """Return a sentence if an update is known to take longer than a stop may.
-
-    A requeue by hand and a node set down give only `kill_wait_s`; they do not count here.
-    """
-    update_s, grace_s = (
-        config.facts.update_s,
-        float(config.cluster.signal_ahead_s or SIGNAL_AHEAD_S),
-    )
-    if preempt_grace_s is not None:
-        grace_s = min(grace_s, preempt_grace_s + kill_wait_s)
-    if update_s is None or update_s <= grace_s:
-        return None
-    return (
-        f"an update takes {update_s:g} s (facts.update_s), longer than the {grace_s:g} s between "
-        f"the scheduler's signal and the end: a stop will lose the window under way; "
-        f"cluster.signal_ahead_s={math.ceil(update_s)} gives it time before a time limit, fewer "
-        f"accumulation.steps also when preempted"
-    )

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Cluster, Request
-from orchestrator.clusters.slurm.admission import check_request, too_slow, wanted
+from orchestrator.clusters.slurm.admission import check_request, wanted
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
@@ -54,12 +54,7 @@ class SlurmCluster(BaseSlurmCluster):
                 lambda: check_request(client, job, request.text), tell=self.tell
             )
         said = _answers[alike]
-        slow = too_slow(self.config, **said.notice)
-        return replace(
-            said,
-            words=said.words + self._survives(),
-            warnings=(*said.warnings, *([slow] if slow else [])),
-        )
+        return replace(said, words=said.words + self._survives())
 
     def _survives(self) -> str:
         """Describe which losses the run survives."""

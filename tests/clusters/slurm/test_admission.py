@@ -8,10 +8,8 @@ from orchestrator.clusters.slurm.admission import (
     preempt_grace_s,
     read_partitions,
     read_test_only,
-    too_slow,
     wanted,
 )
-from orchestrator.config.schema import Config
 from orchestrator.slurm_client import Answer
 
 PARTITIONS = (
@@ -88,19 +86,6 @@ def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
     settings = {"PreemptType": kind}
     assert preempt_grace_s(client, settings, Wanted(qos=qos), [known["low"]]) == grace
-
-
-def test_an_update_longer_than_the_shortest_notice_is_a_warning():
-    config = Config()
-    config.facts.update_s = 45.5
-    assert too_slow(config, None, 30) is None
-    assert "the 25 s between" in too_slow(config, 20, 5)
-    assert "cluster.signal_ahead_s=46" in too_slow(config, 20, 5)
-    assert too_slow(config, 20, 26) is None
-    config.cluster.signal_ahead_s = 5
-    assert "the 5 s between" in too_slow(config, 20, 26)
-    config.facts.update_s = 5
-    assert too_slow(config, 20, 26) is None
 
 
 KNOWN = read_partitions(

@@ -73,7 +73,6 @@ def test_a_second_shell_is_refused_while_points_run(disturbed):
 
 def test_the_terminal_says_what_became_of_each_and_its_log_says_the_rest(disturbed):
     said, sweep = disturbed["said"], disturbed["sweep"]
-    assert "3 points at once ask for 3 cores" in said or os.cpu_count() > 2
     assert "point 2 (job.fault_after=9): rank 0 on node0 failed first" in said
     assert "killed by signal 9 (SIGKILL)" in said
     assert "1 of 5 points finished" in said

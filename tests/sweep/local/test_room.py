@@ -78,18 +78,6 @@ def test_what_nothing_may_run_beside_has_the_machine_to_itself():
     assert room.take(None) is None
 
 
-def test_a_number_that_the_machine_is_too_small_for_is_one_sentence():
-    one = Share(ranks=1, cores=1, gpus=0)
-    machine = Machine(cores=2, free_memory_bytes=3 * RANK_BYTES, gpus=("0",))
-    assert Room(2, machine).remark([one] * 9) is None
-    assert Room(None, machine).remark([one] * 9) is None
-    assert "ask for 3 cores, and this machine has 2" in Room(3, machine).remark([one] * 9)
-    assert Room(3, machine).remark([one] * 2) is None, "there are not as many points"
-    assert "has room for 3 points at once" in Room(4, machine).remark([one] * 9)
-    on_gpus = Share(ranks=1, cores=1, gpus=1)
-    assert "has room for 1 point at once (1 GPU," in Room(2, machine).remark([on_gpus] * 2)
-
-
 def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_says_cpus():
     def share(*more):
         asked = ("cluster.nodes=2", "cluster.ranks_per_node=3", "cluster.cpus_per_rank=2")

@@ -12,7 +12,6 @@ LR = "schedule.base_lr=interval(0.001,0.1)"
 
 
 TPE = "sweep.search=tpe sweep.trials=5 "
-BUDGET = f"{TPE}budget.gpu_hours=1 cluster.gpus_per_node=1 cluster=slurm "
 
 
 @pytest.mark.parametrize(
@@ -27,8 +26,6 @@ BUDGET = f"{TPE}budget.gpu_hours=1 cluster.gpus_per_node=1 cluster=slurm "
         (f"{TPE}sweep.objective=accuracy", "sweep.direction=minimize"),
         (f"{TPE}sweep.objective=seconds sweep.prune=median", "at the end"),
         (f"{TPE}sweep.parallel=0", "from 1 to 10000"),
-        (f"{BUDGET}cluster.time_min=null", "how long a trial runs is not known"),
-        (f"{BUDGET}cluster.time_min=60", "5 trials take up to 10 GPU-hours"),
         (f"{TPE}accumulation.steps=1,0", "no trial can have accumulation.steps=0"),
         (f"{TPE}optimizer=sgd,sdg", "no trial can have optimizer=sdg"),
         (f"{TPE}sweep.seed=5,6", "cannot be swept"),
@@ -51,7 +48,7 @@ def test_what_a_search_has_is_refused_without_one(stated):
 def test_a_search_needs_a_sweep_and_is_the_only_one():
     with pytest.raises(ConfigError, match="so it needs -m"):
         compose([TINY, "sweep.search=tpe", "sweep.trials=3"])
-    with pytest.raises(ConfigError, match="are two searches"):
+    with pytest.raises(ConfigError, match="means nothing here"):
         asked(TINY, LR, "sweep.search=tpe", "sweep.trials=3", "hydra.sweeper._target_=a.B")
 
 
