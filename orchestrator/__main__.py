@@ -178,6 +178,9 @@ def resume(
         typer.Argument(help="KEY=VALUE: more updates, other nodes, another cluster, …"),
     ] = None,
     config_dir: Annotated[str | None, typer.Option(help="Folder of your own configs.")] = None,
+    changed: Annotated[
+        bool, typer.Option("--changed", help="Although the code or data has changed.")
+    ] = False,
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
@@ -197,8 +200,9 @@ def resume(
         from orchestrator.sweep.sweep import resume_sweep
 
         runs = [RunDir(point) for point in points]
-        raise typer.Exit(resume_sweep(folder, runs, output, overrides or [], config_dir))
-    with resumed(run.absolute(), output, overrides or [], config_dir) as ready:
+        code = resume_sweep(folder, runs, output, overrides or [], config_dir, changed=changed)
+        raise typer.Exit(code)
+    with resumed(run.absolute(), output, overrides or [], config_dir, changed=changed) as ready:
         code = EXIT_FINISHED if ready is None else runner_of(ready.cluster)(ready).exit_code
     raise typer.Exit(code)
 
@@ -331,6 +335,8 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
     made = cells_and_plans(composer)
     sentences = cluster_answers([cell for cell, _ in made])
+    if any(cell.replaces for cell, _ in made):
+        sentences.append("finished points run again only with --changed")
     if as_json:
         print_json([
             {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}

@@ -54,6 +54,8 @@ def run_app(arguments: Sequence[str]) -> int:
         from orchestrator.sweep.sweep import run_sweep
 
         return run_sweep(composer, output)
+    if line.changed:
+        raise ConfigError("--changed is for sweeps, so it needs -m; a new run has no old results")
     config = found.config()
     from orchestrator.cli.start import begun, runner_of
 

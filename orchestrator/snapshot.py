@@ -11,7 +11,6 @@ source folder (`0`, `1`) and a record of what it holds (`copy.json`). All nodes 
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 import shutil
@@ -249,23 +248,17 @@ def _is_of_runs(root: Path, folder: str) -> bool:
     return False
 
 
-def digests_of_code(target: str | Program) -> dict[str, str]:
-    """Return a digest of each source folder that a job's copy would hold.
-
-    It covers all of the packages that are certainly needed, and every other Python file but tests.
+def python_files(target: str | Program) -> Iterator[Path]:
+    """Yield the files that a job's or program's copy would certainly need, and every other Python
+    file that it would hold, but tests and this package.
     """
-    found: dict[str, str] = {}
-    for root, tops in source_roots(target).items():
-        whole = hashlib.sha256()
-        for name in sorted(_files(root, tops, root / "runs")[0]):
+    for root, with_package in source_roots(target).items():
+        tops = with_package - {PACKAGE.name}
+        for name in _files(root, tops, root / "runs")[0] if tops else ():
             first = name.partition("/")[0]
-            needed = first in tops or (name.endswith(".py") and first not in ("tests", "docs"))
-            if needed and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114  # hundreds of times
-                content = Path(root, name).read_bytes()
-                whole.update(f"{name}\0{len(content)}\0".encode("utf-8", "surrogateescape"))
-                whole.update(content)
-        found[str(root)] = whole.hexdigest()
-    return found
+            wanted = first not in ("tests", "docs", PACKAGE.name) and name.endswith(".py")
+            if (first in tops or wanted) and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114
+                yield root / name
 
 
 def _leads_out(root: Path, name: str) -> bool:

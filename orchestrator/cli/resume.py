@@ -15,6 +15,7 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
+from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes, flat
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
@@ -432,8 +433,34 @@ def _choose(
             values.transport = chosen["transport"]
 
 
-def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
+def changed_inputs(run: RunDir, asked: Resumption) -> list[str]:
+    """Return what has changed in the code and data of a run since it began, or since a resume
+    accepted what had changed. Nothing counts where no update is done, nor other paths of data that
+    are asked for.
+    """
+    if not asked.done and not is_program(asked.config.job):
+        return []
+    before = run.read_submission().get(INPUTS) or {}
+    moved = {change.key for change in asked.changes}
+    data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
+    return differences({**before, "data": data}, asked.config)
+
+
+def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:
+    """Raise `ConfigError` with the changed inputs of each run, by folder."""
+    sentences = [f"{', '.join(changed)} since {run} began" for run, changed in found.items()]
+    ways = (
+        "what is done was computed with what it was; to go on all the same, add --changed; to "
+        "compute all of it anew, start a new run"
+    )
+    raise ConfigError("\n".join([*sentences, ways]))
+
+
+def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]) -> None:
     """Write down that a person asked for `attempt`, and with what; then change config.yaml.
+
+    Args:
+        inputs: of the run that have changed, as `changed_inputs` names them.
 
     The configuration of the attempts before stays readable in the last of them, see
     `RunDir.config_of`. At every moment config.yaml is whole, the old one or the new one.
@@ -445,8 +472,13 @@ def record(run: RunDir, resumed: Resumption, attempt: int) -> None:
         "folder": str(Path.cwd()),
         "overrides": list(resumed.overrides),
         "changes": {c.key: [c.before, c.after] for c in resumed.changes},
+        "changed_inputs": list(inputs),
     }
     run.write_own(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
+    if inputs or resumed.changes or not resumed.done:
+        noted = run.read_submission()
+        now = accepted(noted.get(INPUTS) or {}, resumed.config)
+        run.write_own(run.submission, {**noted, INPUTS: now})
     if not resumed.changes:
         return
     made = run.attempts_made()

@@ -13,10 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted, handle_of
+from orchestrator.cli.inputs import INPUTS, inputs_of
 from orchestrator.cli.resume import (
+    changed_inputs,
     check_own,
     initial_weights,
     keep_initial_weights,
+    refuse_changed,
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
@@ -159,7 +162,7 @@ def begun(
     Args:
         overrides, flags: of the line that begins the run, for submission.json.
         plan: where it is made already.
-        notes: join submission.json.
+        notes: of a point, for submission.json, with its inputs.
         interrupts: where they are counted already, for many runs.
     """
     plan = plan or prepare(config)
@@ -176,8 +179,10 @@ def begun(
                 run.write_own(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
                 asked = _submission(cluster, overrides, flags)
+                inputs = {} if notes else {INPUTS: inputs_of(config)}
                 run.write_own(
-                    run.submission, {**asked, **digest, **admission.notice, **(notes or {})}
+                    run.submission,
+                    {**asked, **digest, **admission.notice, **inputs, **(notes or {})},
                 )
                 with held(run):
                     yield Ready(
@@ -198,6 +203,7 @@ def resumed(
     config_dir: str | None = None,
     *,
     to: Config | None = None,
+    changed: bool = False,
     interrupts: Interrupts | None = None,
 ) -> Generator[Ready | None]:
     """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
@@ -207,6 +213,7 @@ def resumed(
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
         to: the whole configuration to go on with, in place of overrides.
+        changed: go on although the code or data has changed.
         interrupts: where they are counted already, for many runs.
 
     Returns:
@@ -231,6 +238,9 @@ def resumed(
     if asked.warning:
         say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
     with submission_directory(run), counted(interrupts) as counting, writing(run), held(run):
+        inputs = changed_inputs(run, asked)
+        if inputs and not changed:
+            refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
         cluster.tell = counting.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
@@ -244,7 +254,7 @@ def resumed(
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
-        record(run, asked, attempt)
+        record(run, asked, attempt, inputs)
         _as_before_its_end(run, admission)
         yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, request=request,

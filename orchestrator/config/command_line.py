@@ -28,6 +28,7 @@ class CommandLine:
         config_dir: a folder of the user's own configuration; its files win over the shipped ones.
         config_name: of the primary configuration.
         multirun: whether a sweep is asked for by -m. A configuration may ask for one, too.
+        changed: finished points of a sweep run again if their code or data has changed.
         cfg: what `--cfg` shows: "job"; `package` is the part of it.
     """
 
@@ -35,6 +36,7 @@ class CommandLine:
     config_dir: str | None = None
     config_name: str = PRIMARY
     multirun: bool = False
+    changed: bool = False
     verbose: bool = False
     quiet: bool = False
     help: bool = False
@@ -54,6 +56,7 @@ SWITCHES = {
     "-m": "multirun", "--multirun": "multirun", "-v": "verbose", "--verbose": "verbose",
     "-q": "quiet", "--quiet": "quiet", "-h": "help", "--help": "help",
     "-r": "", "--run": "", "--force": "force",
+    "--changed": "changed",
 }  # fmt: skip
 VALUED = {
     "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",

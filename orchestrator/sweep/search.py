@@ -57,7 +57,7 @@ from orchestrator.sweep.cells import (
     Action,
     Cell,
     cells_of,
-    made_of,
+    notes_of,
     replaced_folder,
 )
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
@@ -569,8 +569,8 @@ class Searcher:
             if point.folder.exists():  # of a trial that the journal has lost
                 [cell] = cells_of([point])
             else:
-                made = made_of(point.config, point.identity)
-                cell = Cell(point=point, action=Action.START, why="new", made_of=made)
+                notes = notes_of(point.config, point.identity)
+                cell = Cell(point=point, action=Action.START, why="new", notes=notes)
         except UsageError as error:
             self._tell(number, TrialState.FAIL, str(error))
             return

@@ -25,7 +25,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.files import written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
-from orchestrator.sweep.cells import CELL, Action, Cell, make_room
+from orchestrator.sweep.cells import Action, Cell, make_room
 from orchestrator.sweep.points import describe_errors
 from orchestrator.units import plural
 
@@ -80,7 +80,10 @@ def ready_of(
     """Make a cell's run ready: a new one, or one that continues."""
     point = cell.point
     if cell.action is Action.RESUME:
-        with resumed(cell.run.path, output, to=point.config, interrupts=interrupts) as ready:
+        # What has changed was refused or accepted for all points together.
+        with resumed(
+            cell.run.path, output, to=point.config, changed=True, interrupts=interrupts
+        ) as ready:
             yield ready
         return
     make_room(cell)
@@ -90,7 +93,7 @@ def ready_of(
         overrides=point.overrides,
         flags=point.flags,
         plan=point.plan,
-        notes={CELL: dict(cell.made_of)},
+        notes=cell.notes,
         interrupts=interrupts,
     ) as ready:
         yield ready

@@ -10,11 +10,17 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.resume import resumption
+from orchestrator.cli.resume import (
+    changed_inputs,
+    refuse_changed,
+    resumption,
+    submission_directory,
+)
 from orchestrator.cli.start import config_of, prepare
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import Culprit, class_for
 from orchestrator.config.composer import Composer
+from orchestrator.config.job_source import read_once
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_INTERRUPTED,
@@ -34,8 +40,8 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.cells import Action, Cell, cells_of
-from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_replacing
+from orchestrator.sweep.points import Point, checked, shared_output
 from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
@@ -79,7 +85,12 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         points = checked(composer.all_points())
         for folder in {point.folder.parent for point in points}:
             sweep.hold(folder)
-        sweep.place(cells_of(points, force=any(p.config.sweep.force for p in points)))
+        cells = cells_of(points, force=any(p.config.sweep.force for p in points))
+        if not composer.line.changed:
+            refuse_replacing(cells)
+        if remark := shared_output(points):
+            say(output.console, f"warning: {remark}", "yellow", prose=True)
+        sweep.place(cells)
         return sweep.finish()
 
 
@@ -174,11 +185,14 @@ def resume_sweep(
     output: OutputOptions,
     overrides: Sequence[str] = (),
     config_dir: str | None = None,
+    *,
+    changed: bool = False,
 ) -> int:
     """Resume points that were stopped, cancelled, failed or never submitted; return the exit code.
 
     Args:
         overrides: of each point, as `resume RUN` takes them.
+        changed: also those whose code or data has changed since they began.
 
     Raises:
         RunFolderError: a point cannot be read, or another command is at work in the sweep's folder.
@@ -193,12 +207,23 @@ def resume_sweep(
         sweep = Sweep(output, open_until_the_end)
         sweep.hold(folder)
         found = statuses(runs)[0]
-        sweep.place([_cell(s, n, overrides, config_dir) for n, s in enumerate(found)])
+        inputs: dict[str, list[str]] = {}
+        with read_once():
+            cells = [_cell(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
+        if inputs and not changed:
+            refuse_changed(inputs)
+        sweep.place(cells)
         return sweep.finish()
 
 
-def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: str | None) -> Cell:
-    """Return the cell of a point as its folder describes it."""
+def _cell(
+    status: RunStatus,
+    number: int,
+    overrides: Sequence[str],
+    config_dir: str | None,
+    changed: dict[str, list[str]],
+) -> Cell:
+    """Return the cell of a point as its folder describes it; add what has changed to `changed`."""
     run = RunDir(status.folder)
     if status.state in ("damaged", "private"):
         raise RunFolderError(
@@ -211,6 +236,9 @@ def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: 
         asked = resumption(run, config, overrides, config_dir)
         trained = status.state == "finished" and not (asked.total or 0) > status.updates
         action, config = (Action.NOTHING, config) if trained else (Action.RESUME, asked.config)
+        with submission_directory(run):
+            inputs = [] if trained else changed_inputs(run, asked)
+        changed |= {str(run.path): inputs} if inputs else {}
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
@@ -218,4 +246,4 @@ def _cell(status: RunStatus, number: int, overrides: Sequence[str], config_dir: 
         config=config,
         plan=prepare(config, new=False),
     )
-    return Cell(point=point, action=action, why=status.state, made_of={})
+    return Cell(point=point, action=action, why=status.state, notes={})

@@ -144,12 +144,12 @@ def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
     there = asked_of(run, ["cluster=slurm"])
     assert (there.config.cluster.nodes, there.config.cluster.ranks_per_node) == (3, 1)
     assert there.config.cluster.time_min == 60
-    record(run, there, 1)
+    record(run, there, 1, ())
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": None})
     run.begin_attempt()
     back = asked_of(run, ["cluster=local"])
     assert back.config.cluster.time_min is None
-    record(run, back, 2)
+    record(run, back, 2, ())
     assert not run.handle.exists()
     assert (run.attempt(1) / "handle.json").exists()
     assert json.loads(run.submission.read_text())["cluster"] == "local"
@@ -167,7 +167,7 @@ def test_a_configuration_that_the_run_has_left_behind_is_refused(make_run, asked
     run = make_run("train.updates=8", done=done)
     older = run.config.read_bytes()
     if asked:
-        record(run, asked_of(run, asked), 1)
+        record(run, asked_of(run, asked), 1, ())
         run.begin_attempt()
         assert asked_of(run, []).changes == []
     run.config.write_bytes(older)
@@ -178,9 +178,9 @@ def test_a_configuration_that_the_run_has_left_behind_is_refused(make_run, asked
 def test_a_resume_that_never_began_leaves_nothing_behind(make_run):
     run = make_run("train.updates=8")
     older = run.config.read_bytes()
-    record(run, asked_of(run, ["train.updates=20"]), 1)
+    record(run, asked_of(run, ["train.updates=20"]), 1, ())
     run.config.write_bytes(older)  # the disk was full: nothing was started
-    record(run, asked_of(run, ["train.loader_workers=1"]), 1)
+    record(run, asked_of(run, ["train.loader_workers=1"]), 1, ())
     run.begin_attempt()
     assert asked_of(run, []).config.train.updates == 8
 
@@ -188,7 +188,7 @@ def test_a_resume_that_never_began_leaves_nothing_behind(make_run):
 def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(make_run):
     run = make_run("train.updates=8")
     for number, updates in enumerate((20, 30)):
-        record(run, asked_of(run, [f"train.updates={updates}"]), number + 1)
+        record(run, asked_of(run, [f"train.updates={updates}"]), number + 1, ())
         run.begin_attempt()
     updates = [
         read_config(yaml.safe_load(run.config_of(attempt).read_text())).train.updates

@@ -14,8 +14,7 @@ from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, write_end
-from orchestrator.sweep import cells as content
-from orchestrator.sweep.cells import REPLACED, Action, cells_of
+from orchestrator.sweep.cells import REPLACED, Action, cells_of, refuse_replacing
 from orchestrator.sweep.points import checked
 from orchestrator.sweep.submission import ready_of
 
@@ -46,7 +45,6 @@ class Sweep:
 
     def edit(self, more):
         (self.code / "cells_job.py").write_text(SOURCE + more)
-        content._codes.clear()  # which a new command would have to read
 
     def cells(self, *more, over=("train.seed=1,2",), force=False):
         line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
@@ -74,11 +72,18 @@ def sweep(tmp_path, monkeypatch):
 def of_another_version(run):
     noted = run.read_submission()
     run.submission.unlink()
-    run.write_own(run.submission, noted | {"cell": noted["cell"] | {"versions": {"torch": "0.1"}}})
+    run.write_own(
+        run.submission, noted | {"inputs": noted["inputs"] | {"versions": {"torch": "0.1"}}}
+    )
+
+
+def write_end_again(run, state):
+    run.result.unlink()
+    write_end(run, state)
 
 
 def ended_as(state):
-    return lambda run: (run.result.unlink(), write_end(run, state))
+    return lambda run: write_end_again(run, state)
 
 
 HAPPENED = [  # to a point, what is done with it then, and why; is what lay there kept?
@@ -108,13 +113,23 @@ def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == kept
 
 
-def test_code_and_data_that_changed_are_named_and_run_again(sweep):
+def test_code_and_data_that_changed_are_named_and_run_again_if_that_is_accepted(sweep):
+    (sweep.code / "another.py").write_text("import cells_job\n")  # which the job does not import
+    assert {cell.why for cell in sweep.cells()} == {"finished"}
     (sweep.data / "samples").write_text("4")
-    assert {cell.why for cell in sweep.cells()} == {"changed: files of job.data"}
+    assert {cell.why for cell in sweep.cells()} == {"changed: files of job.data have changed"}
     sweep.edit("# another line\n")
-    for cell in sweep.cells():
+    cells = sweep.cells()
+    for cell in cells:
         assert cell.action is Action.START
-        assert cell.why == f"changed: code in {sweep.code}, files of job.data"
+        code = sweep.code / "cells_job.py"
+        assert cell.why == f"changed: {code} has changed, files of job.data have changed"
+    with pytest.raises(ConfigError, match=r"all points: finished, and changed: .*\n--changed"):
+        refuse_replacing(cells)
+    refuse_replacing(sweep.cells(force=True))
+    write_end_again(sweep.run_of(0), State.FAILED)
+    write_end_again(sweep.run_of(1), State.FAILED)
+    refuse_replacing(sweep.cells())
 
 
 def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrote(
@@ -136,7 +151,6 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
             *program_overrides(words))  # fmt: skip
 
     def cells():
-        content._codes.clear()
         return cells_of(checked(Composer(read_command_line(line)).all_points()))
 
     Sweep.run(None, cells())
@@ -146,10 +160,11 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
         file.write_text("changed\n")
     assert {cell.action for cell in cells()} == {Action.START}
     [why] = {cell.why for cell in cells()}
-    assert sorted(why.removeprefix("changed: files of ").split(", files of ")) == sorted((
-        "data.csv", "data.csv in job.arguments.all", "job.arguments.folder",
-        "more.txt in job.arguments.all", "train.sh",
-    ))  # fmt: skip
+    assert why.removeprefix("changed: ").split(", ") == [
+        "data.csv has changed", "data.csv (job.arguments.all) has changed",
+        "files of job.arguments.folder have changed", "more.txt (job.arguments.all) has changed",
+        "train.sh has changed",
+    ]  # fmt: skip
 
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):

@@ -11,7 +11,6 @@ from optuna.storages.journal import JournalFileBackend
 
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.sweep import cells as content
 from tests.sweep.search.helpers import AtOnce, asked, line_of, loss_of, searched
 
 MANY = 8
@@ -161,16 +160,14 @@ def test_another_search_is_refused_in_the_same_folder(tmp_path, other, why):
         searched(asked(*kept[:-2], *other, *kept[-2:]))
 
 
-def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path, monkeypatch):
+def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path):
     line = line_of(tmp_path / "found", "sweep.trials=2")
     first = searched(asked(*line))
     (tmp_path / "found" / "0" / "start.py").write_text("")  # among the sources, and none of them
-    monkeypatch.setattr(content, "_codes", {})  # as in another command
     assert told(searched(asked(*line))) == told(first)
     script = tmp_path / "program.py"
     script.write_text(script.read_text().replace("0.3", "0.4"))
-    monkeypatch.setattr(content, "_codes", {})
-    with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: code in"):
+    with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: .*program.py has changed"):
         searched(asked(*line))
     anew = searched(asked(*line[:-2], "sweep.force=true", *line[-2:]))
     assert told(anew) == told(first), "the same points"

@@ -1,0 +1,346 @@
+"""Inputs of a run: the code and data that it depends on, recorded at its start and compared later.
+
+Code is found from the source, as nothing is imported on the submitting side: the files of the
+user's own that the job or script imports, directly or through others. Installed packages count by
+their versions. Data are the files and folders that the job's arguments name, and the defaults of
+its constructor.
+"""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import hashlib
+import os
+import sys
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from orchestrator.config.changes import flat
+from orchestrator.config.job_source import copied_script, find_module, once
+from orchestrator.config.program import Program, is_program, program_of, target_of
+from orchestrator.config.schema import Config
+from orchestrator.rundir.folder import RunDir
+from orchestrator.snapshot import PACKAGE, is_installed, python_files
+
+INPUTS = "inputs"  # in submission.json
+DYNAMIC_IMPORTS = frozenset({
+    "__import__", "exec", "get_class", "import_module", "instantiate", "iter_modules",
+    "run_module", "run_path", "spec_from_file_location", "walk_packages",
+})  # fmt: skip
+"""Calls that import what the source does not name."""
+PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
+MOST_FILES = 10_000
+KEYS = ("job.", "train.initial_weights")  # that name data; words of a command are paths
+NO_NAMES = ("", ".", "..")
+
+
+def inputs_of(config: Config) -> dict[str, Any]:
+    """Return what a run of this configuration depends on now.
+
+    Returns:
+        `code`: SHA-256 of each file, by path; `data`: a digest of each file's or folder's stamps,
+        by what names it; `versions` of Python and of the packages that compute.
+    """
+    files = imported_files(target_of(config.job))
+    return {
+        "code": {str(path): _sha256(path) for path in files},
+        "data": {key: once("stamp", _stamp, path) for key, path in _data(config)},
+        "versions": dict(_versions()),
+    }
+
+
+def differences(before: Mapping[str, Any], config: Config) -> list[str]:
+    """Return what has changed in the code and data that `inputs_of` recorded.
+
+    Data that did not exist then was not read: the run may have written it.
+    """
+    found: list[str] = []
+    for name, digest in sorted((before.get("code") or {}).items()):
+        now = _sha256(Path(name))
+        if now != digest:
+            found.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
+    there = {key: once("stamp", _stamp, path) for key, path in _data(config)}
+    data = before.get("data") or {}
+    other = [key for key in sorted(data) if data[key] != there.get(key)]
+    return found + [
+        f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
+        for key in other
+    ]
+
+
+def accepted(before: Mapping[str, Any], config: Config) -> dict[str, Any]:
+    """Return inputs as they are now, but only data that `before` has: the run may have written the
+    rest.
+    """
+    now, data = inputs_of(config), before.get("data") or {}
+    return {**now, "data": {key: stamp for key, stamp in now["data"].items() if key in data}}
+
+
+def other_versions(before: Mapping[str, Any]) -> list[str]:
+    """Return which of the recorded versions are others now."""
+    old, new = before.get("versions") or {}, dict(_versions())
+    return [
+        f"{key} (was {old.get(key)})"
+        for key in sorted(old.keys() | new.keys())
+        if old.get(key) != new.get(key)
+    ]
+
+
+def code_differences(a: RunDir, b: RunDir) -> list[str]:
+    """Return how the commits and files of two runs differ; nothing where they are not recorded."""
+    commits = [((run.read_environment() or {}).get("git") or {}).get("commit") for run in (a, b)]
+    found = [f"commit {commits[0]:.12} against {commits[1]:.12}"] if all(commits) else []
+    if len(set(commits)) == 1:
+        found.clear()
+    both = [(run.read_submission().get(INPUTS) or {}).get("code") or {} for run in (a, b)]
+    if not all(both):
+        return found
+    if not both[0].keys() & both[1].keys():  # two copies of the code, in different folders
+        both = [_below_common_folder(code) for code in both]
+    left, right = both
+    found += [f"{_shown(n)} differs" for n in sorted(left.keys() & right.keys())
+              if left[n] != right[n]]  # fmt: skip
+    for run, names in ((a, left.keys() - right.keys()), (b, right.keys() - left.keys())):
+        found += [f"{_shown(name)} is used by {run.path} only" for name in sorted(names)]
+    return found
+
+
+def _below_common_folder(code: Mapping[str, str]) -> dict[str, str]:
+    folder = os.path.commonpath([os.path.dirname(name) for name in code])  # noqa: PTH120
+    return {os.path.relpath(name, folder): digest for name, digest in code.items()}
+
+
+def _shown(name: str) -> str:
+    path = Path(name)
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
+
+
+def _sha256(path: Path) -> str | None:
+    def digest(path: Path) -> str | None:
+        try:
+            return hashlib.sha256(path.read_bytes()).hexdigest()
+        except OSError:
+            return None
+
+    return once("sha256", digest, path)
+
+
+@cache
+def _versions() -> tuple[tuple[str, str], ...]:
+    found = [("python", ".".join(map(str, sys.version_info[:3])))]
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):
+            found.append((name, version(name)))
+    if not is_installed(PACKAGE):  # run from its source, whose version stays while it is edited
+        whole = hashlib.sha256()
+        for path in sorted(PACKAGE.rglob("*.py")):
+            whole.update(path.read_bytes())
+        found.append((f"the source in {PACKAGE}", whole.hexdigest()[:12]))
+    return tuple(found)
+
+
+# ------------------------------------------------------------------ Code
+
+
+def imported_files(target: str | Program) -> list[Path]:
+    """Return the files of the user's own that a job or program is made of, sorted.
+
+    A script's or module's imports are followed, those inside functions too. If one of the files
+    imports by computed names, or the program is not Python, all Python files of its source folder
+    count.
+
+    Args:
+        target: a job's class, by its dotted name, or a program.
+    """
+    key = target if isinstance(target, str) else target.command
+    return once("imports", lambda _: _imported_files(target), key)
+
+
+def _imported_files(target: str | Program) -> list[Path]:
+    script = None
+    if isinstance(target, str):
+        start = _files_of_module(target.rpartition(".")[0])
+    elif target.is_module:
+        start = _files_of_module(target.target) or {}
+        start |= _files_of_module(f"{target.target}.__main__")
+    else:
+        script = copied_script(target)
+        start = {} if script is None else {script: "__main__"}
+    with _searched_first(script.parent if script and script.suffix == ".py" else None):
+        found, complete = _closure(start)
+    if not complete:
+        found |= set(python_files(target))
+    return sorted(found)
+
+
+@contextlib.contextmanager
+def _searched_first(folder: Path | None) -> Generator[None]:
+    """Search a script's own folder for modules first, as Python does when it runs the script."""
+    if folder is None:
+        yield
+        return
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        sys.path.remove(str(folder))
+
+
+def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:
+    """Return these files and all that they import, and whether no import was left unknown.
+
+    Args:
+        start: the name of each file's module.
+    """
+    found, todo, complete = set(start), list(start.items()), True
+    while todo:
+        path, module = todo.pop()
+        if path.suffix != ".py":
+            complete = complete and path.suffix in (".so", ".pyd")
+            continue
+        try:
+            tree = ast.parse(path.read_bytes())
+        except (OSError, SyntaxError, ValueError):  # its start says so
+            continue
+        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+        for node in ast.walk(tree):
+            complete = complete and not _imports_dynamically(node)
+            for name in _imports(node, package):
+                new = {p: m for p, m in _files_of_module(name).items() if p not in found}
+                found.update(new)
+                todo.extend(new.items())
+    return found, complete
+
+
+def _imports(node: ast.AST, package: str) -> list[str]:
+    """Return the dotted names that a statement may import; of `from a import b`, `a.b`."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    origin = ".".join([*above, *filter(None, [node.module])])
+    return [f"{origin}.{alias.name}" for alias in node.names]
+
+
+def _imports_dynamically(node: ast.AST) -> bool:
+    if not isinstance(node, ast.Call):
+        return False
+    called = node.func
+    if isinstance(called, ast.Attribute):
+        return called.attr in DYNAMIC_IMPORTS - {"exec"}  # `exec` of other objects is no import
+    return isinstance(called, ast.Name) and called.id in DYNAMIC_IMPORTS
+
+
+def _files_of_module(dotted: str) -> dict[Path, str]:
+    """Return the files of a module and of the packages above it, with their modules' names.
+
+    Empty for installed modules and for this package. The last parts of `dotted` may be no modules.
+    """
+    found: dict[Path, str] = {}
+    parts = dotted.split(".")
+    if parts[0] in sys.stdlib_module_names or parts[0] == PACKAGE.name:
+        return found
+    for length in range(1, len(parts) + 1):
+        name = ".".join(parts[:length])
+        spec = find_module(name)
+        if spec is None:
+            break
+        places = [*filter(None, [spec.origin]), *(spec.submodule_search_locations or [])]
+        if not places or not Path(places[0]).exists() or is_installed(Path(places[0]).absolute()):
+            break
+        if spec.origin is not None and spec.has_location:
+            found[Path(spec.origin).absolute()] = name
+    return found
+
+
+# ------------------------------------------------------------------ Data
+
+
+def _data(config: Config) -> Iterator[tuple[str, Path]]:
+    """Yield the paths that the job may read, by what names them.
+
+    Of a job these are its arguments and defaults, of a program's command only files (folders are
+    mostly outputs), and in both cases the initial weights.
+    """
+    for key, value in flat(config.job):
+        texts: list[Any] = value if isinstance(value, list) else [value]
+        for path in _existing(texts) if key != "command" else ():
+            yield f"job.{key}" if texts is not value else f"{path} (job.{key})", path
+    if is_program(config.job):
+        program = program_of(config.job)
+        own = copied_script(program)  # which is code
+        words = [*program.command, *(word.partition("=")[2] for word in program.command)]
+        yield from ((str(p), p) for p in _existing(words) if p.is_file() and p.absolute() != own)
+    else:
+        target = str(config.job["_target_"])
+        for key, text in once("defaults", _constructor_defaults, target).items():
+            yield from ((f"job.{key}", path) for path in _existing([text]) if key not in config.job)
+    for path in _existing([config.train.initial_weights]):
+        saved = RunDir(path).checkpoints
+        yield "train.initial_weights", saved if saved.is_dir() else path
+
+
+def _constructor_defaults(target: str) -> dict[str, Any]:
+    """Return the literal defaults of a class's constructor, as its module's source states them."""
+    module, _, name = target.rpartition(".")
+    found: dict[str, Any] = {}
+    for path in list(_files_of_module(module))[-1:]:
+        for node in ast.walk(ast.parse(path.read_bytes())):
+            if not (isinstance(node, ast.ClassDef) and node.name == name):
+                continue
+            for inner in node.body:
+                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
+                    found |= _literal_defaults(inner.args)
+                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
+                    found |= _literals({inner.target.id: inner.value})  # of a data class
+    return found
+
+
+def _literal_defaults(arguments: ast.arguments) -> dict[str, Any]:
+    places = [*arguments.posonlyargs, *arguments.args]
+    last = places[len(places) - len(arguments.defaults) :]
+    values = dict(zip([one.arg for one in last], arguments.defaults, strict=True))
+    named = zip([one.arg for one in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
+    return _literals({**values, **dict(named)})
+
+
+def _literals(values: Mapping[str, ast.expr | None]) -> dict[str, Any]:
+    return {k: node.value for k, node in values.items() if isinstance(node, ast.Constant)}
+
+
+def _existing(texts: Sequence[Any]) -> Iterator[Path]:
+    """Yield the texts that are paths of something; skip those that may not be read."""
+    for text in texts:
+        if not isinstance(text, str) or text in NO_NAMES:
+            continue
+        with contextlib.suppress(OSError, ValueError, RuntimeError):  # "~nobody" is no home
+            path = Path(text).expanduser()
+            path.stat()
+            yield path
+
+
+def _stamp(path: Path) -> str:
+    """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
+    large.
+    """
+    whole = hashlib.sha256()
+    for file in islice(_files(path), MOST_FILES):
+        facts = file.stat()
+        line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
+        whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes
+    return whole.hexdigest()
+
+
+def _files(path: Path) -> Iterator[Path]:
+    if path.is_file():
+        yield path
+        return
+    for folder, folders, names in os.walk(path):
+        folders.sort()
+        yield from (Path(folder, name) for name in sorted(names) if Path(folder, name).is_file())
