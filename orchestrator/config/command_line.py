@@ -214,15 +214,15 @@ SCHEDULERS_WORDS = re.compile(
 def spelled(override: str, *, sweep: bool = False) -> str:
     """Translate an override as people type it into Hydra's grammar.
 
-    `cluster=slurm` means `+cluster=slurm` (the group is absent from the defaults). A job's keys, an
-    optimizer's and options need no `+`: what a class does not take is refused with it in hand.
+    `+cluster=slurm` means `cluster=slurm`. A job's keys, an optimizer's and options need no `+`:
+    what a class does not take is refused with it in hand.
     A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
     partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
 
     >>> spelled("cluster.partition=long,short"), spelled("cluster.partition=long")
     ("cluster.partition='long,short'", 'cluster.partition=long')
-    >>> spelled("cluster=slurm"), spelled("job.width=3"), spelled("job.data_dir=~/mnist")
-    ('+cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
+    >>> spelled("+cluster=slurm"), spelled("job.width=3"), spelled("job.data_dir=~/mnist")
+    ('cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
     """
     key, equals, value = override.partition("=")
     bare = key.lstrip("+")
@@ -236,7 +236,7 @@ def spelled(override: str, *, sweep: bool = False) -> str:
     free = section in FREE_SECTIONS and (inner or value.lstrip().startswith("{"))
     if free or bare.startswith(OPTIONS):
         return f"++{bare}={value}"
-    return f"{'+' if bare == key == 'cluster' else key[: len(key) - len(bare)]}{bare}={value}"
+    return f"{'' if bare == 'cluster' else key[: len(key) - len(bare)]}{bare}={value}"
 
 
 def _quoted_home(value: str) -> str:

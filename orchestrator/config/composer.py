@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -13,12 +13,10 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
-from hydra.errors import HydraException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
-from orchestrator.config.changes import flat
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader
@@ -87,18 +85,6 @@ def _resolved(found: DictConfig, key: Any) -> Any:
     return expand_home(values) if key == "job" else values
 
 
-def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
-    """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
-    suspects = [key for key, value in flat(values) if isinstance(value, str) and "None" in value]
-    raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
-    typed = dict(flat(raw))
-    for key in suspects:
-        text = str(typed.get(key))
-        for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
-            if OmegaConf.select(found, name) is None:
-                raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
-
-
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 HYDRA_KEYS = ("hydra.mode", "hydra.searchpath", "hydra.sweep.dir", "hydra.sweep.subdir")
 """Hydra's own settings that have an effect here."""
@@ -115,16 +101,14 @@ def refuse_unused(overrides: Sequence[str]) -> None:
             )
 
 
-IDENTITY = {"job": ("_target_",), "optimizer": ("_target_", "name")}
-"""Keys that identify the job or optimizer of a section; its other keys are the arguments."""
-
-
 NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]+)?"
 VALUE_OVERRIDE = re.compile(
     rf"(\+{{0,2}})([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)=({NUMBER}|[A-Za-z_]\w*)"
 )
 NOT_TEXT = ("null", "true", "false", "nan", "inf")  # in any case; Hydra gives them a meaning
 OTHER_OF_HYDRA = re.compile(r"\$\{hydra(?::|\.(?!job\.(?:num|id)\}))")
+IDENTITY = ("job._target_", "job.command", "optimizer._target_", "optimizer.name")
+"""Keys on which the choice of the shipped default job and optimizer depends."""
 MAX_CACHED = 64  # compositions, of some MiB each
 
 
@@ -177,8 +161,7 @@ def _kind_of(overrides: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]
 
 def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any]) -> bool:
     raw: Any = OmegaConf.to_container(found, resolve=False)
-    identity = {f"{section}.{key}" for section, keys in IDENTITY.items() for key in keys}
-    texts = [(raw.get(section) or {}).get(key) for section, key in (k.split(".") for k in identity)]
+    texts = [(raw.get(section) or {}).get(key) for section, key in (k.split(".") for k in IDENTITY)]
     own = str({**raw, "hydra": raw["hydra"]["sweep"]})
     if OTHER_OF_HYDRA.search(own) or "${." in str(raw["hydra"]["sweep"]) or "${" in str(texts):
         return False
@@ -191,7 +174,7 @@ def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any
         overlapping += [o for o in others if f"{key}.".startswith(f"{o}.")]
         if node is None or isinstance(node, dict | list) or "${" in str(node):
             return False
-        if key in identity or key.startswith("hydra.") or overlapping != [key, key]:
+        if key in IDENTITY or key.startswith("hydra.") or overlapping != [key, key]:
             return False
     return True
 
@@ -252,8 +235,6 @@ class Composer:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
             self.params = [spelled(f"{key}={value}") for key, value in params.items()]
-            if sweeps:
-                self.loader.refuse_twice(self.overrides)
             HydraConfig.instance().set_config(found)  # for ${hydra:…}
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
@@ -306,52 +287,37 @@ class Composer:
             return self._composed(found, overrides)
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
-        """Compose, and compose again without each shipped default that the user's statements
-        replace.
+        """Compose; where no job or no optimizer is stated, choose the shipped default.
 
         Args:
             overrides: as Hydra takes them.
         """
         given = list(overrides)
-        while True:
-            found = self._loaded(given, mode)
-            group = next((g for g in IDENTITY if self._gives_way(g, found, given)), None)
-            if group is None:
-                return found
-            given.append(f"~{group}")
+        # Keys of a default can be deleted only once it is chosen.
+        deletions = [o for o in given if o.startswith(("~job.", "~optimizer."))]
+        found = self._loaded([o for o in given if o not in deletions], mode)
+        defaults = self._defaults(found, {key_of(o) for o in given})
+        return self._loaded([*given, *defaults], mode) if defaults or deletions else found
 
-    def _loaded(self, given: list[str], mode: RunMode) -> DictConfig:
-        name = self.line.config_name
-        try:
-            return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
-        except HydraException as error:
-            if "Multiple values for cluster" not in str(error):
-                raise
-        # The primary configuration lists the group after all: here Hydra wants no plus.
-        given[:] = [o.removeprefix("+") if key_of(o) == "cluster" else o for o in given]
-        return self.loader.load_configuration(name, given, mode, validate_sweep_overrides=False)
+    def _loaded(self, overrides: list[str], mode: RunMode) -> DictConfig:
+        return self.loader.load_configuration(
+            self.line.config_name, overrides, mode, validate_sweep_overrides=False
+        )
 
-    def _gives_way(self, group: str, found: DictConfig, given: Sequence[str]) -> bool:
-        """Return True if a shipped default describes another job (or optimizer) than the stated
-        one, so that its keys are not meant for it.
-        """
-        section = OmegaConf.select(found, group)
-        if not section or f"~{group}" in given:  # there is no file of the group any more
-            return False
-        keys = [key_of(override) for override in given]
-        typed = any(key == group or key.startswith(f"{group}.") for key in keys)
+    def _defaults(self, found: DictConfig, typed: Collection[str]) -> list[str]:
+        """Return choices of the shipped job and optimizer for a composition that names none."""
+        listed = OmegaConf.select(found, "hydra.runtime.choices") or {}
+        job = OmegaConf.select(found, "job") or {}
+        optimizer = OmegaConf.select(found, "optimizer") or {}
         target = OmegaConf.select(found, "job._target_")
-        own = group == "optimizer" and isinstance(target, str) and builds_optimizer(target)
-        files = self.line.config_dir or OmegaConf.select(found, "hydra.searchpath")
-        if not (typed or own or files):
-            return False
-        origin = self.loader.origin(self.line.config_name, given, group)
-        if origin.default is None:
-            return False
-        default = OmegaConf.select(origin.default, group)
-        if any(OmegaConf.select(section, k) != default.get(k) for k in IDENTITY[group]):
-            return True
-        return bool(own and not origin.stated and not typed)
+        chosen: list[str] = []
+        if not (target or "command" in job or "job" in typed) and "job" in listed:
+            chosen.append("job=digits")
+        own = isinstance(target, str) and builds_optimizer(target) and not optimizer
+        named = own or is_program(job) or not {"name", "_target_"}.isdisjoint(optimizer)
+        if not (named or "optimizer" in typed) and "optimizer" in listed:
+            chosen.append("optimizer=adam")
+        return chosen
 
     def _composed(
         self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
@@ -359,7 +325,6 @@ class Composer:
         values: dict[str, Any] = {
             str(key): _resolved(found, key) for key in found if key != "hydra"
         }
-        refuse_null_in_text(found, values)
         sweep = found.hydra.sweep
         return Composed(
             values=values,

@@ -6,7 +6,6 @@ import hashlib
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,6 @@ from typing import Any
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
-from hydra._internal.defaults_list import create_defaults_list
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,7 +21,7 @@ from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from hydra.types import RunMode
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.schema import Config
@@ -83,8 +81,6 @@ OF_THE_SWEEP = ("hydra", "sweep")  # sections of which a sweep has one, not each
 OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
 SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"
-OURS = (SHIPPED, "hydra", "schema")
-"""Providers of configuration that is not the user's own."""
 
 
 def config_folder() -> Path:
@@ -130,20 +126,6 @@ def search_path(config_dir: str | None) -> UsersFirst:
     return path
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Origin:
-    """Origin of one group's part of a composition.
-
-    Attributes:
-        default: what the shipped file says that was chosen for the group although no user's file
-            and no override chose it; None otherwise, or if nothing was chosen.
-        stated: whether a file of the user's says anything in this section.
-    """
-
-    default: DictConfig | None
-    stated: bool
-
-
 def _store_schema() -> None:
     """Have Hydra know the schema: once in a process, it takes as long as reading all files."""
     stored = ConfigStore.instance().repo.get("schema.yaml")
@@ -162,7 +144,7 @@ def _size(override: Override) -> int:
 
 
 class Loader(ConfigLoaderImpl):
-    """Composes; says where a group's part comes from; takes the points of a sweep apart."""
+    """Composes, and reads sweeps."""
 
     def __init__(self, config_dir: str | None) -> None:
         _store_schema()
@@ -170,33 +152,6 @@ class Loader(ConfigLoaderImpl):
         setup_globals()  # Hydra's own resolvers
         register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))
-
-    def origin(self, primary: str, overrides: Sequence[str], group: str) -> Origin:
-        """Find who chose the file of a group, and whether the user's files mention it."""
-        parsed, files = self._parse_overrides_and_create_caching_repo(primary, list(overrides))
-        listed = create_defaults_list(
-            repo=files,
-            config_name=primary,
-            overrides_list=parsed,
-            prepend_hydra=True,
-            skip_missing=True,
-        )
-        default, stated = None, False
-        for entry in listed.defaults:
-            assert entry.config_path is not None  # noqa: S101  # only empty entries have none
-            loaded = files.load_config(entry.config_path)
-            shipped = loaded is None or loaded.provider in OURS
-            content = self._load_single_config(entry, files).config
-            if not shipped:
-                stated |= OmegaConf.select(content, group) is not None
-            elif entry.override_key == group:
-                chosen = listed.overrides.override_metadata.get(group)
-                by = chosen.containing_config_path if chosen else entry.parent
-                teller = files.load_config(by) if by else None
-                theirs = teller is None or teller.provider not in OURS
-                if not theirs and isinstance(content, DictConfig):
-                    default = content
-        return Origin(default=default, stated=stated)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
@@ -212,31 +167,6 @@ class Loader(ConfigLoaderImpl):
                     f"whole, and its points share it; state one value"
                 )
         return parsed
-
-    def refuse_twice(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a key that is stated twice where one of them is a sweep.
-
-        Args:
-            overrides: as typed, which wins over a file's `hydra.sweeper.params`.
-        """
-        stated: dict[tuple[str, str | None], list[Override]] = {}
-        for one in self.parse(overrides):
-            if not one.is_delete():
-                name = one.key_or_group.replace("/", ".")
-                stated.setdefault((name, one.package), []).append(one)
-        for (key, _), several in stated.items():
-            lines = [str(one.input_line) for one in several]
-            swept = [str(one.input_line) for one in several if one.is_sweep_override()]
-            if len(several) == 1 or not (swept or key == "run.dir"):
-                continue
-            once = swept[-1] if swept else lines[-1]
-            values = ",".join(line.partition("=")[2] for line in lines)
-            if swept and not set(values) & set("([{'\""):
-                once = f"{key}={','.join(dict.fromkeys(values.split(',')))}"
-            raise ConfigError(
-                f"{' and '.join(lines)}: {key} is stated {len(several)} times, and only the "
-                f"last would count; state it once, as in {once}"
-            )
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of

@@ -72,50 +72,53 @@ def no_such_key(key: str) -> str:
     return f"there is no key '{key}'{tail}"
 
 
+# What Hydra's and OmegaConf's errors say, and what we say.
+MESSAGES = {
+    r"Could not override '(\w+)'\.? No match": (
+        "the primary configuration lists no {0} to choose; write +{0}=…, or begin its defaults "
+        "with 'base'"
+    ),
+    r"Could not delete(?: from config\.)? '([^']+)'": (
+        "there is nothing at '{0}' to delete; leave ~{0} out"
+    ),
+    r"Could not append to config. An item is already at '([^']+)'": (
+        "'{0}' is there already: to change it, leave the + out, as in {0}=…"
+    ),
+    r"Multiple values for ([^ .]+)\.": (
+        "'{0}' is chosen from a list already: leave the + out, as in {0}=…"
+    ),
+    r"(\S+) appears more than once in the final defaults list": (
+        "{0} is listed twice: 'base' lists it, so a file after it writes override {0}: …"
+    ),
+    r"Cannot find primary config '([^']+)'": (
+        "there is no primary configuration '{0}.yaml': --config-name takes the name of a file in "
+        "the folder that --config-dir names"
+    ),
+    r"Ambiguous value for argument '([^'=]+)=(.*)'": (
+        "{0}={1} holds commas: to sweep over its values add -m, for a list write {0}=[{1}], for "
+        "one text {0}=\"'{1}'\""
+    ),
+    r"Sweep parameters '([^']+)' requires --multirun": "{0} is for a sweep: add -m",
+    r"BasicSweeper does not support sweep type": (
+        "a sweep runs all of its points, so it takes values (a,b or range(1,9)), no interval; to "
+        "choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
+    ),
+}
+
+
 def explained(error: BaseException) -> ConfigError:
     """Put an exception of Hydra or OmegaConf into one clear message."""
-    text = str(error)
     if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
         return ConfigError(f"{mark.name}, line {mark.line + 1}: {error.problem}")
-    for words in (_unknown_key, _unknown_choice, _unreadable):
-        if sentence := words(error, text):
-            return ConfigError(sentence)
-    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    key = getattr(cause, "full_key", None)
-    first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
-    first = first or type(error).__name__
-    return ConfigError(f"{key}: {first}" if key else f"the configuration cannot be read: {first}")
+    return ConfigError(_known(str(error)) or _reason(error))
 
 
-def _unknown_key(error: BaseException, text: str) -> str | None:
-    del error
-    if found := re.search(r"Could not override '([^']+)'\.? ?(No match)?", text):
-        key, is_group = found.groups()
-        if is_group and "." not in key:
-            return (
-                f"the primary configuration lists no {key} to choose; write +{key}=…, or begin its "
-                f"defaults with 'base'"
-            )
-        return no_such_key(key)
-    if found := re.search(r"Could not delete(?: from config\.)? '([^']+)'", text):
-        key = found.group(1)
-        return f"there is nothing at '{key}' to delete; leave ~{key} out"
-    if found := re.search(r"Could not append to config. An item is already at '([^']+)'", text):
-        key = found.group(1)
-        return f"'{key}' is there already: to change it, leave the + out, as in {key}=…"
-    if found := re.search(r"Multiple values for ([^ .]+)\.", text):
-        group = found.group(1)
-        return f"'{group}' is chosen from a list already: leave the + out, as in {group}=…"
-    return None
-
-
-def _unknown_choice(error: BaseException, text: str) -> str | None:
-    del error
-    if found := re.search(r"Cannot find primary config '([^']+)'", text):
-        return (
-            f"there is no primary configuration '{found.group(1)}.yaml': --config-name takes the "
-            f"name of a file in the folder that --config-dir names"
-        )
+def _known(text: str) -> str | None:
+    for pattern, message in MESSAGES.items():
+        if found := re.search(pattern, text):
+            return message.format(*found.groups())
+    if found := re.search(r"Could not override '([^']+)'", text):
+        return no_such_key(found[1])
     if found := re.search(r"Could not (?:find|load) '([^']+?)(?:/([^'/]+))?'", text):
         group, choice = found.groups()
         if choice is None:
@@ -125,23 +128,11 @@ def _unknown_choice(error: BaseException, text: str) -> str | None:
     return None
 
 
-def _unreadable(error: BaseException, text: str) -> str | None:
-    if found := re.search(r"Ambiguous value for argument '([^'=]+)=(.*)'", text):
-        key, values = found.groups()
-        return (
-            f"{key}={values} holds commas: to sweep over its values add -m, for a list write "
-            f"{key}=[{values}], for one text {key}=\"'{values}'\""
-        )
-    if found := re.search(r"Sweep parameters '([^']+)' requires --multirun", text):
-        return f"{found.group(1)} is for a sweep: add -m"
-    if "BasicSweeper does not support sweep type" in text:
-        return (
-            "a sweep runs all of its points, so it takes values (a,b or range(1,9)), no interval; "
-            "to choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
-        )
-    override = getattr(error, "override", None)
-    first = text.split("\nSee https", maxsplit=1)[0].strip()
-    if override is not None:
+def _reason(error: BaseException) -> str:
+    """Return the error's own first lines, with the key or the override that it is about."""
+    cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
+    first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
+    if (override := getattr(error, "override", None)) is not None:
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
             first = "a quote or a bracket is not closed"
         return (
@@ -150,4 +141,5 @@ def _unreadable(error: BaseException, text: str) -> str | None:
         )
     if isinstance(error, YAMLError | UnicodeDecodeError):
         return f"a configuration file is no YAML: {first}"
-    return None
+    key = getattr(cause, "full_key", None) or "the configuration cannot be read"
+    return f"{key}: {first or type(error).__name__}"

@@ -57,7 +57,7 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
 
 
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
-    conf = folder(tmp_path, mine="defaults: [base, cluster: local, _self_]\n")
+    conf = folder(tmp_path, mine="defaults: [base, override cluster: local, _self_]\n")
     for spelling in ("cluster=slurm", "+cluster=slurm"):
         assert compose([spelling], conf, "mine").cluster.kind == "slurm"
 
@@ -165,23 +165,6 @@ def test_a_part_of_the_configuration_can_be_shown(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["name"] == "sgd"
     with pytest.raises(ConfigError, match="there is no key 'optimiser'"):
         run_app(["--cfg", "job", "-p", "optimiser"])
-
-
-@pytest.mark.parametrize(
-    ("line", "once"),
-    [
-        (["train.seed=1,2", "train.seed=3"], "train.seed=1,2,3"),
-        (["train.seed=3", "++train.seed=range(1,3)"], "++train.seed=range(1,3)"),
-        (["train.seed=1,2", "train.seed=2,1"], "train.seed=1,2"),
-        (["+cluster=slurm,slurm_dev", "cluster=slurm"], "cluster=slurm,slurm_dev"),
-        (["train.seed=1,2", "run.dir=a", "run.dir=b"], "run.dir=b"),
-        (["sweep.search=tpe", "train.seed=range(1,3)", "train.seed=7"], "train.seed=range(1,3)"),
-    ],
-)
-def test_a_key_stated_twice_in_a_sweep_is_refused_for_only_its_last_would_count(line, once):
-    with pytest.raises(ConfigError, match="only the last would count; state it once") as refused:
-        points("-m", *line)
-    assert str(refused.value).endswith(f"as in {once}")
 
 
 def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
