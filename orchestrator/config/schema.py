@@ -1,6 +1,6 @@
 """The configuration's schema: every key with its type, default and bounds.
 
-`reference.MEANINGS` has what each key means.
+docs/reference/configuration.md says what each key means.
 """
 
 from __future__ import annotations

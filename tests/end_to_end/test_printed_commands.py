@@ -196,7 +196,7 @@ def check(words):
         declared = (ROOT / "pyproject.toml").read_text()
         assert all(f"\n{extra} = [" in declared for extra in extras.split(",") if extra)
     else:
-        assert program in (*SLURMS, "orchestrator.config.reference")
+        assert program in SLURMS
 
 
 def check_verb(words):
