@@ -44,6 +44,9 @@ class Job:
             call the same ones equally often. Otherwise ranks are silent between boundaries.
         augments: set it to True when `dataset[i]` draws random numbers: every sample then gets
             its own generator state from (seed, update, place in the update), whoever computes it.
+        batch_dependent: set it to True to accept a loss that is no sum over samples (one divided by
+            the micro-batch's maximum, say): updates then depend on how a batch is split. Without
+            it such a loss is refused at the first update (torch).
 
     A job may define `learning_rate(self, update) -> float` as well: the rate of update number
     `update`, from 0, instead of the configuration's schedule; setting both is refused. It
@@ -54,6 +57,7 @@ class Job:
     metric_names: ClassVar[tuple[str, ...]] = ()
     augments: ClassVar[bool] = False
     talks_in_window: ClassVar[bool] = False
+    batch_dependent: ClassVar[bool] = False
 
     def model(self) -> Any:
         """Build the model. Called once on every rank, with the same random seed."""

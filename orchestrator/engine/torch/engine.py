@@ -42,6 +42,7 @@ from orchestrator.engine.torch.model import (
     with_norms,
 )
 from orchestrator.engine.torch.reproducible import Leaves
+from orchestrator.engine.torch.sample_checks import check_samples
 from orchestrator.engine.torch.start_checks import (
     digest_to_floats,
     machine_digest,
@@ -214,20 +215,34 @@ class TorchEngine:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         if self._coupled is not None:
             self._coupled.micro_step(batch, micro_batch)
+            self._check_samples(micro_batch)
             return
         self._done += 1
         with self._clock.compute:
             seed_everything(
                 derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             )
-            batch = self._prepared(batch)
-            with self.accumulator.precision.forward():
-                loss = self._job.loss(self.model, batch)
+            loss = self._loss(batch)
         self.accumulator.backward(
             loss,
             last=self._done == len(window.micro_batches),
             leaf=self._leaves.leaf_of(micro_batch),
         )
+        self._check_samples(micro_batch)
+
+    def _loss(self, batch: Any) -> Any:
+        batch = self._prepared(batch)
+        with self.accumulator.precision.forward():
+            return self._job.loss(self.model, batch)
+
+    def _check_samples(self, micro_batch: MicroBatch) -> None:
+        """Check the run's very first micro-batch, on the rank that has it."""
+        if micro_batch.update == 0 and micro_batch.start == 0:
+            check_samples(
+                self._job, self.model, micro_batch.indices,
+                self._loss if self._coupled is None else None,
+                precision=self._settings.precision, seed=self._settings.seed,
+            )  # fmt: skip
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()

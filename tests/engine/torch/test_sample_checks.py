@@ -1,0 +1,199 @@
+"""Losses that are no sums over samples, and random numbers that depend on the split."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from orchestrator import Job, Loss
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.torch import TorchGroup, sample_checks
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.errors import JobError
+
+
+class Base(Job):
+    def model(self):
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def dataset(self):
+        made = torch.Generator().manual_seed(1)
+        x = torch.randn(9, 3, generator=made)
+        return [(x[i], x[i].sum(), i % 3 + 1) for i in range(len(x))]
+
+    def error(self, model, batch):
+        x, y, _ = batch
+        return model(x).squeeze(1) - y
+
+    def loss(self, model, batch):
+        return Loss((self.error(model, batch) ** 2).sum(), weight=len(batch[1]))
+
+
+class Weighted(Base):
+    def loss(self, model, batch):
+        error = self.error(model, batch)
+        return Loss((batch[2] * error**2).sum(), weight=batch[2].sum())
+
+
+class Noisy(Base):
+    def loss(self, model, batch):
+        error = self.error(model, batch)
+        return Loss(((error + torch.randn_like(error)) ** 2).sum(), weight=len(error))
+
+
+class Padded(Base):
+    def dataset(self):
+        return [torch.full((length,), length) for length in (1, 4, 2, 5, 3)]
+
+    def collate(self, samples):
+        return nn.utils.rnn.pad_sequence(samples, batch_first=True)
+
+    def model(self):
+        return nn.Embedding(9, 1)
+
+    def loss(self, model, batch):
+        kept = batch != 0
+        return Loss((model(batch).squeeze(2) * kept).sum(), weight=kept.sum())
+
+
+class Penalty(Base):
+    def loss(self, model, batch):
+        x = batch[0].requires_grad_()
+        [slope] = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return Loss((slope**2).sum(), weight=len(x))
+
+
+class Quadratic(Base):
+    def loss(self, model, batch):
+        return Loss(self.error(model, batch).sum() ** 2, weight=len(batch[1]))
+
+
+class ByMaximum(Base):
+    def loss(self, model, batch):
+        error = self.error(model, batch)
+        return Loss((error**2).sum() / batch[1].abs().max(), weight=len(error))
+
+
+class Normalised(Base):
+    def loss(self, model, batch):
+        x, y, _ = batch
+        x = (x - x.mean(0)) / (x.std(0) + 1e-6)
+        return Loss(((model(x).squeeze(1) - y) ** 2).sum(), weight=len(y))
+
+
+class MeanOfMeans(Base):
+    def loss(self, model, batch):
+        error = self.error(model, batch)
+        return Loss((error**2).sum() / len(error), weight=1)
+
+
+class PaddingCounts(Padded):
+    def loss(self, model, batch):
+        return Loss(model(batch).sum(), weight=batch.numel())
+
+
+class Accepted(Quadratic):
+    batch_dependent = True
+
+
+@pytest.fixture
+def checked(monkeypatch):
+    """Check a job; return the warnings."""
+
+    def check(job, samples=6, precision="float32"):
+        found = []
+        monkeypatch.setattr(sample_checks, "warn", found.append)
+        model = job.model()
+        sample_checks.check_samples(
+            job, model, range(samples), lambda batch: job.loss(model, batch),
+            precision=precision, seed=3,
+        )  # fmt: skip
+        return found
+
+    return check
+
+
+@pytest.mark.parametrize("job", [Base, Weighted, Noisy, Padded, Penalty, Accepted])
+@pytest.mark.parametrize("samples", [1, 2, 3, 6])
+def test_sums_pass_and_so_does_what_cannot_be_compared_or_is_declared(checked, job, samples):
+    assert checked(job(), samples) == []
+
+
+@pytest.mark.parametrize("job", [Quadratic, ByMaximum, Normalised, MeanOfMeans, PaddingCounts])
+def test_a_loss_that_is_no_sum_is_refused_with_its_numbers(checked, job):
+    with pytest.raises(JobError, match=rf"{job.__name__}.loss\(\) is not a sum over samples"):
+        checked(job())
+
+
+def test_a_sum_in_low_precision_passes(checked):
+    class Low(Base):
+        def loss(self, model, batch):
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                return super().loss(model, batch)
+
+    assert checked(Low(), precision="bfloat16") == []
+
+
+def test_a_loss_that_fails_on_few_samples_is_said_not_to_be_checked(checked):
+    class Strict(Base):
+        def loss(self, model, batch):
+            assert len(batch[1]) > 3
+            return super().loss(model, batch)
+
+    [warning] = checked(Strict())
+    assert "Strict.loss() fails on 2 or 4 samples" in warning
+    assert "AssertionError" in warning
+
+
+@pytest.mark.parametrize("draw", [random.random, np.random.rand, lambda: torch.rand(1)])
+@pytest.mark.parametrize("where", ["dataset", "collate"])
+def test_random_numbers_that_depend_on_the_split_are_named(checked, draw, where):
+    class Data(list):
+        def __getitem__(self, index):
+            if where == "dataset":
+                draw()
+            return super().__getitem__(index)
+
+    class Augmented(Base):
+        def dataset(self):
+            return Data(super().dataset())
+
+        def collate(self, samples):
+            return draw() and None if where == "collate" else None
+
+    [warning] = checked(Augmented())
+    assert f"Augmented: {'dataset[i]' if where == 'dataset' else 'collate()'} draws" in warning
+    Augmented.augments = True
+    assert len(checked(Augmented())) == (where == "collate")
+
+
+def test_the_check_leaves_buffers_as_they_were(checked):
+    class Counting(Base):
+        def model(self):
+            model = super().model()
+            model.register_buffer("seen", torch.zeros(()))
+            self.built = model
+            return model
+
+        def loss(self, model, batch):
+            model.seen += 1
+            return super().loss(model, batch)
+
+    job = Counting()
+    checked(job)
+    assert job.built.seen == 0
+
+
+def test_an_engine_refuses_it_in_the_first_update(tmp_path):
+    job = Quadratic()
+    engine = TorchEngine(job, EngineSettings(optimizer={"name": "sgd"}), TorchGroup.alone())
+    batch = MicroBatch(update=0, start=0, indices=tuple(range(4)))
+    engine.begin_window(
+        Window(update=0, samples=4, micro_batches=(batch,), steps=1, learning_rate=0.1,
+               samples_per_rank=(4,))
+    )  # fmt: skip
+    with pytest.raises(JobError, match="Quadratic"):
+        engine.micro_step(next(iter(engine.batches([batch]))), batch)
