@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from jobs.idx import bundled_digits, read_digits
 from orchestrator import Job, Loss
+from orchestrator.jobs.idx import bundled_digits, read_digits
 
 SIDE = 28
 CHOICES = 50  # right halves to choose from in the evaluation

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.data import TensorDataset
 
-from jobs.idx import bundled_digits, read_digits
-from jobs.weights_file import read_weights
 from orchestrator import Job, Loss
+from orchestrator.jobs.idx import bundled_digits, read_digits
+from orchestrator.jobs.weights_file import read_weights
 
 
 class Digits(Job):

@@ -9,9 +9,9 @@ import numpy as np
 from mindspore import Tensor, nn, ops
 from mindspore.dataset import MnistDataset
 
-from jobs.idx import bundled_digits, read_digits
-from jobs.weights_file import read_weights
 from orchestrator import Job, Loss
+from orchestrator.jobs.idx import bundled_digits, read_digits
+from orchestrator.jobs.weights_file import read_weights
 
 
 class DigitsMindSpore(Job):

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from jobs.idx import bundled_digits, read_digits
 from orchestrator import Job, Loss
+from orchestrator.jobs.idx import bundled_digits, read_digits
 
 SIDE, PATCH = 28, 7
 PATCHES = (SIDE // PATCH) ** 2

@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.utils.rnn import pad_sequence
 
-from jobs.python_source import Paragraphs
 from orchestrator import Job, Loss
+from orchestrator.jobs.python_source import Paragraphs
 
 BYTES = 256
 BEGIN = 0  # the byte NUL, which no source file holds, begins every sequence

@@ -159,14 +159,18 @@ def source_roots(target: str | Program) -> dict[Path, set[str]]:
 def _source_roots(target: str | Program) -> dict[Path, set[str]]:
     roots: dict[Path, set[str]] = {}
     if not is_installed(PACKAGE):
-        roots[PACKAGE.parent] = {PACKAGE.name}
-    if isinstance(target, str):
-        job = source_root(target.rpartition(".")[0])
-    else:
-        job = source_root(target.target) if target.is_module else _root_of_script(target)
-    if job is not None:
+        # In a checkout orchestrator/jobs is a link to jobs/, which has the files.
+        roots[PACKAGE.parent] = {PACKAGE.name, "jobs"}
+    if job := _root_of(target):
         roots.setdefault(job[0], set()).add(job[1])
     return roots
+
+
+def _root_of(target: str | Program) -> tuple[Path, str] | None:
+    """Return the source folder of a job or program, and its top entry in it."""
+    if isinstance(target, str):
+        return source_root(target.rpartition(".")[0])
+    return source_root(target.target) if target.is_module else _root_of_script(target)
 
 
 def _root_of_script(program: Program) -> tuple[Path, str] | None:
@@ -252,13 +256,15 @@ def python_files(target: str | Program) -> Iterator[Path]:
     """Yield the files that a job's or program's copy would certainly need, and every other Python
     file that it would hold, but tests and this package.
     """
-    for root, with_package in source_roots(target).items():
-        tops = with_package - {PACKAGE.name}
-        for name in _files(root, tops, root / "runs")[0] if tops else ():
-            first = name.partition("/")[0]
-            wanted = first not in ("tests", "docs", PACKAGE.name) and name.endswith(".py")
-            if (first in tops or wanted) and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114
-                yield root / name
+    found = _root_of(target)
+    if found is None:
+        return
+    root, top = found
+    for name in _files(root, {top}, root / "runs")[0]:
+        first = name.partition("/")[0]
+        wanted = first not in ("tests", "docs", PACKAGE.name) and name.endswith(".py")
+        if (first == top or wanted) and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114
+            yield root / name
 
 
 def _leads_out(root: Path, name: str) -> bool:

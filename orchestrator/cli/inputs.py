@@ -244,7 +244,9 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
     """
     found: dict[Path, str] = {}
     parts = dotted.split(".")
-    if parts[0] in sys.stdlib_module_names or parts[0] == PACKAGE.name:
+    if parts[0] in sys.stdlib_module_names:
+        return found
+    if parts[0] == PACKAGE.name and parts[1:2] != ["jobs"]:
         return found
     for length in range(1, len(parts) + 1):
         name = ".".join(parts[:length])
@@ -256,6 +258,7 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
             break
         if spec.origin is not None and spec.has_location:
             found[Path(spec.origin).absolute()] = name
+    found.pop(PACKAGE / "__init__.py", None)
     return found
 
 

@@ -260,7 +260,7 @@ def _any_job(config: Config) -> Iterator[str]:
     if is_program(config.job):
         yield from program_problems(config, Config())
     elif not isinstance(config.job.get("_target_"), str):
-        yield "job._target_ must be the dotted name of a job class, as in jobs.digits.Digits"
+        yield "job._target_ must be the dotted name of a job class, as in my_jobs.line.Line"
 
 
 def _only_on_slurm(config: Config) -> Iterator[str]:

@@ -81,3 +81,13 @@ def test_a_job_of_another_installed_package_trains_from_any_folder(installed, tm
     assert (result["state"], result["updates"]) == ("finished", 6)
     weights = [record["weight"] for record in records(tmp_path / "out")]
     assert len(set(weights)) > 1, "the weight of an update is its number of words"
+
+
+def test_a_shipped_job_trains_where_the_user_has_folders_of_the_same_names(installed, tmp_path):
+    assert {path.name for path in installed.iterdir() if path.is_dir()} >= {"orchestrator"}
+    for name in ("jobs", "conf", "slurm"):
+        assert not (installed / name).exists()
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('of the user')\n")
+    run(installed, tmp_path, "job=digits", "train.updates=2", "train.epochs=null", "run.dir=out")
+    assert json.loads((tmp_path / "out" / "result.json").read_text())["state"] == "finished"
