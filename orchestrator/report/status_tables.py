@@ -327,13 +327,12 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
 def with_trials(
     rows: Sequence[Mapping[str, Any]], search: Mapping[str, Any]
 ) -> list[dict[str, Any]]:
-    """Add to each run of a search the `trials` that it answers: number, state, value, parameters. A
-    repeated point has the first's run; a trial that could not start is a row of its own, without a
-    folder.
+    """Add to each run of a search the trial that it answers: number, state, value, parameters. A
+    trial that was not started is a row of its own, without a folder.
     """
     of_run: dict[str | None, list[dict[str, Any]]] = {}
     for trial in search["trials"]:
-        told = {key: trial[key] for key in ("number", "state", "value", "same_as", "why")}
+        told = {key: trial[key] for key in ("number", "state", "value", "why")}
         told["parameters"] = dict(word.split("=", 1) for word in trial["point"])
         of_run.setdefault(trial["folder"], []).append(told)
     runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
@@ -390,6 +389,4 @@ def _short(override: str) -> str:
 
 
 def _remark(trial: Mapping[str, Any]) -> str:
-    if trial["same_as"] is not None:
-        return f" (the same as trial {trial['same_as']})"
     return f" ({trial['why']})" if trial["why"] else ""

@@ -51,7 +51,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
-from orchestrator.rundir.outcome import State, describe_culprit, write_end
+from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, find_runs
 from orchestrator.sweep.cells import (
     Action,
@@ -71,8 +71,7 @@ TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would
 POLL_S = 0.1
 STUDY = "search"
 MADE_OF = "made_of"  # attribute of the study: what its trials have in common
-WHY = "why"  # attributes of a trial: why it has no value,
-SAME_AS = "same_as"  # and the number of the earlier trial with the same point
+WHY = "why"  # attribute of a trial: why it has no value
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
@@ -265,15 +264,13 @@ def write_table(search: Search, study: Study, folders: Mapping[int, Path]) -> di
     """
     trials: list[dict[str, Any]] = []
     for trial in study.get_trials(deepcopy=False):
-        same_as = trial.user_attrs.get(SAME_AS)
-        folder = folders.get(trial.number if same_as is None else same_as)
+        folder = folders.get(trial.number)
         row = {
             "number": trial.number,
             "state": STATES.get(trial.state.name, "open"),
             "value": trial.value if trial.state is TrialState.COMPLETE else None,
             "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
             "folder": folder.name if folder is not None else None,
-            "same_as": same_as,
             "why": trial.user_attrs.get(WHY),
         }
         trials.append(row)
@@ -307,7 +304,6 @@ class TrialRuns:
         self._output, self._most = output, search.most or 1
         self.interrupts = self._queue.interrupts if self._queue else Interrupts()
         self.followed: list[Cell] = []  # they continue if this process ends
-        self._to_cancel: list[Cell] = []  # of those, whose cancellation was refused so far
         self._full = False  # the scheduler accepts no more until one has ended
         self._next_poll = 0.0
 
@@ -368,31 +364,23 @@ class TrialRuns:
         over = (*OVER, *UNREADABLE)
         ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
         self.followed = [cell for cell in self.followed if cell not in ended]
-        self._to_cancel = [c for c in self._to_cancel if c in self.followed and _cancel(c)]
         self._full = self._full and not ended
         return [PointEnded(cell=cell, exit_code=0) for cell in ended]
 
     def stop(self, cell: Cell) -> None:
-        """Stop a run at its next boundary. Ask again later if its scheduler refuses."""
+        """Stop a run at its next boundary, if its scheduler can be told."""
         if cell not in self.followed:
             assert self._queue is not None  # noqa: S101
             self._queue.cancel(cell)
-        elif why := _cancel(cell):
-            self._to_cancel.append(cell)
-            self._warn(f"not stopped yet: {why}")
+            return
+        try:
+            cancel(cell.run)
+        except ClusterError as error:
+            self._warn(f"not stopped: {error}")
 
     def _warn(self, text: str) -> None:
         if not self._output.quiet:
             say(self._output.console, text, "yellow")
-
-
-def _cancel(cell: Cell) -> str:
-    """Cancel a run; return why that was refused, or ""."""
-    try:
-        cancel(cell.run)
-    except ClusterError as error:
-        return str(error)
-    return ""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -402,7 +390,6 @@ class Trial:
     Attributes:
         reported: the last update whose objective Optuna knows.
         over: its state is final, but its run has not ended yet.
-        stopping: an earlier start of the search stopped its run, which is resumed once it ended.
     """
 
     number: int
@@ -410,7 +397,6 @@ class Trial:
     metrics: Tail
     reported: int = -1
     over: bool = False
-    stopping: bool = False
 
 
 class Searcher:
@@ -456,9 +442,12 @@ class Searcher:
 
     def _find_earlier_trials(self) -> None:
         points: dict[int, Point] = {}
+        seen: set[tuple[Any, ...]] = set()
         for trial in self._trials():
-            if SAME_AS in trial.user_attrs:
+            params = tuple(trial.params.items())
+            if params in seen:
                 continue
+            seen.add(params)
             try:
                 points[trial.number] = self._search.point(trial.number, trial.params)
             except UsageError as error:
@@ -468,12 +457,8 @@ class Searcher:
         self._folders = {n: cell.run.path for n, cell in cells.items() if cell.run.config.exists()}
         self._refuse_changed(cells)
         for number, cell in cells.items():
-            trial = self._trials()[number]
-            if trial.state is TrialState.RUNNING:
+            if self._trials()[number].state is TrialState.RUNNING:
                 self._take_up(number, cell)
-            elif trial.state is TrialState.PRUNED:
-                self._end_pruned(trial, cell)
-        self._tell_repeated()
 
     def _refuse_changed(self, cells: Mapping[int, Cell]) -> None:
         """Raise `ConfigError` if trials that count are of other code or data."""
@@ -496,27 +481,16 @@ class Searcher:
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, cell=cell, metrics=Tail(cell.run.metrics), reported=reported)
         if cell.action is Action.WAIT:
-            trial.stopping = cell.run.cancel.exists()
+            if cell.run.cancel.exists():
+                raise RunFolderError(
+                    f"{cell.run.path} is being stopped; type the same again once it has ended"
+                )
             self._running[cell.run.path] = trial
             self._runs.follow(cell)
         elif cell.action is Action.NOTHING or cell.why == "failed":
             self._evaluate(trial)
         else:
             self._waiting.append(trial)
-
-    def _end_pruned(self, trial: FrozenTrial, cell: Cell) -> None:
-        """Stop the run of a trial that an earlier start has pruned, if it has not ended yet."""
-        why = {"why": trial.user_attrs.get(WHY, "")}
-        if cell.action is Action.WAIT:
-            self._running[cell.run.path] = Trial(
-                number=trial.number, cell=cell, metrics=Tail(cell.run.metrics), over=True
-            )
-            cell.run.write_own(cell.run.pruned, why)
-            self._runs.follow(cell)
-            self._runs.stop(cell)
-        elif cell.why == "lost":
-            cell.run.write_own(cell.run.pruned, why)
-            write_end(cell.run, State.STOPPED)
 
     # Trials begin.
 
@@ -549,18 +523,16 @@ class Searcher:
             if self._newest is not None and not self._runs.has_room(self._newest):
                 return
             number, drawn = len(trials), self._search.space.draw(self._search.sweep, trials)
-            overrides = self._search.space.overrides
-            same = [t for t in trials if overrides(t.params) == overrides(drawn)]
+            same = [f"the same as trial {t.number}" for t in trials if t.params == drawn]
             trial = create_trial(
-                state=TrialState.RUNNING,
+                state=TrialState.PRUNED if same else TrialState.RUNNING,
                 params=drawn,
                 distributions=self._search.space.distributions,
-                user_attrs={SAME_AS: same[0].number} if same else {},
+                user_attrs={WHY: same[0]} if same else {},
             )
             self._study.add_trial(trial)
             if not same:
                 self._begin(number, drawn)
-            self._tell_repeated()
             self._write_table()
 
     def _begin(self, number: int, drawn: Mapping[str, Any]) -> None:
@@ -618,11 +590,7 @@ class Searcher:
         finished = result is not None and result["state"] == "finished"
         if self._runs.interrupts.count and not finished:
             return  # the next start resumes it
-        [cell] = cells_of([trial.cell.point]) if trial.stopping else [trial.cell]
-        if trial.stopping and cell.why in (State.STOPPED.value, "lost"):
-            self._take_up(trial.number, cell)
-        else:
-            self._evaluate(trial, ended.refusal)
+        self._evaluate(trial, ended.refusal)
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
@@ -646,28 +614,12 @@ class Searcher:
     def _tell(
         self, number: int, state: TrialState, why: str = "", value: float | None = None
     ) -> None:
-        """Record how a trial ended, and of those with the same point. Show it."""
-        self._record(number, state, why, value)
-        self._tell_repeated()
-        self._write_table()
-        self._say(describe_trial(self.table, number), "")
-
-    def _tell_repeated(self) -> None:
-        """Give trials with a repeated point the result of the first."""
-        trials = self._trials()
-        for trial in trials:
-            same_as = trial.user_attrs.get(SAME_AS)
-            if same_as is None or trial.state is not TrialState.RUNNING:
-                continue
-            first = trials[same_as]
-            if first.state is not TrialState.RUNNING:
-                value = first.value if first.state is TrialState.COMPLETE else None
-                self._record(trial.number, first.state, first.user_attrs.get(WHY, ""), value)
-
-    def _record(self, number: int, state: TrialState, why: str, value: float | None) -> None:
+        """Record how a trial ended, and show it."""
         if why:
             self._storage.set_trial_user_attr(self._id(number), WHY, why)
         self._study.tell(number, value, state)
+        self._write_table()
+        self._say(describe_trial(self.table, number), "")
 
     def _id(self, number: int) -> int:
         study_id = self._storage.get_study_id_from_name(STUDY)

@@ -22,8 +22,6 @@ from optuna.trial import FrozenTrial
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError
 
-LARGEST = 2**53  # above, whole numbers are not all different as what they are drawn as
-INSIDE = 1 / 64  # of an interval: a number near its end, for the end itself is hardly ever drawn
 TAGS = {"log"}
 
 
@@ -63,16 +61,10 @@ class Axis:
 
     @property
     def samples(self) -> list[Any]:
-        """Values as they might be drawn: every alternative, or what lies at both ends."""
+        """Values as they might be drawn: every alternative, or one inside of an interval."""
         if self.texts:
-            ends = [0, len(self.texts) - 1]
-            return list(dict.fromkeys(ends)) if self.ordered else list(self.texts)
-        if self.whole:
-            return [int(self.low), int(self.high)]
-        by, back = (math.log, math.exp) if self.log else (float, float)
-        low, high = by(self.low), by(self.high)
-        inside = (high - low) * INSIDE
-        return [back(low + inside), back(high - inside)]
+            return [0, len(self.texts) - 1] if self.ordered else list(self.texts)
+        return [int(self.high) if self.whole else (self.low + self.high) / 2]
 
     @property
     def distribution(self) -> BaseDistribution:
@@ -211,8 +203,6 @@ def _interval(key: str, value: IntervalSweep) -> Axis:
             f"cannot be drawn: its lower end, {low:g}, stands above its upper end, {high:g}; the "
             f"lower one comes first, as in interval({high:g},{low:g})"
         )
-    if max(abs(low), abs(high)) > LARGEST and whole:
-        raise ConfigError(f"cannot be drawn: whole numbers go up to {LARGEST}")
     if "log" in value.tags and low <= 0:
         raise ConfigError(f"cannot be drawn by logarithms: {low} is not above 0")
     return Axis(key=key, low=low, high=high, whole=whole, log="log" in value.tags)

@@ -5,7 +5,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
 TRIAL = {"number": 0, "state": "complete", "value": 0.5, "point": ["job.x='a=b'"], "folder": "0",
-         "same_as": None, "why": None}  # fmt: skip
+         "why": None}  # fmt: skip
 FOUND = {
     "search": "tpe", "objective": "loss", "maximize": False, "wanted": 2, "best": 0,
     "trials": [TRIAL, TRIAL | {"number": 1, "state": "failed", "value": None, "folder": None}],

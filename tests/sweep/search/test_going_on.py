@@ -139,7 +139,9 @@ def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(
     again = searched(asked(*space, *drawn, *script), place)
     assert len(place.began) == len({tuple(trial["point"]) for trial in again["trials"]}) <= 4
     assert len(again["trials"]) == 12
-    assert all(trial["value"] is not None for trial in again["trials"])
+    repeated = [trial for trial in again["trials"] if trial["state"] == "pruned"]
+    assert len(repeated) == 12 - len(place.began)
+    assert all(trial["why"].startswith("the same as trial") for trial in repeated)
 
 
 @pytest.mark.parametrize(
