@@ -54,7 +54,7 @@ EXAMPLES = {
     "logs": "logs RUN --rank 3 -f",
     "cancel": "cancel RUN",
     "compare": "compare RUN_A RUN_B --tensors",
-    "report": "report RUN --format md",
+    "report": "report RUN --format csv",
     "doctor": "doctor --run +cluster=slurm",
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }

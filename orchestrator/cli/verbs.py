@@ -177,9 +177,7 @@ def compare(
 
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
-    form: Annotated[
-        str, typer.Option("--format", help="html (a page), md, csv, json or png.")
-    ] = "html",
+    form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
     output: Annotated[
         Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
     ] = None,

@@ -1,7 +1,7 @@
 """Charts of a report as Vega-Lite specifications.
 
-The page draws them with an embedded library; `--format png` uses the same library. Colours are
-after Okabe and Ito; runs differ by colour and by dash.
+The page draws them with an embedded library. Colours are after Okabe and Ito; runs differ by colour
+and by dash.
 """
 
 from __future__ import annotations

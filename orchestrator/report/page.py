@@ -24,20 +24,18 @@ from orchestrator.rundir.files import write_atomically
 INSTALL = "pip install 'cluster-orchestrator[report]'"
 
 
-def library() -> Any:
-    """Import the drawing library. Raises `UsageError` with what to install."""
+@cache
+def _script() -> str:
+    """Return Vega, Vega-Lite and vega-embed as one script of 0.9 MB that cannot end its element.
+
+    Raises:
+        UsageError: the library that has them is not installed.
+    """
     try:
         import vl_convert
     except ModuleNotFoundError as error:
         raise UsageError(f"pages are drawn with vl-convert-python: {INSTALL}") from error
-    return vl_convert
-
-
-@cache
-def _script() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one script of 0.9 MB that cannot end its element."""
-    bundle = library().javascript_bundle()
-    bundle = re.sub("</(script)", r"<\\/\1", bundle, flags=re.IGNORECASE)
+    bundle = re.sub("</(script)", r"<\\/\1", vl_convert.javascript_bundle(), flags=re.IGNORECASE)
     return bundle.replace("<!--", "<\\!--")
 
 
@@ -78,11 +76,6 @@ def _json(value: Any) -> str:
     return text.replace("<", "\\u003c").replace(">", "\\u003e").replace("&", "\\u0026")
 
 
-WIDTH = 640  # pixels of a chart in a picture, before `SCALE`
-SCALE = 2.0
-COLUMNS = 2
-
-
 def json_of(data: Mapping[str, Any]) -> str:
     """Return everything, as the page has it."""
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
@@ -116,79 +109,27 @@ def _inert(value: Any) -> Any:
     return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
 
 
-def markdown_of(data: Mapping[str, Any]) -> str:
-    """Return the table of runs, the remarks, and the commands."""
-    titles = [figure["title"] for figure in data["figures"]]
-    head = ["no.", "run", "state", *titles, *data["metrics"], "weights differ by"]
-    lines = [f"# {_plain(data['title'])}", "", _row(head), _row(["---"] * len(head))]
-    for run in data["runs"]:
-        figures = [run["figures"][figure["key"]]["text"] for figure in data["figures"]]
-        metrics = [run["metrics"].get(name, {}).get("text", "-") for name in data["metrics"]]
-        lines.append(
-            _row([run["point"], run["name"], run["state"], *figures, *metrics, run["weights"]])
-        )
-    lines += ["", *(_plain(sentence) for sentence in data["sentences"])]
-    lines += [f"{_plain(run['point'])}: {_plain(run['why'])}" for run in data["runs"] if run["why"]]
-    for run in data["runs"]:
-        lines += ["", f"{_plain(run['point'])}: {_plain(run['name'])}", "", f"    {run['command']}"]
-    return "\n".join(lines) + "\n"
-
-
-def _row(cells: list[Any]) -> str:
-    return "| " + " | ".join(_plain(cell) for cell in cells) + " |"
-
-
-def _plain(value: Any) -> str:
-    r"""Text without what Markdown reads as markup.
-
-    >>> _plain("a|b <i>*c*\n")
-    'a\\|b &lt;i>\\*c\\* '
-    """
-    text = str(value).replace("\n", " ").replace("<", "&lt;")
-    return "".join(f"\\{letter}" if letter in "\\|*_`[]" else letter for letter in text)
-
-
-def png_of(data: Mapping[str, Any]) -> bytes:
-    """Return all charts in one picture, on white. Raises `UsageError` if there are none."""
-    drawn = [
-        {**chart["spec"], "title": chart["title"], "width": WIDTH, "autosize": "pad"}
-        for chart in charts(data)
-    ]
-    if not drawn:
-        raise UsageError("there is nothing to draw: no update has been made yet")
-    config = {**theme("light"), "background": "white", "concat": {"columns": COLUMNS}}
-    config["legend"] = {"orient": "top", "title": None}
-    scales = {"color": "independent", "strokeDash": "independent"}
-    whole = {"concat": drawn, "config": config, "resolve": {"scale": scales}}
-    return library().vegalite_to_png(json.dumps(whole), scale=SCALE)
-
-
-FORMATS: Mapping[str, Callable[[dict[str, Any]], str | bytes]] = {
+FORMATS: Mapping[str, Callable[[dict[str, Any]], str]] = {
     "html": html_of,
-    "md": markdown_of,
     "csv": csv_of,
     "json": json_of,
-    "png": png_of,
 }
-
-
-TO_A_FILE = ("html", "png")  # the others go to standard output unless a file is named
 
 
 def write_report(path: Path, form: str, output: Path | None, console: Console) -> None:
     """Write the report of a run or a sweep: whole or not at all, and for its owner alone.
 
     Raises:
-        UsageError: no such format, or it needs a package that is not installed.
+        UsageError: no such format, or the page needs a package that is not installed.
         RunFolderError: there is no run, or the file cannot be written.
     """
     if form not in FORMATS:
         raise UsageError(f"--format={form}: choose one of {', '.join(FORMATS)}")
     made = FORMATS[form](data_of(facts_of(path)))
-    if output is None and form not in TO_A_FILE:
-        sys.stdout.write(str(made))
+    if output is None and form != "html":
+        sys.stdout.write(made)
         return
-    target = output or path / f"report.{form}"
+    target = output or path / "report.html"
     try:
         write_atomically(target, made)
     except OSError as error:

@@ -27,9 +27,9 @@ from orchestrator.report.sweep_tables import (
     differences,
     names,
     only_varying,
-    remarks,
     short_key,
     swept_run,
+    timed_concurrently,
     verdict,
 )
 from orchestrator.report.terminal import harmless
@@ -358,7 +358,7 @@ def _data_of(facts: Facts) -> dict[str, Any]:
         "sentences": [
             *(describe_search(facts.search) if facts.search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
-            *remarks(cells),
+            *filter(None, [timed_concurrently(cells)]),
             *(f"not read: {sentence}" for sentence in facts.unreadable),
         ],
     }

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -100,12 +99,7 @@ def remark(run: RunStatus) -> str | None:
 
 def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> None:
     """Print the states of runs. Names stay whole, however narrow the terminal."""
-    rows = [_cells(run, here) for run in runs]
-    lines = _lines(runs, rows, console)
-    if console.is_terminal and max(line.cell_len for line in lines) > console.width:
-        for run, cells in zip(runs, rows, strict=True):
-            _print_block(run, cells, console)
-        return
+    lines = _lines(runs, [_cells(run, here) for run in runs], console)
     # All at once: a print for each line takes longer than all else, for a thousand points.
     console.print(*lines, sep="\n", soft_wrap=True, highlight=False)
     remarks: list[Text] = []
@@ -121,7 +115,8 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
 def _lines(
     runs: Sequence[RunStatus], rows: Sequence[Sequence[str]], console: Console
 ) -> list[Text]:
-    """Return a line for each run, below the headings; empty columns are left out.
+    """Return a line for each run, below the headings; empty columns are left out, and the last
+    ones where the terminal is too narrow.
 
     No rich table: that takes half a second for a sweep of a thousand points.
     """
@@ -131,8 +126,12 @@ def _lines(
         if heading in ALWAYS or any(row[place] != NONE for row in rows)
     ]
     shown = cache(partial(legible, console=console))
-    columns = [[HEADINGS[place], *(shown(row[place]) for row in rows)] for place in kept]
-    wide = [max(map(cell_len, column)) for column in columns]
+    texts = {place: [HEADINGS[place], *(shown(row[place]) for row in rows)] for place in kept}
+    widths = {place: max(map(cell_len, column)) for place, column in texts.items()}
+    optional = [place for place in kept if HEADINGS[place] not in ALWAYS]
+    while console.is_terminal and optional and sum(widths[p] + 2 for p in kept) - 2 > console.width:
+        kept.remove(optional.pop())
+    columns, wide = [texts[place] for place in kept], [widths[place] for place in kept]
     right = [HEADINGS[place] in RIGHT for place in kept]
     styles = ["dim", *(STATE_STYLES.get(run.state, "") for run in runs)]
     lines: list[Text] = []
@@ -144,39 +143,6 @@ def _lines(
             begin = len(padded[0]) + 2
             line.stylize(style, begin, begin + len(cells[1]))
         lines.append(line)
-    return lines
-
-
-def _print_block(run: RunStatus, cells: Sequence[str], console: Console) -> None:
-    """Print one run where the table is too wide: its name, and below it the figures."""
-    say(console, cells[0], "bold")
-    facts = [literal(run.state, console, STATE_STYLES.get(run.state, ""))]
-    for heading, cell in zip(HEADINGS[2:], cells[2:], strict=True):
-        if cell != NONE:
-            named = cell if heading in ("nodes", "samples/s") else f"{heading} {cell}"
-            facts.append(literal(f"{cell} samples/s" if heading == "samples/s" else named, console))
-    for line in packed(facts, console.width - 2):
-        console.print(Text("  ").append_text(line), soft_wrap=True, highlight=False)
-    if said := remark(run):
-        style = STATE_STYLES.get(run.state, "") if run.state in URGENT else "dim"
-        # Long words, as paths are, stay whole.
-        width = max(8, console.width - 2)
-        for line in textwrap.wrap(said, width, break_long_words=False, break_on_hyphens=False):
-            say(console, f"  {line}", style)
-
-
-def packed(facts: Sequence[Text], width: int) -> list[Text]:
-    """Join facts side by side, as many to a line as fit; none is ever broken.
-
-    >>> [line.plain for line in packed([Text("ab"), Text("cd"), Text("ef")], 7)]
-    ['ab  cd', 'ef']
-    """
-    lines: list[Text] = []
-    for fact in facts:
-        if lines and lines[-1].cell_len + 2 + fact.cell_len <= width:
-            lines[-1].append("  ").append_text(fact)
-        else:
-            lines.append(fact.copy())
     return lines
 
 

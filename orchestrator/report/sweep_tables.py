@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.config.changes import Kind, changes
 from orchestrator.errors import UsageError
 from orchestrator.report.run_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, say
@@ -67,24 +66,21 @@ class SweptRun:
 
 
 def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
-    """Print the table, then one line for each point that did not finish."""
+    """Print the table, then one line for each point that did not finish.
+
+    Columns that do not fit side by side go to further tables.
+    """
     if not cells:
         say(console, "the sweep has no points")
         return
-    columns = _columns(cells, console)
-    if _width(columns) <= console.width:
-        console.print(_point_table(columns, console))
-    else:
-        # Two tables that can be read beat one whose every value is folded.
-        keys = [c for c in columns if c.group == "key"]
-        parts = [[c for c in columns if c.group == group] for group in ("cost", "outcome")]
-        if any(_width([*keys, *part]) > console.width for part in parts):
-            # The points' names are not folded either: they come first, each by its folder.
-            for name, cell in zip(names(cells), cells, strict=True):
-                say(console, f"{name}: {cell.title}", prose=True)
-            keys = keys[:1]
-        for part in parts:
-            console.print(_point_table([*keys, *part], console))
+    first, *others = _columns(cells, console)
+    shown = [first]
+    for column in others:
+        if len(shown) > 1 and _width([*shown, column]) > console.width:
+            console.print(_point_table(shown))
+            shown = [first]
+        shown.append(column)
+    console.print(_point_table(shown))
     for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
             culprit = (cell.result or {}).get("culprit")
@@ -134,9 +130,8 @@ def _difference(weights: Path, reference: Path) -> str:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column as text. The group says which table it goes to when one is too wide."""
+    """A column as text."""
 
-    group: str
     title: str
     values: list[Text]
     left: bool = False
@@ -148,25 +143,26 @@ class _Column:
 
 
 def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
+    """Return the columns that hold something, the points' names first."""
     figures = [cell.summary for cell in cells]
 
-    def column(group: str, title: str, values: Iterable[str], left: bool = False) -> _Column:
+    def column(title: str, values: Iterable[str], left: bool = False) -> _Column:
         texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
-        return _Column(group, legible(title, console), texts, left)
+        return _Column(legible(title, console), texts, left)
 
-    def costs(title: str, field: str, form: Callable[[Any], str], group: str = "cost") -> _Column:
-        return column(group, title, (form(getattr(f, field)) for f in figures))
+    def costs(title: str, field: str, form: Callable[[Any], str]) -> _Column:
+        return column(title, (form(getattr(f, field)) for f in figures))
 
     keys = list(dict.fromkeys(key for cell in cells for key in cell.overrides))
-    state = column("cost", "state", (f.state for f in figures), left=True)
+    state = column("state", (f.state for f in figures), left=True)
     for text in state.values:
         text.style = STATE_STYLES.get(text.plain, "bold red")
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
     losses = [None if metrics else (cell.result or {}).get("loss") for cell in cells]
-    found = [column("key", "run", names(cells))]
+    found = [column("run", names(cells))]
     for key in keys:
         values = _readable(c.overrides.get(key, "") for c in cells)
-        found.append(column("key", short_key(key, keys), values))
+        found.append(column(short_key(key, keys), values))
     found += [
         state,
         costs("time", "seconds", format_seconds),
@@ -175,14 +171,14 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
     ]
     for name in metrics:
         values = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
-        found.append(column("outcome", name, values))
+        found.append(column(name, values))
     found += [
-        column("outcome", "final loss", map(format_number, losses)),
-        costs("collectives /update", "collectives_per_update", format_count, "outcome"),
-        costs("bytes /update", "bytes_on_wire_per_update", format_bytes, "outcome"),
-        column("outcome", "weights differ by", differences(cells)),
+        column("final loss", map(format_number, losses)),
+        costs("collectives /update", "collectives_per_update", format_count),
+        costs("bytes /update", "bytes_on_wire_per_update", format_bytes),
+        column("weights differ by", differences(cells)),
     ]
-    return [c for c in found if c.group == "key" or any(v.plain != "-" for v in c.values)]
+    return [c for c in found if any(v.plain != "-" for v in c.values)]
 
 
 def short_key(key: str, keys: Sequence[str]) -> str:
@@ -203,16 +199,11 @@ def _width(columns: Sequence[_Column]) -> int:
     return sum(column.width for column in columns) + 2 * (len(columns) - 1)
 
 
-def _point_table(columns: Sequence[_Column], console: Console) -> Table:
+def _point_table(columns: Sequence[_Column]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    fits = _width(columns) <= console.width
     for column in columns:
-        table.add_column(
-            Text(column.title),
-            justify="left" if column.left else "right",
-            width=column.width if fits or column.group != "key" else None,
-            overflow="fold",
-        )
+        justify = "left" if column.left else "right"
+        table.add_column(Text(column.title), justify=justify, overflow="fold")
     for row in zip(*(column.values for column in columns), strict=True):
         table.add_row(*row)
     return table
@@ -438,48 +429,3 @@ def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
         f"{words} were timed side by side with others on one machine, which makes their updates "
         f"slower and less alike, and no comparison; sweep.parallel=1 times one after another."
     )
-
-
-MAGNIFIES = (
-    "Adam in float32 magnifies rounding where a gradient is nearly zero, so weights differ by more "
-    "than the updates do; optimizer=sgd or train.precision=float64 shows the exactness."
-)
-OF_THE_PLAN = {
-    "global_batch": "the global batch",
-    "updates": "the number of updates",
-    "schedule": "the learning rates",
-}
-
-
-def remarks(cells: Sequence[SweptRun]) -> list[str]:
-    """Return remarks on times, and on differences from the first finished point's weights."""
-    found = [remark] if (remark := timed_concurrently(cells)) else []
-    finished = [(n, cell) for n, cell in zip(names(cells), cells, strict=True) if cell.finished]
-    # A program's weights are its own.
-    if len(finished) < 2 or any(cell.plan.get("program") for cell in cells):
-        return found
-    (_, first), *others = finished
-    digest = (first.result or {}).get("weights_sha256")
-    config = RunDir(first.folder).read_config()
-    causes: dict[str, list[str]] = {}  # of points with other updates; the rest differs by rounding
-    rounded = False
-    for name, cell in others:
-        if digest is not None and (cell.result or {}).get("weights_sha256") == digest:
-            continue
-        made = changes(config, RunDir(cell.folder).read_config())
-        keys = [change.key for change in made if change.kind is Kind.NUMBERS]
-        why = [key for key in keys if not key.startswith("run.")]
-        why += [words for n, words in OF_THE_PLAN.items() if first.plan.get(n) != cell.plan.get(n)]
-        if why:
-            causes[name] = why
-        rounded = rounded or not why
-    if causes:
-        listed = ", ".join(dict.fromkeys(cause for why in causes.values() for cause in why))
-        found.append(
-            f"Weights of point{'s' * (len(causes) > 1)} {', '.join(causes)} differ from the first "
-            f"finished point's because other updates were made ({listed}), not by rounding."
-        )
-    adam = "adam" in str(config.get("optimizer", {})).lower()
-    if rounded and adam and config.get("train", {}).get("precision") != "float64":
-        found.append(MAGNIFIES)
-    return found

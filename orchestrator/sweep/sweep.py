@@ -33,7 +33,6 @@ from orchestrator.report.sweep_tables import (
     only_varying,
     print_sweep,
     print_time_and_memory,
-    remarks,
     swept_run,
     timed_concurrently,
 )
@@ -159,9 +158,9 @@ class Sweep:
             for cell, overrides in zip(ran, varying, strict=True)
         ]
         print_sweep(shown, self._output.console)
-        for sentence in remarks(shown):
-            say(self._output.console, sentence, "dim", prose=True)
-        if (pairs := accumulation_pairs(shown)) and not timed_concurrently(shown):
+        if concurrent := timed_concurrently(shown):
+            say(self._output.console, concurrent, "dim", prose=True)
+        elif pairs := accumulation_pairs(shown):
             print_time_and_memory(pairs, self._output.console)
         if self._stopped is not None:
             return self._stopped

@@ -12,8 +12,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from orchestrator.errors import UsageError
-from orchestrator.report.page import csv_of, html_of, json_of, markdown_of, png_of
+from orchestrator.report.page import csv_of, html_of, json_of
 from orchestrator.report.page_data import data_of, facts_of
 from orchestrator.rundir.files import write_json
 from slurm.errors import DevClusterError
@@ -102,22 +101,9 @@ def test_csv_has_a_line_a_run_with_raw_figures(sweep):
     assert float(lines[0]["seconds_per_update"]) == 0.2
 
 
-def test_markdown_is_a_table_that_nothing_in_it_breaks(sweep):
-    text = markdown_of(data_of(facts_of(sweep)))
-    table = [line for line in text.splitlines() if line.startswith("|")]
-    assert len({line.replace("\\|", "").count("|") for line in table}) == 1
-    assert "&lt;b>bold" in text
-
-
 def test_json_is_the_pages_data(sweep):
     data = data_of(facts_of(sweep))
     assert json.loads(json_of(data)) == data
-
-
-def test_a_picture_has_all_charts(sweep, made):
-    assert png_of(data_of(facts_of(sweep)))[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(UsageError, match="nothing to draw"):
-        png_of(data_of(facts_of(made("new", records=[], ended=False).path)))
 
 
 NAMES = ("chromium", "chromium-browser", "google-chrome")
@@ -214,7 +200,7 @@ def test_a_page_is_written_beside_the_runs_for_their_owner_alone(sweep):
 @pytest.mark.parametrize(
     ("more", "said"),
     [
-        (["--format", "pdf"], "choose one of html, md, csv, json, png"),
+        (["--format", "pdf"], "choose one of html, csv, json"),
         (["-o", "nowhere/page.html"], "cannot be written: No such file or directory"),
     ],
 )  # fmt: skip

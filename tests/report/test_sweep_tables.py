@@ -13,8 +13,10 @@ from orchestrator.report.sweep_tables import (
     differences,
     print_sweep,
     print_time_and_memory,
+    timed_concurrently,
     verdict,
 )
+from orchestrator.rundir.folder import RunDir
 from tests.report.conftest import Screen, record, result
 
 
@@ -81,7 +83,7 @@ def test_values_are_never_folded(width):
     cells = [cell(k, metrics={"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}) for k in (1, 64)]
     print_sweep(cells, screen)
     lines = screen.text.splitlines()
-    rows = [line for line in lines if line.split()[:2] == ["64", "64"]]
+    rows = [line for line in lines if line.split()[:1] == ["64"]]
     assert all(len(line) <= width for line in lines)
     whole = " ".join(rows)
     for part in ("finished", "4.50 s", "200 ms", "300 MiB", "0.5000", "0.2500", "2.00 MiB"):
@@ -125,3 +127,23 @@ def test_both_comparisons_are_shown_with_ratios(screen):
     assert "collectives per 1000 samples" in text
     assert "One run of each on this machine" in text
     assert all(len(s) <= 80 for s in screen.text.splitlines() if not s.startswith("At "))
+
+
+def test_points_that_were_timed_beside_others_are_named(tmp_path):
+    def point(name, *ends, held=True):
+        run = RunDir(tmp_path / name)
+        run.path.mkdir()
+        run.write_own(run.submission, {"held": held})
+        updates = [
+            {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
+            for n, end in enumerate(ends)
+        ]
+        return SweptRun(overrides={}, folder=run.path, updates=updates)
+
+    first, inside_it = point("0", 11, 12, 50, 51), point("1", 51)
+    between_its_attempts, after = point("2", 20, 21), point("3", 60, 61)
+    elsewhere = point("4", 60, 61, held=False)
+    assert timed_concurrently([first, between_its_attempts, after, elsewhere]) is None
+    found = timed_concurrently([first, inside_it, between_its_attempts, after])
+    assert found.startswith("Points 0, 1 were timed side by side")
+    assert timed_concurrently([first, inside_it]).startswith("All points")
