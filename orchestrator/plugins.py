@@ -149,17 +149,6 @@ TRACKERS = PluginKind(
     },
     besides=("none",),
 )
-PLUGIN_KINDS = (CLUSTERS, TRANSPORTS, FRAMEWORKS, TRACKERS)
-
-
-def shadowed() -> list[str]:
-    """Yield a sentence for each entry point that is never used, since its name is built in."""
-    return [
-        f"{_package(entry)} registers {seam.key}={entry.name}, which is ours: its own is not used"
-        for seam in PLUGIN_KINDS
-        for entry in _entry_points(seam.group)
-        if entry.name in seam.ours or entry.name in seam.besides
-    ]
 
 
 def _entry_points(group: str) -> list[Any]:

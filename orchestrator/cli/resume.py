@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import shutil
 import sys
@@ -17,7 +16,7 @@ from omegaconf import OmegaConf
 
 from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
-from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes, flat
+from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.composer import Composer
 from orchestrator.config.messages import config_errors
@@ -147,35 +146,6 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str | int]:
     return {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: length}
 
 
-def refuse_left_behind(run: RunDir, values: Mapping[str, Any]) -> None:
-    """Raise `RunFolderError` if a configuration lacks what a later resume changed.
-
-    Args:
-        values: of config.yaml, by section.
-    """
-    now = json.loads(json.dumps(dict(flat(values))))
-    begun = {
-        entry["attempt"]: entry  # the last word of those that asked for the same attempt
-        for entry in run.read_resumes()
-        if entry["attempt"] < run.attempts_made()  # so config.yaml was written before
-    }
-    asked = {
-        key: (after, attempt)
-        for attempt, entry in sorted(begun.items())
-        for key, (_, after) in entry.get("changes", {}).items()
-    }
-    for key, (after, attempt) in asked.items():
-        if now.get(key) != after:
-            raise RunFolderError(
-                f"{run.config} is an older one of this run: it has {key}={_as_text(now.get(key))}, "
-                f"but attempt {attempt} began with {_as_text(after)}; bring back the newest"
-            )
-
-
-def _as_text(value: Any) -> str:
-    return "null" if value is None else str(value)
-
-
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
@@ -186,8 +156,7 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False)
         if change.kind is not Kind.NUMBERS:
             continue
         why = OTHER_FOLDER.get(change.key) or (
-            f"it was {'null' if change.before is None else change.before}, and the updates that "
-            f"are done were made with that"
+            f"it was {_shown(change.before)}, and the updates that are done were made with that"
         )
         wrong.append(f"a run cannot go on with {change.text}: {why}")
     if wrong:
@@ -333,10 +302,9 @@ def resumption(
 
     Raises:
         ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.
-        RunFolderError: `config` is one that the run has left behind.
+        RunFolderError: the newest checkpoint is of more updates than `config` asks for.
     """
     before = asdict(config)
-    refuse_left_behind(run, before)
     done = updates_saved(run)
     known = run.read_plan()
     old = plan = _plan(config, known)

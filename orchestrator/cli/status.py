@@ -27,7 +27,6 @@ from orchestrator.rundir.lock import (
     signal_holder,
     take_waiting,
 )
-from orchestrator.rundir.metrics import loss_curve
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
@@ -108,13 +107,6 @@ def _is_held(run: RunDir, kind: str) -> bool:
         return bool(run.read_submission().get("held", class_of(kind).attended))
     except ConfigError:
         return True
-
-
-def losses_so_far(status: RunStatus, points: int) -> list[float]:
-    """Return a run's losses from its beginning to now; none if it cannot be read."""
-    if status.state in UNREADABLE:
-        return []
-    return loss_curve(RunDir(status.folder).metrics, points)
 
 
 CANCEL_POLL_S = 0.2

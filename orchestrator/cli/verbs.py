@@ -32,7 +32,7 @@ def status(
 ) -> None:
     """Print the states of runs: waiting, running or ended, on any cluster."""
     del verbose
-    from orchestrator.cli.status import expand, losses_so_far, statuses
+    from orchestrator.cli.status import expand, statuses
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
 
@@ -48,8 +48,7 @@ def status(
         print_json(tables.with_trials(rows, search) if search else rows)
         return
     if len(asked) == 1 and [status.folder for status in found] == asked:
-        curve = losses_so_far(found[0], tables.points_wanted(console))
-        tables.print_run(found[0], curve, console)
+        tables.print_run(found[0], console)
     elif found:
         tables.print_status(found, console, Path.cwd())
     elif not asked:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from orchestrator.errors import spans
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
 from orchestrator.plan.parts import Length, Modes, Rates
 from orchestrator.plan.split import Split
@@ -37,13 +38,7 @@ def named_numbers(noun: str, numbers: Sequence[int]) -> str:
     >>> named_numbers("point", [0, 1, 2])
     'points 0-2'
     """
-    runs: list[list[int]] = []
-    for rank in numbers:
-        if runs and rank == runs[-1][1] + 1:
-            runs[-1][1] = rank
-        else:
-            runs.append([rank, rank])
-    words = [str(first) if first == last else f"{first}-{last}" for first, last in runs]
+    words = spans(numbers)
     beyond = len(words) - 8
     more = f" and {beyond} more group{'s' * (beyond > 1)}" if beyond > 0 else ""
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(words[:8])}{more}"

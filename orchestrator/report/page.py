@@ -35,7 +35,8 @@ def _script() -> str:
         import vl_convert
     except ModuleNotFoundError as error:
         raise UsageError(f"pages are drawn with vl-convert-python: {INSTALL}") from error
-    bundle = re.sub("</(script)", r"<\\/\1", vl_convert.javascript_bundle(), flags=re.IGNORECASE)
+    library: Any = vl_convert  # its types ask for an argument that has a default
+    bundle = re.sub("</(script)", r"<\\/\1", library.javascript_bundle(), flags=re.IGNORECASE)
     return bundle.replace("<!--", "<\\!--")
 
 

@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.panel import Panel
 from rich.table import Table
 
+from orchestrator.errors import spans
 from orchestrator.report.terminal import command, literal, say
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
@@ -161,20 +162,9 @@ def _work(sizes: Sequence[int]) -> str:
 
 
 def _ranks(ranks: Sequence[int]) -> str:
-    """Return ranks as ranges.
-
-    >>> _ranks([0]), _ranks([0, 1, 2, 5]), _ranks(list(range(192)))
-    ('rank 0', 'ranks 0–2, 5', 'ranks 0–191')
-    """
-    ranges: list[list[int]] = []
-    for rank in ranks:
-        if ranges and rank == ranges[-1][1] + 1:
-            ranges[-1][1] = rank
-        else:
-            ranges.append([rank, rank])
-    texts = [str(a) if a == b else f"{a}–{b}" for a, b in ranges[:SHOWN_RANGES]]
+    ranges = spans(ranks)
     more = ", …" if len(ranges) > SHOWN_RANGES else ""
-    return f"rank{'' if len(ranks) == 1 else 's'} {', '.join(texts)}{more}"
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranges[:SHOWN_RANGES])}{more}"
 
 
 def _compilation(updates: Sequence[Record]) -> list[Row]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -29,7 +28,7 @@ from orchestrator.units import (
     short_number,
 )
 
-# ruff: noqa: RUF001, RUF002 - the signs are meant, and have stand-ins where they cannot be shown.
+# ruff: noqa: RUF001 - the signs are meant, and have stand-ins where they cannot be shown.
 
 
 STATE_STYLES = {
@@ -146,43 +145,15 @@ def _lines(
     return lines
 
 
-BARS = "▁▂▃▄▅▆▇█"
-NOT_FINITE = "×"
-SPARKS = 40
-LABEL_CELLS = 24
 WARNINGS_SHOWN = 5
 
 
-def sparkline(values: Sequence[float]) -> str:
-    """Return a character for each value, from the lowest to the highest.
-
-    >>> sparkline([4.0, 2.0, 1.0, float("nan"), 1.0]), sparkline([3.0, 3.0]), sparkline([])
-    ('█▃▁×▁', '▁▁', '')
-    """
-    finite = [value for value in values if math.isfinite(value)]
-    lowest, highest = min(finite, default=0.0), max(finite, default=0.0)
-    scale = (len(BARS) - 1) / (highest - lowest) if highest > lowest else 0.0
-    return "".join(
-        BARS[round((value - lowest) * scale)] if math.isfinite(value) else NOT_FINITE
-        for value in values
-    )
-
-
-def points_wanted(console: Console) -> int:
-    """Return how many points of the loss curve fit."""
-    return max(8, min(SPARKS, console.width - LABEL_CELLS))
-
-
-def print_run(run: RunStatus, course: Sequence[float], console: Console) -> None:
-    """Print one run.
-
-    Args:
-        course: its losses from the beginning to now, at even distances.
-    """
+def print_run(run: RunStatus, console: Console) -> None:
+    """Print one run."""
     table = Table.grid(padding=(0, 2))
     table.add_column(style="dim", no_wrap=True)
     table.add_column(overflow="fold")
-    for label, value, style in _rows(run, course):
+    for label, value, style in _rows(run):
         table.add_row(literal(label, console), literal(value, console, style))
     console.print(table)
     _print_warnings(run.warnings, console)
@@ -191,7 +162,7 @@ def print_run(run: RunStatus, course: Sequence[float], console: Console) -> None
         say(console, f"to go on from here: {command('resume', run.folder)}", "bold")
 
 
-def _rows(run: RunStatus, course: Sequence[float]) -> list[tuple[str, str, str]]:
+def _rows(run: RunStatus) -> list[tuple[str, str, str]]:
     style = STATE_STYLES.get(run.state, "")
     where = [f"job {run.job_id}"] if run.job_id else []
     where += [f"on {run.nodes}"] if run.nodes else []
@@ -205,9 +176,6 @@ def _rows(run: RunStatus, course: Sequence[float]) -> list[tuple[str, str, str]]
     rows.append(("updates", updates_done(run), ""))
     if run.loss is not None:
         rows.append(("loss", format_number(run.loss), "bold"))
-    if len(course) > 1:
-        rows.append(("  so far", sparkline(course), "cyan"))
-        rows.append(("", f"from {format_number(course[0])} to {format_number(course[-1])}", "dim"))
     rows += [(f"held-out {name}", format_number(v), "") for name, v in run.evaluation.items()]
     if run.learning_rate is not None:
         rows.append(("learning rate", format_learning_rate(run.learning_rate), ""))

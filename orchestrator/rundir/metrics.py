@@ -2,7 +2,7 @@
 
 A run may be killed in the middle of a line and may redo updates after a resume, so a reader meets
 torn lines and updates that appear twice. `Tail` deals with the first, `History` with the second,
-`recent_records` and `loss_curve` read a long file in bounded time.
+`recent_records` reads a long file in bounded time.
 """
 
 from __future__ import annotations
@@ -26,8 +26,6 @@ Record = dict[str, Any]
 MOST_TABLES = 64  # in a record
 MOST_BYTES = 4 << 30  # of some million updates
 RECENT_BYTES = 64 * 1024
-WHOLE_BYTES = 256 * 1024  # up to here all of the file is read
-PIECE_BYTES = 4 * 1024  # a few lines
 NUMBER, MAYBE_NUMBER = (int, float), (int, float, type(None))
 # A line without a checksum may be torn, so readers check the types that they rely on.
 FIELDS: dict[str, tuple[type, ...]] = {
@@ -246,7 +244,7 @@ def recent_records(path: Path) -> list[Record]:
     Raises:
         OSError: it may not be read.
     """
-    found = list(_records(_piece(path, -RECENT_BYTES)))
+    found = list(_records(_last_bytes(path)))
     last = max((record.get("attempt", 0) for record in found), default=0)
     return [record for record in found if record.get("attempt", 0) == last]
 
@@ -256,49 +254,17 @@ def updates_of(records: Iterable[Record]) -> list[Record]:
     return [r for r in records if "evaluation" not in r and not is_no_update(r)]
 
 
-def loss_curve(path: Path, points: int) -> list[float]:
-    """Return about `points` losses from the beginning to now, evenly over the file."""
-    size = path.stat().st_size if path.exists() else 0
-    if size <= WHOLE_BYTES:
-        pieces = [_piece(path, 0, size)]
-    else:
-        step = size / max(1, points - 1)
-        starts = [int(step * n) for n in range(points - 1)]
-        pieces = [_first_line(_piece(path, start, PIECE_BYTES)) for start in starts]
-        pieces.append(b"\n".join(_piece(path, -PIECE_BYTES).split(b"\n")[-2:]))
-    # What a later attempt did again replaces what was done first.
-    losses: dict[int, float] = {}
-    for piece in pieces:
-        for record in updates_of(_records(piece)):
-            if record["update"] <= max(losses, default=-1):
-                losses = {n: loss for n, loss in losses.items() if n < record["update"]}
-            if record.get("loss") is not None:
-                losses[record["update"]] = float(record["loss"])
-    course = [losses[update] for update in sorted(losses)]
-    if len(course) <= points:
-        return course
-    return [course[round(n * (len(course) - 1) / (points - 1))] for n in range(points)]
-
-
-def _first_line(piece: bytes) -> bytes:
-    """Return the first whole line of a piece from the middle of the file."""
-    lines = piece.split(b"\n")
-    return b"\n".join(lines[1:2]) + b"\n" if len(lines) > 2 else b""
-
-
-def _piece(path: Path, start: int, length: int = RECENT_BYTES) -> bytes:
-    """Return bytes of the file from `start`; from its end where negative."""
+def _last_bytes(path: Path) -> bytes:
+    """Return whole lines of the last `RECENT_BYTES` of the file."""
     try:
         descriptor = open_nofollow(path)
     except FileNotFoundError:
         return b""
     with os.fdopen(descriptor, "rb") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size + start) if start < 0 else start)
-        content = file.read(length)
-    if start < 0 and size > -start:
-        content = content.partition(b"\n")[2]
-    return content
+        file.seek(max(0, size - RECENT_BYTES))
+        content = file.read()
+    return content.partition(b"\n")[2] if size > RECENT_BYTES else content
 
 
 def _records(content: bytes) -> Iterable[Record]:

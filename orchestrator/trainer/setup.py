@@ -26,7 +26,7 @@ from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
-from orchestrator.plugins import FRAMEWORKS, shadowed
+from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import write_json
@@ -339,7 +339,7 @@ def _write_environment(
 ) -> None:
     """On rank 0, write the environment and the plan, and warn of what is unusual in them."""
     environment["optimizer"] = engine.optimizer_used()
-    changed = [*shadowed(), *warnings_of(environment, _environment_before(run))]
+    changed = warnings_of(environment, _environment_before(run))
     micro_batches = sum(map(len, planned.split.micro_batches))
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
         warn(sentence)

@@ -12,10 +12,10 @@ import pytest
 from rich.console import Console
 
 from orchestrator.cli.follow import settle_submissions
-from orchestrator.cli.status import expand, losses_so_far, statuses
+from orchestrator.cli.status import expand, statuses
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
-from orchestrator.report.status_tables import print_run, print_status, sparkline
+from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
@@ -56,7 +56,7 @@ def shown(found, width=100, here=Path("/")):
     console = Console(file=io.StringIO(), width=width, force_terminal=width < 100)
     print_status(found, console, here)
     for status in found:
-        print_run(status, losses_so_far(status, 20), console)
+        print_run(status, console)
     return console.file.getvalue()
 
 
@@ -67,7 +67,6 @@ def test_a_sound_run_is_told_in_full(tmp_path):
     assert (status.attempts, status.restarts, status.lost_updates) == (2, 1, 2)
     assert status.warnings == ["rank 1: slow"]
     text = shown([status])
-    assert "█" in text
     assert "warning: rank 1: slow" in text
     assert "a node was lost" in text
 
@@ -211,15 +210,3 @@ def test_at_any_width_no_line_is_broken_inside_a_word(tmp_path, width):
     words = " ".join(lines).split()
     for word in ("run-0", "run-2", "finished", "damaged", "12/12"):
         assert words.count(word) + words.count(f"{word}:") >= 1, lines
-
-
-def test_a_long_history_is_sampled_and_what_was_done_again_counts_once(tmp_path):
-    run = make_run(tmp_path / "a", updates=20_000)
-    [status], _ = statuses([run])
-    course = losses_so_far(status, 20)
-    assert 15 <= len(course) <= 20
-    assert course == sorted(course, reverse=True)
-    assert sparkline(course)[0] == "█"
-    with run.metrics.open("a") as file:
-        file.write(json.dumps({"update": 3, "attempt": 2, "loss": 0.5, "time": 0.0}) + "\n")
-    assert losses_so_far(status, 20)[-1] == 0.5

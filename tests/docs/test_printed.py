@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from orchestrator.client.run import current_run
 from orchestrator.config.schema import Config
-from orchestrator.plugins import PLUGIN_KINDS
+from orchestrator.plugins import CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
 from tests.docs.printed import (
@@ -127,7 +127,7 @@ def test_every_value_of_a_setting_is_one_that_it_takes():
 
 
 OURS = ("orchestrator", "jobs", "slurm")
-ENTRY_POINTS = {seam.group for seam in PLUGIN_KINDS}
+ENTRY_POINTS = {seam.group for seam in (CLUSTERS, FRAMEWORKS, TRACKERS, TRANSPORTS)}
 
 
 def test_every_block_of_python_compiles_and_what_it_imports_of_ours_is_there():

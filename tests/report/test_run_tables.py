@@ -10,8 +10,6 @@ from orchestrator.rundir.metrics import History
 from tests.plan.stated import make_plan
 from tests.report.conftest import Screen, record, result
 
-# ruff: noqa: RUF001 - the signs that are printed.
-
 
 def show(plan, **options):
     screen = Screen(**options)
@@ -24,7 +22,7 @@ def test_equal_ranks_share_a_row():
     text = " ".join(show(plan.to_json()).split())
     assert "240 ranks on 30 nodes" in text
     assert "3,072 samples in 2 micro-steps of at most 10 samples" in text
-    assert "ranks 0–191 13 samples = 7+6 ranks 192–239 12 samples = 6+6" in text
+    assert "ranks 0-191 13 samples = 7+6 ranks 192-239 12 samples = 6+6" in text
 
 
 def test_what_is_unknown_says_why():

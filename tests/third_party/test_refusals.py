@@ -6,6 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
+from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
 from orchestrator.engine.api import Framework
 from orchestrator.errors import ConfigError
@@ -27,20 +28,92 @@ BASES = {
 def registered(tmp_path, monkeypatch):
     """Install `theirs`, whose class for a seam is made of a source."""
     folder = tmp_path / "theirs"
-    info = folder / "theirs-1.2.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.2\n")
+    folder.mkdir()
     monkeypatch.syspath_prepend(folder)
 
-    def register(seam, source):
-        module, name = BASES[seam.key].rsplit(".", 1)
-        (folder / "theirs.py").write_text(f"from {module} import {name}\n{source}\n")
-        (info / "entry_points.txt").write_text(f"[{seam.group}]\ntheirs = theirs:Theirs\n")
+    def register(seam, source, name="theirs", package="theirs"):
+        info = folder / f"{package}-1.2.dist-info"
+        info.mkdir(exist_ok=True)
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.2\n")
+        module, base = BASES[seam.key].rsplit(".", 1)
+        (folder / "theirs.py").write_text(f"from {module} import {base}\n{source}\n")
+        (info / "entry_points.txt").write_text(f"[{seam.group}]\n{name} = theirs:Theirs\n")
         sys.modules.pop("theirs", None)
         return folder
 
     yield register
     sys.modules.pop("theirs", None)
+
+
+SUBMITS = "class Theirs(Cluster):\n    def submit(self, request): pass\n"
+OPTIONS = f"""
+from dataclasses import dataclass
+from omegaconf import MISSING
+
+@dataclass
+class TheirOptions:
+    hosts: list[str] = MISSING
+    port: int = 22
+
+{SUBMITS}
+    Options = TheirOptions
+"""
+
+
+def test_a_cluster_is_found_by_its_name_with_its_own_options(registered):
+    registered(CLUSTERS, OPTIONS)
+    cluster = cluster_of(compose([TINY, "cluster.kind=theirs", "cluster.options.hosts=[a,b]"]))
+    assert type(cluster).__name__ == "Theirs"
+    assert (cluster.options.hosts, cluster.options.port) == (["a", "b"], 22)
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("Other = 1", "theirs:Theirs of theirs 1.2 cannot be imported: AttributeError"),
+        ("raise ValueError('broken')", "cannot be imported: ValueError: broken"),
+        ("import no_such", "cannot be imported: ModuleNotFoundError"),
+        ("exit(3)", "cannot be imported: SystemExit"),
+        ("(", "cannot be imported: SyntaxError"),
+        ("class Theirs(Cluster): pass", "theirs:Theirs of theirs 1.2 has no submit"),
+        ("class Theirs: pass", "is no subclass of orchestrator.clusters.api.Cluster"),
+        (f"{SUBMITS}    def __init__(self, *_): raise KeyError('A')", "failed at its start: KeyE"),
+    ],
+)
+def test_a_class_that_cannot_be_used_is_named_with_its_package(registered, source, words):
+    registered(CLUSTERS, source)
+    with pytest.raises(ConfigError) as caught:
+        cluster_of(compose([TINY, "cluster.kind=theirs"]))
+    assert str(caught.value).startswith("cluster.kind=theirs: ")
+    assert words in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ("cluster.options.hots=[a]", "no key 'cluster.options.hots'; did you mean 'hosts'?"),
+        ("cluster.options.port=22", "cluster.options.hosts has to be set"),
+        ("cluster.options.hosts=[a] cluster.options.port=here", "cluster.options.port: "),
+        ("cluster.partition=gpu", "cluster.partition means nothing on a theirs cluster"),
+    ],
+)
+def test_keys_are_what_the_class_says_it_has(registered, options, words):
+    registered(CLUSTERS, OPTIONS)
+    with pytest.raises(ConfigError) as caught:
+        cluster_of(compose([TINY, "cluster.kind=theirs", *options.split()]))
+    assert words in str(caught.value)
+
+
+def test_a_name_belongs_to_one_package_and_never_one_of_ours(registered):
+    registered(CLUSTERS, SUBMITS)
+    registered(CLUSTERS, SUBMITS, package="another")
+    with pytest.raises(ConfigError, match=r"registered by another 1\.2 and theirs 1\.2; uninstall"):
+        compose([TINY, "cluster.kind=theirs"])
+    registered(CLUSTERS, SUBMITS, name="slurm")
+    assert type(cluster_of(compose([TINY, "cluster=slurm"]))).__name__ == "SlurmCluster"
+    with pytest.raises(ConfigError, match="comes with a package that registers it in"):
+        compose([TINY, "cluster.kind=zzzz"])
 
 
 FORM = "    @classmethod\n    def form(cls, spec, store): "
@@ -94,7 +167,7 @@ def test_a_name_that_is_nearly_theirs_is_answered_with_it(registered, seam):
 
 
 def test_points_of_a_cluster_that_says_nothing_of_their_share_never_run_side_by_side(registered):
-    registered(CLUSTERS, "class Theirs(Cluster):\n    def submit(self, request): pass")
+    registered(CLUSTERS, SUBMITS)
     line = ["plan", "-m", "cluster.kind=theirs", "train.seed=1,2"]
     done = CliRunner().invoke(app, [*line, "sweep.parallel=2"])
     assert done.exit_code == 2
