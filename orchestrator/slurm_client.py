@@ -87,10 +87,13 @@ MEANINGS = {
     ),
     "violates accounting/qos policy": "a limit of your account stands against it",
 }
+IN_CHECKOUT = (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()
+DEVELOPMENT_CLUSTER = IN_CHECKOUT * (
+    "; `python -m slurm up` makes a development cluster here, for +cluster=slurm_dev"
+)
 ELSEWHERE = (
     "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
-    "+cluster=slurm a run is local, and `python -m slurm up` makes a development cluster, for "
-    "+cluster=slurm_dev"
+    f"+cluster=slurm a run is local{DEVELOPMENT_CLUSTER}"
 )
 
 
@@ -151,7 +154,7 @@ class SlurmClient:
             why = "there is no such file" if absent else f"it cannot be read: {error.strerror}"
             if not slurm_conf:
                 raise NoClient(f"{CONF}={self._conf}: {why}; unset it, or correct it") from error
-            hint = "; for the development cluster run `python -m slurm up` first" if absent else ""
+            hint = DEVELOPMENT_CLUSTER if absent else ""
             raise ClusterError(f"cluster.slurm_conf={slurm_conf}: {why}{hint}") from error
 
     def environment(self, command: str) -> dict[str, str]:

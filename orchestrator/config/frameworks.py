@@ -10,15 +10,15 @@ import sys
 from orchestrator.errors import ConfigError, JobError
 
 MINDSPORE = "2.10"  # the version that was tested
-EXTRAS = {"tensorboard": "torch", "mlflow": "mlflow", "wandb": "wandb"}  # of trackers
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
 
 
 def check_tracker(kind: str) -> None:
     """Raise `ConfigError` when this machine lacks what writes for a tracker of ours."""
-    if kind in EXTRAS and importlib.util.find_spec(kind) is None:
+    if kind in PACKAGES and importlib.util.find_spec(kind) is None:
         raise ConfigError(
-            f"tracker.kind={kind} writes with a package that is not installed; "
-            f"pip install 'cluster-orchestrator[{EXTRAS[kind]}]', or tracker=none"
+            f"tracker.kind={kind} writes with a package that is not installed; pip install "
+            f"{PACKAGES[kind]}, or tracker=none"
         )
 
 
@@ -29,7 +29,7 @@ def check_installed(framework: str | None) -> None:
     try:
         version = importlib.metadata.version("mindspore")
     except importlib.metadata.PackageNotFoundError:
-        remedy = "pip install 'cluster-orchestrator[mindspore]'"
+        remedy = f"pip install 'mindspore=={MINDSPORE}.*' 'numpy<2'"
         if sys.version_info >= (3, 13):
             remedy += f" under Python 3.11 or 3.12: there is none for {platform.python_version()}"
         sentence = f"this job is written for MindSpore, which is not installed; {remedy}"
@@ -37,7 +37,7 @@ def check_installed(framework: str | None) -> None:
     if not version.startswith(f"{MINDSPORE}."):
         raise JobError(
             f"MindSpore {version} is installed, but {MINDSPORE} was tested here; "
-            f"pip install 'cluster-orchestrator[mindspore]'"
+            f"pip install 'mindspore=={MINDSPORE}.*'"
         )
     numpy = importlib.metadata.version("numpy")
     if int(numpy.split(".", maxsplit=1)[0]) >= 2:

@@ -39,7 +39,7 @@ from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.slurm_client import NoClient, SlurmClient
+from orchestrator.slurm_client import DEVELOPMENT_CLUSTER, NoClient, SlurmClient
 from orchestrator.units import format_bytes, format_seconds, plural
 
 GOOD, NOTE, BAD = "good", "note", "bad"
@@ -82,7 +82,7 @@ def packages() -> Iterator[Finding]:
     for name, tested in TESTED.items():
         version = _version(name)
         if version is None:
-            remedy = f"pip install 'cluster-orchestrator[{name}]'"
+            remedy = f"pip install {name}=={tested}"
             optional = name not in NEEDED
             yield Finding(
                 "packages",
@@ -379,8 +379,7 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
             "SLURM",
             "none of its commands is on this machine",
             NOTE,
-            "runs are local; +cluster=slurm works on a login node, and `python -m slurm up` makes "
-            "a development cluster here",
+            f"runs are local; +cluster=slurm works on a login node{DEVELOPMENT_CLUSTER}",
         )
         return
     if missing:

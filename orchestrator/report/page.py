@@ -21,7 +21,7 @@ from orchestrator.report.page_data import data_of, facts_of
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import write_atomically
 
-INSTALL = "pip install 'cluster-orchestrator[report]'"
+INSTALL = "pip install 'vl-convert-python>=1.9' jinja2"
 
 
 @cache

@@ -49,21 +49,20 @@ if TYPE_CHECKING:
 
 
 OLDEST_OPTUNA = 4
-NOT_INSTALLED = (
-    "a search needs optuna, which is not installed; pip install 'cluster-orchestrator[search]'"
-)
 
 
 def require_optuna() -> None:
     """Raise `ConfigError` if optuna is missing or too old."""
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(NOT_INSTALLED)
+        raise ConfigError(
+            f"a search needs optuna, which is not installed; pip install 'optuna>={OLDEST_OPTUNA}'"
+        )
     import optuna
 
     if int(optuna.__version__.partition(".")[0]) < OLDEST_OPTUNA:
         raise ConfigError(
             f"a search needs optuna {OLDEST_OPTUNA} or later, but {optuna.__version__} is "
-            f"installed; hydra-optuna-sweeper, which needs optuna<3, wants another environment"
+            f"installed; pip install 'optuna>={OLDEST_OPTUNA}'"
         )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
