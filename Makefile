@@ -6,6 +6,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 RUN_STAMP := $(VENV)/.run-installed
 BENCH_STAMP := $(VENV)/.bench-installed
+HYDRA_NEXT := $(VENV)/hydra-1.4
 , := ,
 
 .DEFAULT_GOAL := help
@@ -33,6 +34,8 @@ $(RUN_STAMP): pyproject.toml constraints.txt
 $(STAMP): pyproject.toml constraints.txt
 	@echo "== setting up $(VENV): Python packages with the versions of constraints.txt"
 	$(call install,torch$(,)mindspore$(,)report$(,)mlflow$(,)wandb$(,)peers$(,)search$(,)dev)
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade --target $(HYDRA_NEXT) \
+	    hydra-core==1.4.0rc3 omegaconf==2.4.1rc1
 	@touch $(RUN_STAMP) $@
 
 setup: $(STAMP)  ## make .venv and install everything into it

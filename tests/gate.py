@@ -30,6 +30,11 @@ NICE = ("nice", "-n", "19")
 PYRIGHT = (*NICE, sys.executable, "-m", "pyright", "--pythonpath", sys.executable)
 # At this priority a test may stand still for a while, so its limit is longer.
 OTHERS = (*NICE, *PYTEST, "-n", "2", "--timeout=600", *CALM, "orchestrator")
+# Hydra 1.4 with OmegaConf 2.4, next to the pinned versions (Makefile).
+HYDRA_NEXT = (
+    *NICE, "env", f"PYTHONPATH={ROOT / '.venv' / 'hydra-1.4'}", sys.executable, "-m", "pytest",
+    "-q", "--timeout=600", "tests/config", "tests/sweep/test_launcher_suite.py",
+)  # fmt: skip
 
 
 def main() -> int:
@@ -40,12 +45,13 @@ def main() -> int:
         output = stack.enter_context(tempfile.TemporaryFile("w+b"))
         pyright = _start(stack, PYRIGHT, output)
         others = _start(stack, OTHERS, output)
+        hydra_next = _start(stack, HYDRA_NEXT, output)
         _say("tests/slurm, two workers")
         failed = [_start(stack, SLURM).wait()]
         _say("whole runs, three workers")
         failed += [_start(stack, WHOLE_RUNS).wait()]
-        failed += [pyright.wait(), others.wait()]
-        _say("at the same time: pyright and all other tests")
+        failed += [pyright.wait(), others.wait(), hydra_next.wait()]
+        _say("at the same time: pyright, all other tests, and Hydra 1.4's")
         output.seek(0)
         sys.stdout.write(output.read().decode("utf-8", "replace"))
     return int(any(failed))

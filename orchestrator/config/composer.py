@@ -19,7 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.job_source import builds_optimizer
-from orchestrator.config.loader import Loader
+from orchestrator.config.loader import Loader, register_resolver
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import RUN_FOLDER, read_config, unknown_keys
@@ -202,7 +202,7 @@ class Composer:
         self.searches = False  # whether trials are drawn by the results of earlier ones
         self.loader = Loader(line.config_dir)
         self._cache = CompositionCache()
-        OmegaConf.register_new_resolver("sweep_name", lambda: self._sweep_name, replace=True)
+        register_resolver("sweep_name", lambda: self._sweep_name)
 
     @cached_property
     def _sweep_name(self) -> str:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import hashlib
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
@@ -60,6 +61,19 @@ def when_null(value: Any, then: Any, otherwise: Any) -> Any:
     return then if value is None else otherwise
 
 
+OLDER_HYDRA = hydra.__version__.startswith("1.3.")
+"""With OmegaConf 2.3; from 1.4 and 2.4 on, two of their names are others."""
+
+
+def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
+    """Register a resolver with OmegaConf, in place of one of the same name."""
+    if OLDER_HYDRA:
+        OmegaConf.register_new_resolver(name, resolver, replace=True)
+    else:
+        register: Any = OmegaConf.register_resolver
+        register(name, resolver, replace=True, annotation_validation="off")
+
+
 RESOLVERS = (dense_parameters, transformer_parameters, sum_of, when_null)
 
 
@@ -70,12 +84,11 @@ def register() -> None:
     put a sweep's points into two folders wherever a second ended between them.
     """
     moment = datetime.now().astimezone()
-    OmegaConf.register_new_resolver("now", moment.strftime, replace=True)
+    register_resolver("now", moment.strftime)
     for resolver in RESOLVERS:
-        OmegaConf.register_new_resolver(resolver.__name__, resolver, replace=True)
+        register_resolver(resolver.__name__, resolver)
 
 
-HYDRA_VERSION_BASE = "1.3"
 MOST_POINTS = 10_000
 OF_THE_SWEEP = ("hydra", "sweep")  # sections of which a sweep has one, not each point
 OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
@@ -148,7 +161,8 @@ class Loader(ConfigLoaderImpl):
 
     def __init__(self, config_dir: str | None) -> None:
         _store_schema()
-        version.setbase(HYDRA_VERSION_BASE)
+        if OLDER_HYDRA:
+            version.setbase("1.3")
         setup_globals()  # Hydra's own resolvers
         register()  # one of which replaces one of those
         super().__init__(search_path(config_dir))

@@ -133,6 +133,7 @@ def _reason(error: BaseException) -> str:
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
     first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
     if (override := getattr(error, "override", None)) is not None:
+        first = re.sub(r"Error when parsing index: .*\n", "", first)  # from Hydra 1.4 on
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
             first = "a quote or a bracket is not closed"
         return (

@@ -117,7 +117,6 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
         {"job": {"word": "a\n${", "path": "/a: b", "yes": "no"}},
         {"transport": "???"},
         {"job": {"deep": ["???"]}},
-        [],
     ],
 )
 def test_a_configuration_read_directly_is_that_of_omegaconf(values, monkeypatch):
