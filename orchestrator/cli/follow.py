@@ -36,8 +36,8 @@ from orchestrator.errors import (
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import read_json
+from orchestrator.report.terminal import HarmlessStream, command, say
+from orchestrator.rundir.files import blocks, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -197,6 +197,8 @@ def watch(
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
+    program = is_program(run.read_config()["job"])
+    rank_output = _RankOutput(run.rank_log(0), output.console)
     with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
@@ -213,8 +215,24 @@ def watch(
             progress.update(records, micro_steps, warnings.read(now=state.ended))
             for sentence in () if output.quiet else handle.new_messages():
                 say(output.console, sentence, "yellow", prose=True)
+            if program and output.verbose:
+                rank_output.print_new()
             if state.ended or stop():
                 return state
+
+
+class _RankOutput:
+    """Output of a program's rank 0, printed as its log grows."""
+
+    def __init__(self, log: Path, console: Console) -> None:
+        self._log, self._console = log, console
+        self._offset, self._harmless = 0, HarmlessStream()
+
+    def print_new(self) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            for block in blocks(self._log, self._offset):
+                self._offset += len(block)
+                self._console.out(self._harmless.feed(block), end="", highlight=False)
 
 
 def follow(
@@ -255,6 +273,10 @@ def run_to_end(ready: Ready) -> Ended:
     `outcome.restart_policy` rules. Nothing is left running, whatever is raised.
     """
     run, output, interrupts = ready.run, ready.output, ready.interrupts
+    if not output.quiet:
+        shown = is_program(ready.config.job) and not output.verbose
+        hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" if shown else ""
+        say(output.console, f"run folder: {run.path}{hint}", "dim", prose=True)
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)

@@ -85,7 +85,8 @@ MESSAGES = {
         "'{0}' is there already: to change it, leave the + out, as in {0}=…"
     ),
     r"Multiple values for ([^ .]+)\.": (
-        "'{0}' is chosen from a list already: leave the + out, as in {0}=…"
+        "'{0}' is chosen twice: on the line write {0}=… without +; in a file's defaults, after "
+        "'base', write override {0}: …"
     ),
     r"(\S+) appears more than once in the final defaults list": (
         "{0} is listed twice: 'base' lists it, so a file after it writes override {0}: …"

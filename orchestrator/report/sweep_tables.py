@@ -65,13 +65,16 @@ class SweptRun:
         )
 
 
-def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
+def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
     """Print the table, then one line for each point that did not finish.
 
     Columns that do not fit side by side go to further tables.
+
+    Args:
+        not_begun: how many points the sweep has besides these.
     """
     if not cells:
-        say(console, "the sweep has no points")
+        say(console, f"none of {plural(not_begun, 'point')} has begun")
         return
     first, *others = _columns(cells, console)
     shown = [first]
@@ -88,8 +91,10 @@ def print_sweep(cells: Sequence[SweptRun], console: Console) -> None:
             why = describe_culprit(culprit) if culprit else state
             say(console, f"point {name} ({cell.title}): {why}", "red")
     done = sum(cell.finished for cell in cells)
-    style = "green" if done == len(cells) else "bold red"
-    say(console, f"{done} of {plural(len(cells), 'point')} finished", style)
+    count = len(cells) + not_begun
+    style = "green" if done == count else "bold red"
+    rest = f"; {not_begun} not begun yet: type the same line again" if not_begun else ""
+    say(console, f"{done} of {plural(count, 'point')} finished{rest}", style)
 
 
 def names(cells: Sequence[SweptRun]) -> list[str]:

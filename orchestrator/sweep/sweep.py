@@ -150,13 +150,13 @@ class Sweep:
                 "bold",
             )
             return max(self._codes.values(), default=0)
-        ran = [c for c in self.cells if self._stopped is None or c.run.config.exists()]
-        varying = only_varying([cell.point.overrides for cell in ran])
+        varying = only_varying([cell.point.overrides for cell in self.cells])
         shown = [
             swept_run(cell.run, overrides, result=self._refusal(cell.run.path))
-            for cell, overrides in zip(ran, varying, strict=True)
+            for cell, overrides in zip(self.cells, varying, strict=True)
+            if self._stopped is None or cell.run.config.exists()
         ]
-        print_sweep(shown, self._output.console)
+        print_sweep(shown, self._output.console, len(self.cells) - len(shown))
         if concurrent := timed_concurrently(shown):
             say(self._output.console, concurrent, "dim", prose=True)
         elif pairs := accumulation_pairs(shown):

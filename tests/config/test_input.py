@@ -80,7 +80,7 @@ def test_two_lengths_of_a_run_are_refused():
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("+experiment=jepa_240", "leave the + out, as in experiment="),
+        ("+experiment=jepa_240", "on the line write experiment=… without +"),
         ('train.seed="', "a quote or a bracket is not closed"),
     ],
 )

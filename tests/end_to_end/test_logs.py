@@ -34,6 +34,18 @@ def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
         assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
 
 
+def test_a_programs_output_is_shown_on_request_and_its_folder_at_once(tmp_path):
+    (tmp_path / "say.py").write_text("import os\nprint('rank', os.environ['RANK'], '\\x1b[2J')\n")
+    line = ("cluster.nodes=1", f"run.dir={tmp_path / 'run'}", "--", "say.py")
+    plain = verb("run", *line, cwd=tmp_path).stdout
+    assert plain.startswith(f"run folder: {tmp_path / 'run'}; -v, or python -m orchestrator logs")
+    assert "rank 0 \n" not in plain
+    line = (line[0], f"run.dir={tmp_path / 'other'}", *line[2:])
+    shown = verb("run", "-v", *line, cwd=tmp_path).stdout
+    assert "rank 0 \n" in shown
+    assert "rank 1 \n" not in shown
+
+
 def test_a_log_that_is_a_link_is_refused_in_one_sentence(tmp_path):
     run = made(tmp_path / "run")
     run.rank_log(0).symlink_to("/etc/passwd")

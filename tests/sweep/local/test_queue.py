@@ -107,5 +107,7 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     command.send_signal(signal.SIGTERM)
     said, _ = command.communicate(timeout=60)
     assert command.returncode == 130, said
+    assert "0 of 3 points finished; 1 not begun yet: type the same line again" in said
+    assert "point 0 (train.seed=1): " in said, "without what all points share"
     assert processes_of(sweep) == []
     assert not (sweep / "2").exists(), "it was not started any more"
