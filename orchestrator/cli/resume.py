@@ -92,10 +92,8 @@ def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
     """Return Python's path as if it had been started at `home`: entries that mean the working
     directory follow it; full paths stay.
     """
-    given = os.environ.get("PYTHONPATH", "")
-    relative = bool(given) and not {"", "."}.isdisjoint(given.split(os.pathsep))
     return [
-        str(home) if entry == "" or (entry == str(stood) and (place == 0 or relative)) else entry
+        str(home) if entry == "" or (place == 0 and entry == str(stood)) else entry
         for place, entry in enumerate(path)
     ]
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
-from orchestrator.errors import ConfigError, did_you_mean, expand_user, shortened
+from orchestrator.errors import ConfigError, did_you_mean, expand_user
 
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
@@ -131,11 +131,6 @@ def check_overrides(overrides: Iterable[str]) -> None:
     for override in overrides:
         if (key := key_of(override)) in LENGTHS:
             lengths[key] = override
-        if found := re.search(r"[\x00-\x08\x0b-\x1f\x7f]", override):
-            name = shortened(repr(override))
-            raise ConfigError(f"{name} has the control character {ord(found[0]):#04x} in it")
-        if not override.isascii() and any("\ud800" <= sign < "\ue000" for sign in override):
-            raise ConfigError(f"{shortened(repr(override))} is not UTF-8")
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:

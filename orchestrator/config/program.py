@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field, is_dataclass
+from dataclasses import dataclass, field, is_dataclass
 from pathlib import PurePath
 from typing import Any
 
+from orchestrator.config.schema import stated
 from orchestrator.errors import ConfigError, did_you_mean
 
 CHOICES = {
@@ -157,11 +158,11 @@ def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def program_problems(config: Any, defaults: Any) -> list[str]:
+def program_problems(config: Any) -> list[str]:
     """Return the errors of a program's section, and of keys that mean nothing to a program.
 
     Args:
-        config, defaults: a whole `Config`, and an unchanged one.
+        config: a whole `Config`.
     """
     job: Mapping[str, Any] = config.job
     wrong = [
@@ -183,9 +184,9 @@ def program_problems(config: Any, defaults: Any) -> list[str]:
         except ConfigError as error:
             wrong.append(str(error))
     return wrong + [
-        f"{stated} means nothing to a program, which trains by itself; what it is to be told "
+        f"{key} means nothing to a program, which trains by itself; what it is to be told "
         f"belongs to job.arguments, or after --"
-        for stated in _in_vain(config, defaults)
+        for key in _in_vain(config)
     ]
 
 
@@ -215,12 +216,10 @@ def _wrong_first(word: str, *, alone: bool) -> str:
     )
 
 
-def _in_vain(config: Any, defaults: Any) -> Iterator[str]:
+def _in_vain(config: Any) -> Iterator[str]:
     """Yield keys about our training that are not at their defaults."""
-    stated, usual = asdict(config), asdict(defaults)
-    for section in MEANINGLESS:
-        value, plain = stated[section], usual[section]
-        if is_dataclass(getattr(config, section)):
-            yield from (f"{section}.{k}={v}" for k, v in value.items() if v != plain[k])
-        elif value != plain:
+    for section, value in stated(config, MEANINGLESS).items():
+        if is_dataclass(value):
+            yield from (f"{section}.{key}={inner}" for key, inner in stated(value).items())
+        else:
             yield f"{section}={value}" if isinstance(value, str) else section

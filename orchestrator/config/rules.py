@@ -12,15 +12,14 @@ from orchestrator.config.program import is_program, program_problems
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
-    ClusterConfig,
     Config,
-    EngineConfig,
     ScheduleConfig,
     SweepConfig,
     beyond,
     gpu_count,
     node_range,
     plain,
+    stated,
     value_of,
 )
 from orchestrator.errors import ConfigError, JobError
@@ -33,7 +32,11 @@ SMALL_IS_GOOD = ("loss", "seconds")
 def search_problems(sweep: SweepConfig) -> Iterator[str]:
     """Yield a sentence for each error about a search."""
     if sweep.search == "none":
-        yield from _search_keys_without_search(sweep)
+        for name in stated(sweep, OF_A_SEARCH):
+            yield (
+                f"sweep.{name} means nothing without a search of ours; add sweep.search=tpe, or "
+                f"leave it out"
+            )
         return
     if sweep.trials is None and sweep.search != "grid":
         yield f"sweep.search={sweep.search} needs how many trials it is to make: sweep.trials=20"
@@ -47,17 +50,6 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
             "sweep.prune judges trials by their objective while they run, but seconds are known at "
             "the end alone; leave sweep.prune out"
         )
-
-
-def _search_keys_without_search(sweep: SweepConfig) -> Iterator[str]:
-    """Yield a sentence for each key of a search if there is none."""
-    plain = SweepConfig()
-    for name in OF_A_SEARCH:
-        if getattr(sweep, name) != getattr(plain, name):
-            yield (
-                f"sweep.{name} means nothing without a search of ours; add sweep.search=tpe, or "
-                f"leave it out"
-            )
 
 
 SURVIVE = "run.survive=true is not available with"
@@ -173,9 +165,10 @@ TRANSPORTS = {
 
 def check(config: Config) -> None:
     """Refuse what no plan and no cluster can use. Raises one `ConfigError` for all of it."""
-    _refuse(beyond(plain(config), BOUNDS))  # before anything is computed from such numbers
     single = [bound.refusal(dotted, value_of(config, dotted)) for dotted, bound in BOUNDS.items()]
-    _refuse([*filter(None, single), *_any_job(config), *optimizer_problems(config.optimizer)])
+    # First, before anything is computed from such numbers.
+    _refuse([*beyond(plain(config)), *filter(None, single)])
+    _refuse([*_any_job(config), *optimizer_problems(config.optimizer)])
 
 
 def at_once(parallel: Any) -> int | None:
@@ -210,16 +203,10 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
     """Raise `ConfigError` for a schedule of a job that has its own rates."""
-    plain = ScheduleConfig()
-    stated = [
-        f"schedule.{name}={value}"
-        for name, value in vars(schedule).items()
-        if value != getattr(plain, name)
-    ]
-    if stated:
+    if keys := [f"schedule.{name}={value}" for name, value in stated(schedule).items()]:
         raise ConfigError(
-            f"{job}.learning_rate(update) gives the rate of each update, so {', '.join(stated)} "
-            f"would have no effect; leave {'it' if len(stated) == 1 else 'them'} out"
+            f"{job}.learning_rate(update) gives the rate of each update, so {', '.join(keys)} "
+            f"would have no effect; leave {'it' if len(keys) == 1 else 'them'} out"
         )
 
 
@@ -243,7 +230,11 @@ def _any_job(config: Config) -> Iterator[str]:
             "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
             "chunk, the unit of work; try accumulation.micro_batch=16"
         )
-    yield from _only_on_slurm(config)
+    for name in stated(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ():
+        yield (
+            f"cluster.{name} means nothing on a {config.cluster.kind} cluster; add +cluster=slurm, "
+            f"or leave it out"
+        )
     in_queue = config.cluster.allocation == "new"
     if config.run.max_restarts and config.cluster.requeue is False and in_queue:
         yield (
@@ -258,19 +249,9 @@ def _any_job(config: Config) -> Iterator[str]:
             f"try run.survive=true, or {RESTARTS}"
         )
     if is_program(config.job):
-        yield from program_problems(config, Config())
+        yield from program_problems(config)
     elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in my_jobs.line.Line"
-
-
-def _only_on_slurm(config: Config) -> Iterator[str]:
-    kind, plain = config.cluster.kind, ClusterConfig()
-    for name in SLURM_ONLY if kind != "slurm" else ():
-        if getattr(config.cluster, name) != getattr(plain, name):
-            yield (
-                f"cluster.{name} means nothing on a {kind} cluster; add +cluster=slurm, or leave "
-                f"it out"
-            )
 
 
 def _transport(config: Config, framework: str) -> Iterator[str]:
@@ -289,10 +270,8 @@ def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
         yield from _shards(config)
     if config.run.survive:
         yield from _survive_on_torch(config)
-    plain = EngineConfig()
-    for key in ("mode", "jit_level", "style"):
-        if getattr(config.engine, key) != getattr(plain, key):
-            yield f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
+    for key in stated(config.engine, ("mode", "jit_level", "style")):
+        yield f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
 
 
 def _shards(config: Config) -> Iterator[str]:

@@ -199,25 +199,6 @@ def test_a_resume_stands_where_the_run_was_submitted(run, tmp_path, monkeypatch)
     assert sys.path == [str(elsewhere), "/usr/lib/python"]
 
 
-@pytest.mark.parametrize(
-    ("given", "stays"), [("", True), ("{elsewhere}", True), (".", False), ("/usr/lib:", False)]
-)
-def test_what_names_a_folder_in_full_stays_wherever_one_stands(
-    given, stays, run, tmp_path, monkeypatch
-):
-    """`python -m` puts the folder first; a relative PYTHONPATH means it, too; an installation or a
-    full path does not.
-    """
-    (tmp_path / "project").mkdir()
-    (elsewhere := tmp_path / "elsewhere").mkdir()
-    monkeypatch.chdir(elsewhere)
-    monkeypatch.setenv("PYTHONPATH", given.format(elsewhere=elsewhere))
-    monkeypatch.setattr(sys, "path", [str(elsewhere), "/usr/lib/python", str(elsewhere)])
-    with submission_directory(run):
-        second = elsewhere if stays else tmp_path / "project"
-        assert sys.path == [str(tmp_path / "project"), "/usr/lib/python", str(second)]
-
-
 def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
     with (
         pytest.raises(RunFolderError, match=r"was submitted in .*project, .* entered"),

@@ -38,7 +38,6 @@ def refuse(made, framework):
         ),
         ({"cluster__kind": "slurm", "cluster__gpus_per_node": "a100:4"}, "torch", "transport=gloo"),
         ({"cluster__nodes": 1, "cluster__ranks_per_node": 1}, "torch", "cluster.ranks_per_node=2"),
-        ({"cluster__kind": "elsewhere"}, "torch", "not available on a elsewhere cluster"),
     ],
 )
 def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework, said):

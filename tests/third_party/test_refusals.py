@@ -95,6 +95,7 @@ def test_a_class_that_cannot_be_used_is_named_with_its_package(registered, sourc
         ("cluster.options.hots=[a]", "no key 'cluster.options.hots'; did you mean 'hosts'?"),
         ("cluster.options.port=22", "cluster.options.hosts has to be set"),
         ("cluster.options.hosts=[a] cluster.options.port=here", "cluster.options.port: "),
+        ("run.survive=true", "run.survive=true is not available on a theirs cluster"),
         ("cluster.partition=gpu", "cluster.partition means nothing on a theirs cluster"),
     ],
 )
