@@ -24,6 +24,7 @@ from orchestrator.config.changes import flat
 from orchestrator.config.job_source import copied_script, find_module, once
 from orchestrator.config.program import Program, is_program, program_of, target_of
 from orchestrator.config.schema import Config
+from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_installed, python_files
 
@@ -54,23 +55,43 @@ def inputs_of(config: Config) -> dict[str, Any]:
     }
 
 
-def differences(before: Mapping[str, Any], config: Config) -> list[str]:
-    """Return what has changed in the code and data that `inputs_of` recorded.
+def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[str]:
+    """Return what has changed in the code and data of a run.
 
-    Data that did not exist then was not read: the run may have written it.
+    Data that the run may have written does not count: what did not exist at its start, and what was
+    last written while it ran.
+
+    Args:
+        before: as `inputs_of` recorded it.
     """
     found: list[str] = []
     for name, digest in sorted((before.get("code") or {}).items()):
         now = _sha256(Path(name))
         if now != digest:
             found.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
-    there = {key: once("stamp", _stamp, path) for key, path in _data(config)}
-    data = before.get("data") or {}
-    other = [key for key in sorted(data) if data[key] != there.get(key)]
+    data, there = before.get("data") or {}, dict(_data(config))
+    other = [
+        key
+        for key in sorted(data)
+        if key not in there or data[key] != once("stamp", _stamp, there[key])
+    ]
+    began = run.read_submission().get("time") or 0.0
     return found + [
         f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
         for key in other
+        if key not in there or not began <= _last_written(there[key]) <= _last_sign(run)
     ]
+
+
+def _last_written(path: Path) -> float:
+    return max((file.stat().st_mtime for file in islice(_files(path), MOST_FILES)), default=0.0)
+
+
+def _last_sign(run: RunDir) -> float:
+    """Return when a run last wrote to its logs, records or result."""
+    logs = [run.logs / name for name in names_in(run.logs)] if run.logs.is_dir() else []
+    written = (run.metrics, run.result, run.checkpoints, *logs)
+    return max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
 
 
 def accepted(before: Mapping[str, Any], config: Config) -> dict[str, Any]:

@@ -409,7 +409,7 @@ def changed_inputs(run: RunDir, asked: Resumption) -> list[str]:
     before = run.read_submission().get(INPUTS) or {}
     moved = {change.key for change in asked.changes}
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
-    return differences({**before, "data": data}, asked.config)
+    return differences(run, {**before, "data": data}, asked.config)
 
 
 def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:

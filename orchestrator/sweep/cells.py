@@ -57,7 +57,7 @@ def why_changed(
         old, new = _counted(run.read_config()), _counted(plain(config))
         causes += [change.text for change in changes(old, new)] or ["the configuration"]
     inputs = before.get(INPUTS) or {}
-    causes += [*differences(inputs, config), *other_versions(inputs)]
+    causes += [*differences(run, inputs, config), *other_versions(inputs)]
     return ", ".join(causes) or None
 
 

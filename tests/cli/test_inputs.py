@@ -1,11 +1,14 @@
 """What a run depends on: the files that it imports, and the data that its arguments name."""
 
 import json
+import os
+import time
 from pathlib import Path
 
 import pytest
 
-from orchestrator.cli.inputs import differences, imported_files, inputs_of
+from orchestrator.cli import inputs
+from orchestrator.cli.inputs import imported_files, inputs_of
 from orchestrator.config.composer import compose
 from orchestrator.config.program import Program
 from orchestrator.rundir.folder import RunDir
@@ -87,15 +90,26 @@ def own(tmp_path, monkeypatch):
 def test_what_has_changed_is_named(own):
     config = compose(["job._target_=mine.Mine"])
     before = json.loads(json.dumps(inputs_of(config)))
-    assert differences(before, config) == []
+    run = RunDir(own / "run")
+    run.create()
+    run.write_own(run.submission, {"time": time.time()})
+
+    def differences():
+        return inputs.differences(run, before, config)
+
+    assert differences() == []
     (own / "unrelated.py").write_text("import mine\n")
-    assert differences(before, config) == []
+    assert differences() == []
     (own / "mine.py").write_text(JOB.replace("width=4", "width=5"))
     (own / "numbers.txt").write_text("22")
     (own / "scale.py").unlink()
-    assert differences(before, config) == [
+    assert differences() == [
         "mine.py has changed", "scale.py is gone", "files of job.data have changed",
     ]  # fmt: skip
+    run.result.touch()  # while the run went on: it may have written the data itself
+    assert differences() == ["mine.py has changed", "scale.py is gone"]
+    os.utime(own / "numbers.txt", (1, 1))  # replaced by an older file
+    assert "files of job.data have changed" in differences()
     given = compose(["job._target_=mine.Mine", "job.data=other.txt"])
     assert "job.data" not in inputs_of(given)["data"], "it does not exist yet"
 

@@ -11,7 +11,7 @@ class Held(Light):
 
     def __init__(self, hold=""):
         super().__init__()
-        self.slow_while = Path(hold)
+        self.slow_while = Path(hold.removeprefix("at:"))  # with it no data, which would be compared
 
     def model(self):
         print("it begins")

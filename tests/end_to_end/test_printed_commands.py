@@ -46,7 +46,6 @@ ELSEWHERE = {
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_plans.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_plans.py plans the like",
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
-    r"config\.reference": "tests/config/test_reference.py",
     r"completion": "writes into a shell's own files",
 }  # fmt: skip
 PROGRAM = "from orchestrator import current_run as run\nrun.report(0, loss=1.0)\n"
@@ -98,7 +97,7 @@ def reader(tmp_path_factory):
     }.items():  # fmt: skip
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    held = ("job._target_=tests.docs.held_job.Held", f"+job.hold={folder / 'hold'}",
+    held = ("job._target_=tests.docs.held_job.Held", f"+job.hold=at:{folder / 'hold'}",
             "tracker=none", "train.epochs=null", "train.updates=150",
             "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
     done = call(LIGHT, *held[2:], "train.updates=4", "run.dir=A", cwd=folder)

@@ -333,7 +333,8 @@ def swept(tmp_path_factory):
 def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
     sweep, printed = swept
     heads = re.search(r"^.*\blr\b.*state.*$", printed, flags=re.MULTILINE)[0].split()
-    assert heads[2:] == ["state", "time", "update", "loss"], "what is known of no point is left out"
+    expected = ["state", "time", "per", "update", "final", "loss"]
+    assert heads[2:] == expected, "what is known of no point is left out"
     time, other = r"[\d.]+ m?s", r"\S+ m?s|-"
     assert re.search(rf" 0\.1 +finished +({time}) +({other}) +0\.1250\s*$", printed, re.MULTILINE)
     assert re.search(rf" 0\.01 +finished +({time}) +- +-\s*$", printed, re.MULTILINE)
