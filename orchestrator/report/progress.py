@@ -27,7 +27,6 @@ from orchestrator.units import (
 )
 
 MOST_DOTS = 16
-FEW_DOTS = 8
 BAR_CELLS = (8, 40)
 GAP = "  "
 
@@ -65,36 +64,28 @@ def plain_line(moment: Moment) -> str:
 def live_line(moment: Moment, console: Console) -> Text:
     """Return the line with bar and micro-step dots, at most one cell narrower than the console.
 
-    The last column stays free: some terminals break the line when it is written to.
+    Where it is too long, its least important parts are left out. The last column stays free: some
+    terminals break the line when it is written to.
     """
-    position, (loss, rate, left), dots = _position(moment), _figures(moment), _dots(moment)
+    loss, rate, left = map(Text, _figures(moment))
     values = (f"{harmless(k)} {format_number(v)}" for k, v in moment.evaluation.items())
     held_out = Text(", ".join(values).replace("\n", " "), style="green")
-    width, bar = console.width - 1, moment.total is not None
-    line, room = Text(""), 0
-    # From the richest to the shortest; whether there must be room for a bar, too.
-    for parts, wants_bar in (
-        ((loss, held_out, rate, left, dots), bar),
-        ((loss, rate, left, dots), bar),
-        ((loss, rate, left), bar),
-        ((loss, left), False),
-        ((loss,), False),
-    ):
-        shown = [Text(position, style="bold")]
-        shown += [part if isinstance(part, Text) else Text(part) for part in parts]
-        line = Text(GAP).join(part for part in shown if part.plain)
-        room = width - line.cell_len - len(GAP)
-        if room >= (BAR_CELLS[0] if wants_bar else -len(GAP)):
+    position, dots = Text(_position(moment), style="bold"), _dots(moment)
+    parts = [part for part in (position, loss, held_out, rate, left, dots) if part.plain]
+    width = console.width - 1 - (BAR_CELLS[0] + len(GAP) if moment.total else 0)
+    for least in (held_out, dots, rate, left):
+        if Text(GAP).join(parts).cell_len <= width:
             break
+        parts = [part for part in parts if part is not least]
+    room = console.width - 1 - Text(GAP).join(parts).cell_len - len(GAP)
     if moment.total and room >= BAR_CELLS[0]:
         cells = min(room, BAR_CELLS[1])
         full = min(cells, cells * moment.updates // moment.total)
-        at = len(position)
-        drawn = (("━" * full, "green"), ("─" * (cells - full), "dim"))
-        line = Text.assemble(line[:at], GAP, *drawn, line[at:])
+        parts.insert(1, Text.assemble(("━" * full, "green"), ("─" * (cells - full), "dim")))
+    line = Text(GAP).join(parts)
     # One cell for one, so that the styles stay where they belong.
     line.plain = legible(line.plain, console)
-    line.truncate(width, overflow="crop")
+    line.truncate(console.width - 1, overflow="crop")
     line.no_wrap = True
     return line
 
@@ -116,16 +107,14 @@ def _figures(moment: Moment) -> tuple[str, str, str]:
 
 
 def _dots(moment: Moment) -> Text:
-    """Return a dot for each micro-step of the window; of many a few, and figures."""
+    """Return a dot for each micro-step of the window; figures where there are many."""
     if moment.micro_steps_done is None or moment.micro_steps == 1:
         return Text("")
     total = moment.micro_steps
     done = min(moment.micro_steps_done, total)
-    if total <= MOST_DOTS:
-        return Text.assemble(("●" * done, "cyan"), ("○" * (total - done), "dim"))
-    full = FEW_DOTS * done // total
-    figures = f" {format_count(done):>{len(format_count(total))}}/{format_count(total)}"
-    return Text.assemble(("●" * full, "cyan"), ("○" * (FEW_DOTS - full), "dim"), figures)
+    if total > MOST_DOTS:
+        return Text(f"{format_count(done):>{len(format_count(total))}}/{format_count(total)}")
+    return Text.assemble(("●" * done, "cyan"), ("○" * (total - done), "dim"))
 
 
 PLAIN_INTERVAL_S = 2.0
@@ -175,31 +164,26 @@ class Progress:
     def update(
         self,
         records: Sequence[Record],
-        micro_progress: int | tuple[int, int] | None = None,
-        warnings: Sequence[str] | None = None,
+        micro_steps: tuple[int, int] | None = None,
+        warnings: Sequence[str] = (),
     ) -> None:
         """Show new `records` of `metrics.jsonl`, and the micro-steps done in the open window.
 
         Args:
-            micro_progress: how many are done, or (done, of so many) if this window's number differs
-                from the plan's; None if not known.
-            warnings: new ones that are not in `records` yet; None: show those of `records`.
+            micro_steps: how many are done, and of how many; None if not known.
         """
         if self._quiet:
             return
-        if warnings is None:
-            warnings = [sentence for record in records for sentence in record.get("warnings") or ()]
         for sentence in warnings:
             self._say(f"warning: {sentence}")
         records = [record for record in records if not is_no_update(record)]
         for record in records:
             self._take(record)
-        # Dots that vanish between two windows would make the line jump.
-        known = self._micro_steps_done is not None
-        self._micro_steps = self._plan.get("micro_steps") or 1
-        if isinstance(micro_progress, tuple):
-            micro_progress, self._micro_steps = micro_progress
-        self._micro_steps_done = 0 if micro_progress is None and known else micro_progress
+        if micro_steps is not None:
+            self._micro_steps_done, self._micro_steps = micro_steps
+        elif self._micro_steps_done is not None:
+            # Dots that vanish between two windows would make the line jump.
+            self._micro_steps_done, self._micro_steps = 0, self._plan.get("micro_steps") or 1
         if self._verbose:
             for record in records:
                 self._say(self._details(record))
