@@ -22,7 +22,6 @@ from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.local_nodes import NodeProcesses
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import ending, processor_s, set_parent_death_signal
-from orchestrator.agent.replacements import max_replacements
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
 from orchestrator.agent.worker import preload, run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
@@ -57,7 +56,7 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         hang_s=cluster.hang_timeout_s,
         join_s=cluster.rendezvous_timeout_s,
         survive=survive,
-        replacements=max_replacements(config.run) if survive else 0,
+        replacements=config.run.max_replacements if survive else 0,
         cpus_per_rank=cluster.cpus_per_rank,
     )
 

@@ -12,20 +12,13 @@ from collections.abc import Callable
 
 from orchestrator.agent.generations import GenerationRecord, member_of
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.config.schema import RunConfig
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
 
-DEFAULT = 16
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_IN_VAIN = 2
 """So many processes of a rank in a row may end before they have done an update with the others."""
-
-
-def max_replacements(run: RunConfig) -> int:
-    """Return how many replacements are allowed, where workers survive."""
-    return DEFAULT if run.max_replacements is None else run.max_replacements
 
 
 class Replacements:

@@ -243,7 +243,7 @@ def _any_job(config: Config) -> Iterator[str]:
         )
     if config.run.survive:
         yield from _survive_refusals(config)
-    if config.run.max_replacements and config.run.survive is False:
+    if config.run.survive is False and stated(config.run).get("max_replacements"):
         yield (
             f"run.max_replacements={config.run.max_replacements} needs ranks that go on meanwhile; "
             f"try run.survive=true, or {RESTARTS}"

@@ -167,8 +167,6 @@ def _odd(dotted: str, value: Any) -> str | None:
 
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")
-SIGNAL_AHEAD_S = 60
-"""Default of `cluster.signal_ahead_s`."""
 
 
 @dataclass
@@ -193,7 +191,7 @@ class ClusterConfig:
     comment: str | None = None
     memory_gib: float | None = number(None, above=0, most=2**30)
     time_min: int | None = number(None, least=1, most=2**31 - 2)
-    signal_ahead_s: int | None = number(None, least=1, most=65_535)  # sbatch's own limit
+    signal_ahead_s: int = number(60, least=1, most=65_535)  # sbatch's own limit
     requeue: bool | None = None
     allocation: str = choice("new", "current")
     exclusive: bool | None = None
@@ -284,7 +282,7 @@ class RunConfig:
     snapshot: bool = True
     max_restarts: int = number(0, least=0, most=10**6)
     survive: bool | None = None
-    max_replacements: int | None = number(None, least=0, most=10**6)
+    max_replacements: int = number(16, least=0, most=10**6)
 
 
 @dataclass

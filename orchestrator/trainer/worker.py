@@ -16,7 +16,7 @@ from typing import Any
 from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, WatchdogTimeouts
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.topology import Topology, interface_variables
-from orchestrator.config.schema import SIGNAL_AHEAD_S, Config
+from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EVICTED_RANK,
     EXIT_FAILED,
@@ -99,7 +99,7 @@ class WorkerProcess:
         """
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
-        self._ahead_s = float(cluster.signal_ahead_s or SIGNAL_AHEAD_S)
+        self._ahead_s = float(cluster.signal_ahead_s)
         self.link.expect_progress(WatchdogTimeouts.of(cluster))
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.take()

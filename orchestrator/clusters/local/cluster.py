@@ -20,7 +20,6 @@ from typing import IO, cast
 from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import processor_s
-from orchestrator.agent.replacements import max_replacements
 from orchestrator.agent.root_cause import tail
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
@@ -236,7 +235,7 @@ class LocalCluster(Cluster):
             "gpus": gpus,
             "silence_s": self.config.cluster.heartbeat_timeout_s,
             "survive": self.survival.on,
-            "replacements": max_replacements(self.config.run) if self.survival.on else 0,
+            "replacements": self.config.run.max_replacements if self.survival.on else 0,
             "hang_s": self.config.cluster.hang_timeout_s,
             "join_s": self.config.cluster.rendezvous_timeout_s,
         }

@@ -28,7 +28,7 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
 from orchestrator.config.program import is_program, short_name, target_of
-from orchestrator.config.schema import SIGNAL_AHEAD_S, ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
@@ -237,7 +237,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
     if config.run.survive:
         yield "no-kill", True
-    yield "signal", f"USR2@{cluster.signal_ahead_s or SIGNAL_AHEAD_S}"
+    yield "signal", f"USR2@{cluster.signal_ahead_s}"
     if cluster.comment is not None:
         yield "comment", cluster.comment
     for name, value in cluster.slurm_flags.items():

@@ -31,7 +31,6 @@ from orchestrator.clusters.slurm.root_cause import (
 )
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
-from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import write_atomically, write_json
@@ -241,7 +240,7 @@ def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restar
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.lost is None:  # a loss needs no other reason
-        ahead_s = run.read_config()["cluster"].get("signal_ahead_s") or SIGNAL_AHEAD_S
+        ahead_s = run.read_config()["cluster"]["signal_ahead_s"]
         why = reason(job, time.time(), float(ahead_s), restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
 

@@ -16,7 +16,6 @@ from orchestrator.clusters.slurm.outcome import (
     finish,
     reason,
 )
-from orchestrator.config.schema import SIGNAL_AHEAD_S
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
 from orchestrator.slurm_client import Answer, Job, SlurmClient
@@ -170,15 +169,13 @@ def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(
     assert read_json(run.departure(1))["why"] == "told to stop"
 
 
-@pytest.mark.parametrize("stated", [None, 600])
-def test_a_time_limit_is_told_by_the_notice_that_was_asked_for_or_the_usual(
-    run, monkeypatch, stated
-):
+@pytest.mark.parametrize("stated", [60, 600])
+def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch, stated):
     monkeypatch.setattr("time.time", lambda: 1000.0)
     configure(run, cluster={"signal_ahead_s": stated})
     attempts(run, 2)
     for attempt, short in ((0, 1), (1, 0)):
-        ends_at = 1000.0 + (stated or SIGNAL_AHEAD_S) + LATE_S - short
+        ends_at = 1000.0 + stated + LATE_S - short
         concluded(run, attempt, job=Job(id="77", state="RUNNING", ends_at=ends_at))
     assert read_json(run.departure(0))["why"] == "near its time limit"
     assert read_json(run.departure(1))["why"] == "told to stop"
