@@ -348,7 +348,7 @@ def submitted(env: Mapping[str, str]) -> dict[str, Any] | None:
     if CODE_VARIABLE not in env:
         return None
     copy = Path(env[CODE_VARIABLE])
-    record = read_json(copy / RECORD, checked=True)
+    record = read_json(copy / RECORD)
     if record is None:
         raise RunFolderError(f"{copy} is no copy of the code: it has no {RECORD}")
     return {**record, "roots": {root: str(copy / name) for root, name in record["roots"].items()}}

@@ -17,7 +17,6 @@ from typing import Any
 from orchestrator.agent.processes import stat_of
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.rundir.files import open_nofollow
-from orchestrator.rundir.status import BEAT_BYTES
 
 log = logging.getLogger(__name__)
 
@@ -226,7 +225,7 @@ def write_beat(path: Path, beat: int) -> None:
     try:
         descriptor = open_nofollow(path, os.O_WRONLY | os.O_CREAT)
         try:
-            os.pwrite(descriptor, f"{beat:<{BEAT_BYTES}}".encode("ascii"), 0)
+            os.pwrite(descriptor, str(beat).encode("ascii"), 0)
         finally:
             os.close(descriptor)
     except OSError as error:  # a full disk: the heartbeat file alone decides nothing

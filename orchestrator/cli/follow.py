@@ -37,7 +37,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import HarmlessStream, command, say
-from orchestrator.rundir.files import blocks, read_json
+from orchestrator.rundir.files import blocks, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -152,7 +152,7 @@ def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, st
 def _is_about(folder: RunDir, run: Path) -> bool:
     """Return True if the submission may be of this run, or if that is not known."""
     try:
-        note: dict[str, Any] = read_json(folder.submitting, checked=True) or {}
+        note: dict[str, Any] = read_json(folder.submitting) or {}
     except RunFolderError:
         return True
     return run == folder.path or run.name in note.get("elements", (run.name,))
@@ -296,7 +296,7 @@ def run_to_end(ready: Ready) -> Ended:
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = end_of(run, state, culprit, remark=ruling.words)
         try:
-            run.write_own(run.result, result)
+            write_json(run.result, result)
         except OSError as error:
             say(output.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]

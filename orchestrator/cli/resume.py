@@ -36,7 +36,7 @@ from orchestrator.rundir.checkpoints import (
     newest,
     refuse_beyond,
 )
-from orchestrator.rundir.files import read_text, write_atomically
+from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RESUMES, RunDir
 from orchestrator.units import format_count, plural
 
@@ -440,11 +440,11 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
         "changes": {c.key: [c.before, c.after] for c in resumed.changes},
         "changed_inputs": list(inputs),
     }
-    run.write_own(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
+    write_json(run.resumes, {RESUMES: [*run.read_resumes(), entry]})
     if inputs or resumed.changes or not resumed.done:
         noted = run.read_submission()
         now = accepted(noted.get(INPUTS) or {}, resumed.config)
-        run.write_own(run.submission, {**noted, INPUTS: now})
+        write_json(run.submission, {**noted, INPUTS: now})
     if not resumed.changes:
         return
     made = run.attempts_made()
@@ -453,8 +453,8 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
         if not kept.exists():
             write_atomically(kept, read_text(run.config))
     run.write_config(to_yaml(resumed.config))
-    run.write_own(run.plan, resumed.plan.to_json())
+    write_json(run.plan, resumed.plan.to_json())
     cluster = cluster_of(resumed.config)
-    run.write_own(run.submission, {**run.read_submission(), **cluster.placed})
+    write_json(run.submission, {**run.read_submission(), **cluster.placed})
     if cluster.attended and run.handle.exists():  # the job that it names is over
         run.handle.rename(run.attempt(made - 1) / run.handle.name) if made else run.handle.unlink()

@@ -43,6 +43,7 @@ from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_pro
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.metrics import Tail
@@ -176,11 +177,11 @@ def begun(
         try:
             with writing(run):
                 run.write_config(to_yaml(config))
-                run.write_own(run.plan, plan.to_json())
+                write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
                 asked = _submission(cluster, overrides, flags)
                 inputs = {} if notes else {INPUTS: inputs_of(config)}
-                run.write_own(
+                write_json(
                     run.submission,
                     {**asked, **digest, **admission.notice, **inputs, **(notes or {})},
                 )
@@ -272,7 +273,7 @@ def _refuse_in_progress(run: RunDir) -> None:
 
 def _as_before_its_end(run: RunDir, admission: Admission) -> None:
     if admission.notice:
-        run.write_own(run.submission, {**run.read_submission(), **admission.notice})
+        write_json(run.submission, {**run.read_submission(), **admission.notice})
     run.cancel.unlink(missing_ok=True)
     run.pruned.unlink(missing_ok=True)
     run.result.unlink(missing_ok=True)

@@ -33,6 +33,7 @@ from orchestrator.report.sweep_tables import (
     verdict,
 )
 from orchestrator.report.terminal import harmless
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, Summary, read_metrics
 from orchestrator.rundir.outcome import describe_culprit
@@ -249,7 +250,7 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
     cell = swept_run(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
     keys = list(cell.overrides)
     latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
-    told = run.read(run.timeline(latest))
+    told = read_json(run.timeline(latest))
     found = RunFacts(
         name=" ".join(
             f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items()
@@ -264,7 +265,7 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         nodes=run.nodes_of_ranks(latest) or _simulated(cell.plan),
     )
     changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
-    why = (run.read(run.pruned) or {}).get("why", "")
+    why = (read_json(run.pruned) or {}).get("why", "")
     return replace(found, changed=changed, pruned=why)
 
 

@@ -178,7 +178,7 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
 
 def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
     is_folder(folder)
-    state = read_json(folder / STATE, checked=run is not None)
+    state = read_json(folder / STATE)
     if state is None:
         raise RunFolderError(f"{folder} is damaged: it has no {STATE}")
     found = NAME.fullmatch(folder.name)
@@ -268,7 +268,7 @@ def read_newest(path: Path) -> int:
     may come from a cache.
     """
     try:
-        text = read_text(path, at_most=ATTEMPT_DIGITS + 1).strip()
+        text = read_text(path).strip()
     except FileNotFoundError:
         return -1
     if not re.fullmatch(r"[0-9]*", text):

@@ -19,7 +19,7 @@ from typing import Any
 from orchestrator.errors import RunFolderError
 
 KEY = "sha256"
-_BEGIN = f',\n "{KEY}": "'
+_BEGIN = f'\n "{KEY}": "'
 _END = '"\n}\n'
 _LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)
 
@@ -30,36 +30,23 @@ def _digest(*texts: str) -> str:
 
 def to_json_text(name: str, value: Mapping[str, Any]) -> str:
     """Return the text of a JSON file of this name, with its checksum."""
-    body = json.dumps(dict(value), indent=1)
-    if not value:
-        return body + "\n"
-    return f"{body[:-2]}{_BEGIN}{_digest(name, body)}{_END}"
+    head = json.dumps({**value, KEY: ""}, indent=1).removesuffix(_BEGIN + '"\n}')
+    return f"{head}{_BEGIN}{_digest(name, head)}{_END}"
 
 
-def parse_json(path: Path, text: str, *, checked: bool = False) -> dict[str, Any]:
+def parse_json(path: Path, text: str) -> dict[str, Any]:
     """Return the table in a JSON file's text, without its checksum.
 
-    Args:
-        checked: the text must have a checksum.
-
     Raises:
-        RunFolderError: it is no JSON table, or its checksum is wrong or missing.
+        RunFolderError: its checksum is wrong or missing.
     """
-    try:
-        value: Any = json.loads(text)
-    except ValueError as error:
-        raise RunFolderError(f"{path} is damaged: {error}") from error
-    except RecursionError as error:
-        raise RunFolderError(f"{path} is damaged: it is nested too deep") from error
-    if not isinstance(value, dict):
-        raise RunFolderError(f"{path} is damaged: it is not a table")
     head, begin, end = text.rpartition(_BEGIN)
-    if begin and end == _digest(path.name, head + "\n}") + _END:
-        del value[KEY]
-    elif KEY in value:
-        raise RunFolderError(f"{path} is damaged: its digest is not that of its content")
-    elif checked:
+    if not begin:
         raise RunFolderError(f"{path} is damaged: its digest is missing")
+    if end != _digest(path.name, head) + _END:
+        raise RunFolderError(f"{path} is damaged: its digest is not that of its content")
+    value: dict[str, Any] = json.loads(text)
+    del value[KEY]
     return value
 
 

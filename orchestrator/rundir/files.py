@@ -23,9 +23,7 @@ from orchestrator.rundir.checksums import parse_json, to_json_text
 
 PRIVATE = 0o700
 PRIVATE_FILE = 0o600
-LIMIT_BYTES = 64 * 2**20
 BLOCK = 1 << 20
-READ = 1 << 16
 
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
@@ -52,24 +50,16 @@ def _foreign(path: Path, kind: str) -> RunFolderError:
     return RunFolderError(f"{path} is {kind}; a run folder holds regular files and folders only")
 
 
-def read_bytes(path: Path, *, at_most: int = LIMIT_BYTES) -> bytes:
-    """Return a file's content. Raises `RunFolderError` for a link or more than `at_most` bytes."""
-    parts, size, descriptor = list[bytes](), 0, open_nofollow(path)
-    try:  # no file object: `status` reads thousands of small files
-        while size <= at_most and (part := os.read(descriptor, READ)):
-            parts.append(part)
-            size += len(part)
-    finally:
-        os.close(descriptor)
-    if size > at_most:
-        raise RunFolderError(f"{path} is damaged: it is larger than {at_most} bytes")
-    return b"".join(parts)
+def read_bytes(path: Path) -> bytes:
+    """Return a file's content. Raises `RunFolderError` for a link."""
+    with os.fdopen(open_nofollow(path), "rb", buffering=0) as file:
+        return file.read()
 
 
-def read_text(path: Path, *, at_most: int = LIMIT_BYTES) -> str:
-    """Return a file's UTF-8 text. Raises as `read_bytes` does, and for other encodings."""
+def read_text(path: Path) -> str:
+    """Return a file's UTF-8 text. Raises `RunFolderError` for a link and for other encodings."""
     try:
-        return read_bytes(path, at_most=at_most).decode("utf-8")
+        return read_bytes(path).decode("utf-8")
     except UnicodeDecodeError as error:
         raise RunFolderError(f"{path} is damaged: it is not UTF-8 ({error.reason})") from error
 
@@ -205,11 +195,8 @@ def write_json(path: Path, value: Mapping[str, Any]) -> None:
     write_atomically(path, to_json_text(path.name, value))
 
 
-def read_json(path: Path, *, checked: bool = False) -> dict[str, Any] | None:
+def read_json(path: Path) -> dict[str, Any] | None:
     """Return a JSON file's table; None if there is no such file.
-
-    Args:
-        checked: the file must have a checksum.
 
     Raises:
         RunFolderError: it is damaged, a link, or cannot be read.
@@ -220,7 +207,7 @@ def read_json(path: Path, *, checked: bool = False) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_json(path, text, checked=checked)
+    return parse_json(path, text)
 
 
 class LineFile:

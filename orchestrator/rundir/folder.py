@@ -29,11 +29,9 @@ from orchestrator.rundir.files import (
     read_text,
     remove,
     write_atomically,
-    write_json,
 )
 from orchestrator.rundir.program_link import STOP_AFTER, STOP_ASKED
 
-CONFIG_BYTES = 1 << 20
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 CONFIG_SECTIONS = (
     "job",
@@ -48,13 +46,11 @@ CONFIG_SECTIONS = (
 )
 INITIAL_DIGEST = "initial_weights_sha256"  # keys of submission.json
 INITIAL_BYTES = "initial_weights_bytes"
-RUN = "run"  # key of the run's identity in plan, submission, result and resumes
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 RANKS_PER_FOLDER = 512
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
-MOST_ATTEMPTS = 10**6
 LOGS_OF_RANKS = re.compile(r"ranks-[0-9]+")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 OWN_FOLDERS = (
@@ -289,19 +285,17 @@ class RunDir:
 
     def restarts(self) -> list[dict[str, Any]]:
         """Return the notes of all attempts that continued an earlier one."""
-        notes = (self.read(self.restart(number)) for number in self.attempt_numbers())
+        notes = (read_json(self.restart(number)) for number in self.attempt_numbers())
         return [note for note in notes if note]
 
     def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
         """Return the name of each rank's node, as far as the nodes recorded it."""
-        places = [self.read(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
+        places = [read_json(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
         return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
 
     def begin_attempt(self) -> int:
         """Create the next attempt's folder and return its number, from 0."""
         number = self.attempts_made()
-        if number >= MOST_ATTEMPTS:
-            raise RunFolderError(f"{self.attempts} is damaged: it has an attempt {number - 1}")
         try:
             make_folder(self.attempt(number))
         except OSError as error:
@@ -343,7 +337,7 @@ class RunDir:
 
     def _config_text(self) -> str:
         try:
-            return read_text(self.config, at_most=CONFIG_BYTES)
+            return read_text(self.config)
         except OSError as error:
             raise RunFolderError(f"{self.config} cannot be read: {error.strerror}") from error
 
@@ -352,55 +346,32 @@ class RunDir:
         """The run's identity in config.yaml. Raises `RunFolderError` if that is damaged."""
         return identity_in(self.config, self._config_text())
 
-    @property
-    def has_identity(self) -> bool:
-        """True once config.yaml was written: from then on, all files carry checksums."""
-        return "identity" in self.__dict__ or self.config.exists()
-
-    def read(self, path: Path) -> dict[str, Any] | None:
-        """Return `read_json` of a table in this folder."""
-        return read_json(path, checked=self.has_identity)
-
-    def write_own(self, path: Path, value: Mapping[str, Any]) -> None:
-        """Write JSON that no other run may read: plan, submission, result, resumes."""
-        write_json(path, {**value, RUN: self.identity} if self.has_identity else dict(value))
-
-    def _read_own(self, path: Path) -> dict[str, Any] | None:
-        found = self.read(path)
-        own = self.identity if self.has_identity else None
-        if found is not None and found.pop(RUN, None) != own:
-            raise RunFolderError(f"{path} is damaged: it is of another run")
-        return found
-
     def read_plan(self) -> dict[str, Any]:
-        return self._read_own(self.plan) or {}
+        return read_json(self.plan) or {}
 
     def read_submission(self) -> dict[str, Any]:
-        return self._read_own(self.submission) or {}
+        return read_json(self.submission) or {}
 
     def read_handle(self) -> dict[str, Any] | None:
         """Return where a run on a scheduler was placed; None before it was."""
-        handle = self.read(self.handle)
+        handle = read_json(self.handle)
         if handle is not None and not JOB_ID.fullmatch(handle["job_id"]):
             # it becomes a word of scancel's command line
             raise RunFolderError(f"{self.handle} is damaged: {handle['job_id']!r} is no job's id")
         return handle
 
     def read_result(self) -> dict[str, Any] | None:
-        return self._read_own(self.result)
+        return read_json(self.result)
 
     def read_environment(self) -> dict[str, Any] | None:
-        return self.read(self.environment)
+        return read_json(self.environment)
 
     def read_resumes(self) -> list[dict[str, Any]]:
         """Return what each `resume` asked for, the latest last."""
-        return (self._read_own(self.resumes) or {RESUMES: []})[RESUMES]
+        return (read_json(self.resumes) or {RESUMES: []})[RESUMES]
 
     def failures(self, attempt: int) -> list[Mapping[str, Any]]:
         """Return what the attempt's ranks wrote when they failed."""
-        return self._of_ranks(attempt, FAILURE)
-
-    def _of_ranks(self, attempt: int, names: re.Pattern[str]) -> list[Mapping[str, Any]]:
         folder = self.attempt(attempt)
-        found = [folder / name for name in names_in(folder) if names.fullmatch(name)]
-        return [value for path in found if (value := self.read(path)) is not None]
+        found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
+        return [value for path in found if (value := read_json(path)) is not None]

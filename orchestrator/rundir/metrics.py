@@ -12,31 +12,18 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
-from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import open_nofollow, read_bytes
 from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
 MOST_TABLES = 64  # in a record
-MOST_BYTES = 4 << 30  # of some million updates
 RECENT_BYTES = 64 * 1024
-NUMBER, MAYBE_NUMBER = (int, float), (int, float, type(None))
-# A line without a checksum may be torn, so readers check the types that they rely on.
-FIELDS: dict[str, tuple[type, ...]] = {
-    "attempt": (int,), "epoch": (int,), "time": NUMBER, "loss": MAYBE_NUMBER,
-    "learning_rate": NUMBER, "samples": (int,), "weight": NUMBER, "micro_steps": (int,),
-    "collectives": (int,), "exchanges": (int,), "bytes_on_wire": (int,), "compute_s": NUMBER,
-    "wait_s": NUMBER, "optimizer_s": NUMBER, "update_s": NUMBER, "peak_memory_bytes": (int,),
-    "gradient_norm": MAYBE_NUMBER, "loss_scale": NUMBER, "metrics": (dict,),
-    "evaluation": (dict, type(None)), "restart": (dict,), "survived": (dict,), "joined": (dict,),
-    "generation": (int,), "planned_collectives": (int, type(None)),
-}  # fmt: skip
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
 _PLACE = struct.Struct("<qqqd")
@@ -55,15 +42,9 @@ class Tail:
 
     def skip_to_the_end(self, but: int = 0) -> None:
         """Skip the present content, except whole lines in the last `but` bytes."""
-        try:
-            with os.fdopen(open_nofollow(self.path), "rb") as file:
-                size = self._bounded_size(file)
-                file.seek(max(0, size - but))
-                data = file.read()
-        except FileNotFoundError:
-            return
-        cut = data.find(b"\n") + 1 if size > but else 0
-        self._offset = size - len(data) + (cut or len(data))
+        size, data = self._read_from(lambda size: max(0, size - but))
+        torn = data.find(b"\n") + 1 or len(data)  # where the first whole line begins
+        self._offset = size - len(data) + torn if size > but else 0
 
     def read(self) -> list[Record]:
         """Return new complete records, oldest first; [] before the file exists.
@@ -71,38 +52,27 @@ class Tail:
         A file that became shorter was cut back by a resume: it is read from its start again, which
         `History` takes without counting anything twice.
         """
-        try:
-            with os.fdopen(open_nofollow(self.path), "rb") as file:
-                if self._bounded_size(file) < self._offset:
-                    self._offset = 0
-                data = self._unread(file)
-        except FileNotFoundError:
-            return []
+        size, data = self._read_from(lambda size: self._offset if self._offset <= size else 0)
         end = data.rfind(b"\n") + 1
-        self._offset += end
+        self._offset = size - len(data) + end
         return self._parse(data[:end].split(b"\n")[:-1])
 
     def rest(self) -> list[Record]:
         """Return a last line without a line feed, if it is a record. For runs that have ended."""
+        self._offset, data = self._read_from(lambda _: self._offset)
+        return self._parse([data])
+
+    def _read_from(self, start_of: Callable[[int], int]) -> tuple[int, bytes]:
+        """Return the file's size, and its content from the offset that `start_of(size)` gives."""
         try:
-            with os.fdopen(open_nofollow(self.path), "rb") as file:
-                data = self._unread(file)
+            descriptor = open_nofollow(self.path)
         except FileNotFoundError:
-            return []
-        records = self._parse([data])
-        self._offset += len(data)
-        return records
-
-    def _unread(self, file: BinaryIO) -> bytes:
-        self._bounded_size(file)
-        file.seek(self._offset)
-        return file.read()
-
-    def _bounded_size(self, file: BinaryIO) -> int:
-        size = file.seek(0, os.SEEK_END)
-        if size > MOST_BYTES:
-            raise RunFolderError(f"{self.path} is damaged: it is larger than {MOST_BYTES} bytes")
-        return size
+            return 0, b""
+        with os.fdopen(descriptor, "rb") as file:
+            start = start_of(file.seek(0, os.SEEK_END))
+            file.seek(start)
+            data = file.read()
+        return start + len(data), data
 
     def _parse(self, lines: Iterable[bytes]) -> list[Record]:
         records: list[Record] = []
@@ -212,17 +182,7 @@ def record_of(text: str) -> Record | None:
         value = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return cast("Record", value) if _is_record(value) else None
-
-
-def _is_record(value: Any) -> bool:
-    if not isinstance(value, dict) or not isinstance(value.get("update"), int):
-        return False
-    return all(
-        isinstance(value[name], kinds) and not isinstance(value[name], bool)
-        for name, kinds in FIELDS.items()
-        if name in value
-    )
+    return value if isinstance(value, dict) and isinstance(value.get("update"), int) else None
 
 
 def _record_at_end(text: str) -> Record | None:
@@ -244,7 +204,9 @@ def recent_records(path: Path) -> list[Record]:
     Raises:
         OSError: it may not be read.
     """
-    found = list(_records(_last_bytes(path)))
+    tail = Tail(path)
+    tail.skip_to_the_end(but=RECENT_BYTES)
+    found = tail.read()
     last = max((record.get("attempt", 0) for record in found), default=0)
     return [record for record in found if record.get("attempt", 0) == last]
 
@@ -252,26 +214,6 @@ def recent_records(path: Path) -> list[Record]:
 def updates_of(records: Iterable[Record]) -> list[Record]:
     """Return the records of updates."""
     return [r for r in records if "evaluation" not in r and not is_no_update(r)]
-
-
-def _last_bytes(path: Path) -> bytes:
-    """Return whole lines of the last `RECENT_BYTES` of the file."""
-    try:
-        descriptor = open_nofollow(path)
-    except FileNotFoundError:
-        return b""
-    with os.fdopen(descriptor, "rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - RECENT_BYTES))
-        content = file.read()
-    return content.partition(b"\n")[2] if size > RECENT_BYTES else content
-
-
-def _records(content: bytes) -> Iterable[Record]:
-    for line in content.split(b"\n")[:-1]:
-        record = record_of(line.decode("utf-8", errors="replace").strip("\0 \t\r"))
-        if record is not None:
-            yield record
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -419,7 +361,7 @@ class ProgressWriter:
 def read_progress(path: Path) -> Place | None:
     """Return the latest place; None before the first."""
     try:
-        content = read_bytes(path, at_most=_PLACE.size)
+        content = read_bytes(path)
     except FileNotFoundError:
         return None
     if len(content) < _PLACE.size:

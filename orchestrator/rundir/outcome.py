@@ -120,7 +120,7 @@ def write_end(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:
     """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
-    run.write_own(run.result, end_of(run, state, culprit, remark=remark))
+    write_json(run.result, end_of(run, state, culprit, remark=remark))
 
 
 def end_of(
@@ -133,7 +133,7 @@ def end_of(
     """
     updates = read_metrics(run.metrics).updates
     last = updates[-1] if updates else {}
-    ends = [run.read(run.program_end(number)) for number in run.attempt_numbers()]
+    ends = [read_json(run.program_end(number)) for number in run.attempt_numbers()]
     program_s = sum(end["seconds"] for end in ends if end)
     return {
         "state": state.value,
@@ -191,7 +191,7 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     earlier: list[dict[str, Any]] = [
         departure["failed"]
         for number in range(first, attempt)
-        if (departure := run.read(run.departure(number))) and departure.get("failed")
+        if (departure := read_json(run.departure(number))) and departure.get("failed")
     ]
     place = read_progress(run.progress(attempt))
     program = bool(run.read_plan().get("program"))

@@ -25,7 +25,6 @@ from orchestrator.rundir.warnings import read_warnings
 # Removed or replaced while scanning, or too deep for a run to have a path.
 NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 BEAT_S = 2.0
-BEAT_BYTES = 12
 LOOK_TWICE_S = BEAT_S + 0.5
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
@@ -128,7 +127,7 @@ def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
     """Return the fields that come from result.json."""
     if result is None:
         return {"state": "running"}
-    pruned = run.read(run.pruned) if result["state"] == "stopped" else None
+    pruned = read_json(run.pruned) if result["state"] == "stopped" else None
     culprit: dict[str, Any] = result.get("culprit") or {}
     return {
         "state": _state_of(result, pruned),
@@ -267,7 +266,7 @@ def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) 
 def _beat(path: Path) -> str:
     """Return a node's present beat: a number, or "" before the first."""
     try:
-        return read_text(path, at_most=BEAT_BYTES).strip()
+        return read_text(path).strip()
     except FileNotFoundError:
         return ""
 

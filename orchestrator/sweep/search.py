@@ -562,7 +562,7 @@ class Searcher:
                 if self._pruner is not None and self._pruner.prune(self._study, frozen):
                     why = f"worse after update {update + 1} than the median of those before it"
                     trial.over = True
-                    trial.cell.run.write_own(trial.cell.run.pruned, {"why": why})
+                    write_json(trial.cell.run.pruned, {"why": why})
                     self._runs.stop(trial.cell)
                     self._tell(trial.number, TrialState.PRUNED, why)
                     break

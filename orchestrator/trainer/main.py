@@ -49,7 +49,7 @@ def _train(worker: WorkerProcess) -> int:
                 )  # fmt: skip
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why
-                worker.run.write_own(worker.run.result, result)
+                write_json(worker.run.result, result)
         # Groups that watch their peers learn that what follows is an end, not a loss.
         getattr(training.group, "close", lambda: None)()
         return EXIT_FINISHED if finished else EXIT_STOPPED

@@ -344,7 +344,7 @@ def _write_environment(
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
         warn(sentence)
     write_json(run.environment, environment)
-    run.write_own(run.plan, planned.to_json())
+    write_json(run.plan, planned.to_json())
 
 
 def _start_ahead(config: Config, spec: GroupSpec) -> None:

@@ -24,7 +24,7 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.errors import StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_end, write_json
+from orchestrator.rundir.files import read_end, read_json, write_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import read_outcome
@@ -221,7 +221,7 @@ def departure_note(why: str, updates: int | None = None) -> dict[str, Any]:
 
 def note_departure(run: RunDir, attempt: int, why: str, updates: int | None = None) -> None:
     """Record that an attempt ended by a stop or a loss; an earlier reason stays."""
-    earlier: dict[str, Any] = run.read(run.departure(attempt)) or {}
+    earlier: dict[str, Any] = read_json(run.departure(attempt)) or {}
     note = departure_note(why, updates)
     write_json(run.departure(attempt), {**note, **earlier, "updates": updates})
 
@@ -243,7 +243,7 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     if not before:
         return None
     last = max(before)
-    departure: dict[str, Any] | None = run.read(run.departure(last))
+    departure: dict[str, Any] | None = read_json(run.departure(last))
     if departure is not None:
         return str(departure["why"])
     try:

@@ -39,10 +39,8 @@ def make_run(tmp_path):
         run.create()
         config = composed(*overrides)
         run.write_config(to_yaml(config))
-        run.write_own(run.submission, {"cluster": "local", "time": 1.0})
-        run.write_own(
-            run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json()
-        )
+        write_json(run.submission, {"cluster": "local", "time": 1.0})
+        write_json(run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json())
         run.begin_attempt()
         saved = run.checkpoints / f"update-{done:09d}"
         saved.mkdir()

@@ -28,8 +28,8 @@ def make_run(path, updates=12, cluster="local"):
     run = RunDir(path)
     run.create()
     run.write_config(to_yaml(Config(job={"_target_": "a.B"}, optimizer={"name": "sgd"})))
-    run.write_own(run.plan, {"updates": updates, "ranks": 2, "nodes": 1, "warnings": []})
-    run.write_own(run.submission, {"cluster": cluster, "time": 1.0})
+    write_json(run.plan, {"updates": updates, "ranks": 2, "nodes": 1, "warnings": []})
+    write_json(run.submission, {"cluster": cluster, "time": 1.0})
     run.begin_attempt()
     run.begin_attempt()
     note = {
@@ -45,7 +45,7 @@ def make_run(path, updates=12, cluster="local"):
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     warned = {"sentence": "slow", "times": 1, "rank": 1, "time": 1.0}
     run.warnings(1, 0).write_text(json.dumps(warned) + "\n")
-    run.write_own(run.result,
+    write_json(run.result,
         {"state": "finished", "updates": updates, "samples": 96, "loss": 0.1, "restarts": [note],
          "culprit": None},
     )  # fmt: skip

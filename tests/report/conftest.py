@@ -12,6 +12,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
 
@@ -95,14 +96,14 @@ def maker(home):
         run = RunDir(folder)
         run.create()
         run.write_config(to_yaml(config))
-        run.write_own(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
+        write_json(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
         told = {"overrides": list(overrides), "folder": str(home), **more}
-        run.write_own(run.submission, told)
+        write_json(run.submission, told)
         lines = [record(n) for n in range(5)] if records is None else records
         lines += [{"update": 4, "attempt": 0, "time": 1005.0, "evaluation": {"accuracy": 0.9}}]
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
         if ended is not False:
-            run.write_own(run.result, result() if ended is None else ended)
+            write_json(run.result, result() if ended is None else ended)
         run.begin_attempt()
         return run
 

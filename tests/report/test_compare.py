@@ -111,38 +111,13 @@ def test_the_largest_tensor_counts_each_by_its_own_scale(folder):
     assert json.loads(json.dumps(found.as_dict()))["tensors"]["small"]["shape"] == [1]
 
 
-def by_definition(bits, exponent_bits, mantissa_bits, *, has_infinity):
-    """The value of a bit pattern: sign, biased exponent, mantissa, as IEEE 754 has it."""
-    sign = -1.0 if bits >> (exponent_bits + mantissa_bits) else 1.0
-    top = 2**exponent_bits - 1
-    exponent, mantissa = (bits >> mantissa_bits) & top, bits % 2**mantissa_bits
-    if has_infinity and exponent == top:
-        return math.nan if mantissa else sign * math.inf
-    # e4m3fn gives the room of the infinities to numbers, but for one NaN of each sign.
-    if exponent == top and mantissa == 2**mantissa_bits - 1:
-        return math.nan
-    bias = 2 ** (exponent_bits - 1) - 1
-    fraction = mantissa / 2**mantissa_bits + (exponent > 0)
-    return sign * fraction * 2.0 ** (max(exponent, 1) - bias)
-
-
-@pytest.mark.parametrize(
-    ("kind", "exponent_bits", "mantissa_bits"),
-    [("F8_E4M3", 4, 3), ("F8_E5M2", 5, 2), ("BF16", 8, 7)],
-)
-def test_every_narrow_float_has_the_value_of_its_definition(
-    folder, kind, exponent_bits, mantissa_bits
-):
-    count = 2 ** (1 + exponent_bits + mantissa_bits)
-    bits = np.arange(count, dtype="u1" if count == 256 else "<u2")
-    path = raw(folder / "narrow", {"w": (kind, [count], bits.tobytes())})
-    found = module.SafetensorsFile(path).tensors["w"].values(0, count)
-    expected = [
-        by_definition(n, exponent_bits, mantissa_bits, has_infinity=kind != "F8_E4M3")
-        for n in range(count)
-    ]
+def test_every_bfloat16_has_the_value_of_the_float32_that_it_is_the_upper_half_of(folder):
+    bits = np.arange(1 << 16, dtype="<u2")
+    path = raw(folder / "narrow", {"w": ("BF16", [bits.size], bits.tobytes())})
+    found = module.SafetensorsFile(path).tensors["w"].values(0, bits.size)
+    expected = [struct.unpack("<f", struct.pack("<HH", 0, int(n)))[0] for n in bits]
     with np.errstate(invalid="ignore"):
-        np.testing.assert_array_equal(found.astype("f8"), expected)
+        np.testing.assert_array_equal(found, np.array(expected, "f4"))
     assert compare(path, path).max_relative_difference == 0
 
 
@@ -201,7 +176,7 @@ def test_damaged_files_are_named(folder, tmp_path):
             compare(good, bad)
     with pytest.raises(UsageError, match="no weights file"):
         compare(good, tmp_path / "missing")
-    with pytest.raises(UsageError, match="cannot be read"):
+    with pytest.raises(UsageError, match="is damaged"):
         compare(tmp_path, good)
 
 

@@ -38,8 +38,8 @@ def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(ma
     words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b", "train.updates=9"]
     asked = {"overrides": words, "flags": ["--config-name", "mine"]}
     run = made("one")
-    run.write_own(run.submission, run.read_submission() | asked)
-    run.write_own(run.resumes, {"resumes": [{"overrides": ["train.epochs=2"]}]})
+    write_json(run.submission, run.read_submission() | asked)
+    write_json(run.resumes, {"resumes": [{"overrides": ["train.epochs=2"]}]})
     [found] = data_of(facts_of(run.path))["runs"]
     line = "--config-name mine +cluster=slurm 'job.hydra.dir=a b' train.epochs=2"
     assert found["command"] == f"python -m orchestrator.launch {line}"

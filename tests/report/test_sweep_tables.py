@@ -16,6 +16,7 @@ from orchestrator.report.sweep_tables import (
     timed_concurrently,
     verdict,
 )
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.report.conftest import Screen, record, result
 
@@ -133,7 +134,7 @@ def test_points_that_were_timed_beside_others_are_named(tmp_path):
     def point(name, *ends, held=True):
         run = RunDir(tmp_path / name)
         run.path.mkdir()
-        run.write_own(run.submission, {"held": held})
+        write_json(run.submission, {"held": held})
         updates = [
             {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
             for n, end in enumerate(ends)

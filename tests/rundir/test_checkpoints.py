@@ -1,7 +1,6 @@
 """Checkpoints appear whole or not at all; only the newest attempt writes them."""
 
 import errno
-import json
 import os
 
 import pytest
@@ -11,8 +10,8 @@ from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
-from orchestrator.rundir.checkpoints import ATTEMPT_DIGITS, Fence, StaleAttempt, read_newest
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
 
 
@@ -209,14 +208,6 @@ def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, content):
         checkpoint.check_initial(run)
 
 
-def test_the_state_of_a_run_that_seals_its_files_has_a_seal(tmp_path):
-    folder = save(tmp_path, 2, run="a")
-    state = folder / checkpoint.STATE
-    state.write_text(json.dumps(read_json(state)))
-    with pytest.raises(RunFolderError, match="its digest is missing"):
-        checkpoint.load(folder, "a")
-
-
 def test_initial_weights_of_another_length_are_refused_unread(tmp_path, monkeypatch):
     run, read = RunDir(tmp_path), []
     monkeypatch.setattr(checkpoint, "digest_of", read.append)
@@ -256,7 +247,7 @@ def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
     assert read_newest(path) == 12
 
 
-@pytest.mark.parametrize("damage", ["1 2", "-3", "1.0", "\u0663", "7" * (ATTEMPT_DIGITS + 2)])
+@pytest.mark.parametrize("damage", ["1 2", "-3", "1.0", "\u0663"])
 def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first(tmp_path, damage):
     path = tmp_path / "newest"
     path.write_text(damage)

@@ -14,7 +14,6 @@ from orchestrator.rundir.folder import (
     INITIAL_BYTES,
     INITIAL_DIGEST,
     RESUMES,
-    RUN,
     RunDir,
     load_config,
 )
@@ -28,8 +27,8 @@ READ = ("config.yaml", "submission.json", "plan.json", "result.json", "resumes.j
 def whole(tmp_path_factory):
     """A run with two checkpoints; what a resume reads of it."""
     run = made(tmp_path_factory.mktemp("seal") / "run")
-    run.write_own(run.result, {"state": "stopped", "updates": 2, "restarts": []})
-    run.write_own(run.resumes, {RESUMES: [{"attempt": 1, "overrides": []}]})
+    write_json(run.result, {"state": "stopped", "updates": 2, "restarts": []})
+    write_json(run.resumes, {RESUMES: [{"attempt": 1, "overrides": []}]})
     for updates in (1, 2):
         engine = Engine(bytes(range(40 * updates)))
         save(run.checkpoints, updates, engine, run=run.identity)
@@ -77,7 +76,7 @@ def full(whole, tmp_path_factory):
     write_json(run.restart(0), note)
     run.initial_weights.write_bytes(bytes(range(100)))
     digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights), INITIAL_BYTES: 100}
-    run.write_own(run.submission, {**run.read_submission(), **digest})
+    write_json(run.submission, {**run.read_submission(), **digest})
     return run
 
 
@@ -147,19 +146,17 @@ def test_a_rewritten_config_keeps_the_runs_identity(whole, tmp_path):
     assert run.read_config()["train"]["updates"] == 30
 
 
-@pytest.mark.parametrize(
-    "content",
-    [b"null", b"[1, 2]", b"", b"\xff\xfe\x00", b"[" * 200_000, b'{"updates": 1e999}',
-     b'{"updates": ' + b"9" * 6000 + b"}", b'{"updates": 1}'],
-)  # fmt: skip
-def test_whatever_stands_in_a_file_is_a_value_or_one_sentence(tmp_path, content):
+@pytest.mark.parametrize("content", [b"", b"\xff\xfe\x00", b"[" * 200_000, b'{"updates": 1}'])
+def test_a_file_without_a_digest_is_refused_in_one_sentence(tmp_path, content):
     path = tmp_path / "plan.json"
     path.write_bytes(content)
-    try:
-        assert isinstance(read_json(path), dict)
-    except RunFolderError as error:
-        assert str(error).startswith(f"{path} is damaged: ")  # noqa: PT017  # every bit may end this way
-        assert len(str(error)) < 400  # noqa: PT017  # every bit may end this way
+    with pytest.raises(RunFolderError, match=f"^{path} is damaged: .{{,80}}$"):
+        read_json(path)
+
+
+def test_an_empty_table_is_read_back(tmp_path):
+    write_json(tmp_path / "plan.json", {})
+    assert read_json(tmp_path / "plan.json") == {}
 
 
 @pytest.mark.parametrize(
@@ -177,26 +174,7 @@ def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, da
         run.read_config()
 
 
-def test_a_file_that_names_no_run_is_refused(whole, tmp_path):
-    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
-    plan = {key: value for key, value in read_json(run.plan).items() if key != RUN}
-    write_json(run.plan, plan)
-    with pytest.raises(RunFolderError, match=r"plan\.json is damaged: it is of another run"):
-        run.read_plan()
-
-
 def test_a_config_that_is_no_table_of_settings_is_refused():
     for text, says in (("- 1\n", "it has no job"), ("a: [", "."), ("job: {}\n", "it has no opt")):
         with pytest.raises(RunFolderError, match=f"config.yaml is damaged: .*{says}"):
             load_config(Path("config.yaml"), text)
-
-
-def test_a_folder_that_no_attempt_made_costs_no_time_and_no_attempt(whole, tmp_path):
-    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
-    run.begin_attempt()
-    (run.attempts / "999999999").mkdir()
-    assert (run.attempts_made(), run.restarts()) == (1, [])
-    (run.attempts / "999999").mkdir()
-    assert run.restarts() == []
-    with pytest.raises(RunFolderError, match="attempts is damaged: it has an attempt 999999"):
-        run.begin_attempt()

@@ -16,14 +16,13 @@ from orchestrator.rundir import files
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import (
     open_nofollow,
-    read_bytes,
     read_json,
     start_of_last,
     write_json,
     written_together,
 )
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import ProgressWriter, read_metrics
+from orchestrator.rundir.metrics import ProgressWriter
 
 
 def links(folder, target):
@@ -77,23 +76,13 @@ def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
     assert read_json(tmp_path / "plan.json") == {"ranks": 2}
 
 
-def test_files_are_read_up_to_a_bound(tmp_path):
-    path = tmp_path / "large"
-    path.touch()
-    os.truncate(path, 1 << 40)  # a hole: no such disk is needed
-    with pytest.raises(RunFolderError, match="larger than"):
-        read_bytes(path, at_most=1000)
-    with pytest.raises(RunFolderError, match="larger than"):
-        read_metrics(path)
-
-
 def made(path):
     """A run folder as a start makes it, nothing trained."""
     run = RunDir(path)
     run.create()
     run.write_config(to_yaml(compose(["train.updates=3"])))
-    run.write_own(run.submission, {"cluster": "local"})
-    run.write_own(run.plan, {"updates": 3, "ranks": 4})
+    write_json(run.submission, {"cluster": "local"})
+    write_json(run.plan, {"updates": 3, "ranks": 4})
     return run
 
 

@@ -62,6 +62,16 @@ def test_a_file_that_was_cut_back_is_read_again(tmp_path):
     assert [(r["update"], r["attempt"]) for r in history.updates] == [(0, 0), (1, 1)]
 
 
+def test_of_what_is_there_already_whole_recent_lines_are_read(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(lines(record(0), record(1)))
+    size = path.stat().st_size
+    for but, updates in ((0, []), (size // 2 + 9, [1]), (size, [0, 1]), (2 * size, [0, 1])):
+        tail = Tail(path)
+        tail.skip_to_the_end(but)
+        assert [r["update"] for r in tail.read()] == updates, but
+
+
 def test_a_whole_last_line_without_line_feed_counts_when_the_run_is_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(record(0), record(1)).rstrip("\n"))

@@ -33,7 +33,7 @@ from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.checkpoints import Fence, read_newest
-from orchestrator.rundir.files import write_atomically, write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
@@ -102,7 +102,7 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     job_id = own_job_id(os.environ)
     job = ask_job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
-    departure = run.read(run.departure(attempt))
+    departure = read_json(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
@@ -249,7 +249,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     """Return a sentence if repeated starts made no update: requeueing would never end."""
     if attempt < FRUITLESS:
         return None
-    notes = [run.read(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
+    notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
     began_at = {note.get("resumed_from") for note in notes}
     done = recent_updates(run)[-1:]
     if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):
@@ -313,7 +313,7 @@ def _settle(run: RunDir, seen: Job) -> str | None:
         run,
         attempt,
         job,
-        departure=run.read(run.departure(attempt)) or _of_killed_script(run, attempt, job),
+        departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
         culprit=lambda: ending(run, job, attempt)[1],
         again=lambda: ask_for_requeue(client, seen.id),
     )

@@ -11,6 +11,7 @@ import signal
 
 from orchestrator.agent.root_cause import TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_ends
@@ -102,7 +103,7 @@ def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Cu
 
 def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
     """Return the culprit by the ranks' records, if the batch script could not report it."""
-    departure = run.read(run.departure(attempt))
+    departure = read_json(run.departure(attempt))
     if departure is not None:
         cause = (
             f"its ranks left in order ({departure['why']}), but the batch script "

@@ -174,7 +174,7 @@ def adopt(folder: RunDir) -> str:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ClusterError(f"{folder.path} is being submitted at this moment") from None
-        note: dict[str, Any] | None = read_json(folder.submitting, checked=True)
+        note: dict[str, Any] | None = read_json(folder.submitting)
         if note is None:
             return ""
         elements: dict[str, str] = note["elements"]

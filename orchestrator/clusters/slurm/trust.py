@@ -18,8 +18,6 @@ from orchestrator.rundir.files import PRIVATE, read_text, write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import CONF, SlurmClient
 
-REMEMBERED_BYTES = 1 << 20
-
 
 def client_of(run: RunDir, slurm_conf: str | None) -> SlurmClient:
     """Return the client for the cluster that a run's handle names.
@@ -74,7 +72,7 @@ def _memory() -> Path:
 
 def _remembered() -> set[str]:
     try:
-        return set(read_text(_memory(), at_most=REMEMBERED_BYTES).splitlines())
+        return set(read_text(_memory()).splitlines())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return set()  # nothing is vouched for here
 

@@ -76,7 +76,6 @@ def keep_port(address: str) -> socket.socket:
 
 
 FIRST_S, RARE_S = 0.05, 2.0
-MOST_BYTES = 1 << 20
 
 
 class Backoff:
@@ -98,6 +97,6 @@ def publish(path: Path, content: Any) -> None:
 def read_published(path: Path) -> Any | None:
     """Return what was published at `path`; None if nothing was."""
     try:
-        return json.loads(read_text(path, at_most=MOST_BYTES))
+        return json.loads(read_text(path))
     except FileNotFoundError:
         return None

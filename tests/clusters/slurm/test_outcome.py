@@ -332,7 +332,7 @@ def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
     run.newest_attempt.write_text("1")
     assert settled(job_status()) == (None, [], [])
     run.newest_attempt.write_text("0")
-    run.write_own(run.result, {"state": "finished", "updates": 4})
+    write_json(run.result, {"state": "finished", "updates": 4})
     assert settled(job_status())[0]["state"] == "finished"
 
 

@@ -7,6 +7,7 @@ from rich.console import Console
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.local import PointEnded
 from orchestrator.sweep.search import Searcher, open_study, read_search
@@ -94,7 +95,7 @@ class AtOnce:
 def write_result(run: RunDir, arguments):
     loss = loss_of(arguments["lr"], arguments["k"])
     culprit = {"rank": 0, "node": "node0", "cause": "it cannot be", "log_tail": []}
-    run.write_own(run.result, {
+    write_json(run.result, {
         "state": "failed" if loss is None else "finished", "updates": 4, "loss": loss,
         "seconds": 0.1, "metrics": {}, "culprit": culprit if loss is None else None,
     })  # fmt: skip

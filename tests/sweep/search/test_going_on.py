@@ -10,6 +10,7 @@ import pytest
 from optuna.storages.journal import JournalFileBackend
 
 from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.sweep.search.helpers import AtOnce, asked, line_of, loss_of, searched
 
@@ -199,7 +200,7 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
             run = ended.cell.run
             found = run.read_result()
             if found["state"] == "finished" and self.left and self.left.pop(0):
-                run.write_own(run.result, found | {"loss": None})
+                write_json(run.result, found | {"loss": None})
             return [ended]
 
     question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
