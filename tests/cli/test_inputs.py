@@ -11,6 +11,7 @@ from orchestrator.cli import inputs
 from orchestrator.cli.inputs import imported_files, inputs_of
 from orchestrator.config.composer import compose
 from orchestrator.config.program import Program
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests import helpers
 
@@ -92,7 +93,7 @@ def test_what_has_changed_is_named(own):
     before = json.loads(json.dumps(inputs_of(config)))
     run = RunDir(own / "run")
     run.create()
-    run.write_own(run.submission, {"time": time.time()})
+    write_json(run.submission, {"time": time.time()})
 
     def differences():
         return inputs.differences(run, before, config)
