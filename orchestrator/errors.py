@@ -32,11 +32,6 @@ class UsageError(OrchestratorError):
     exit_code = EXIT_USAGE
 
 
-def plainly_said(error: OrchestratorError) -> bool:
-    """Return whether a traceback would add nothing: we detected a wrong request."""
-    return isinstance(error, UsageError) and error.__cause__ is None
-
-
 class ConfigError(UsageError):
     """A configuration key or value that cannot be used."""
 

@@ -10,12 +10,10 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from orchestrator.errors import UsageError
-from orchestrator.report.terminal import literal, say
+from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.rundir.tensors import SafetensorsFile, Tensor
 from orchestrator.units import plural
 
@@ -191,23 +189,13 @@ def print_comparison(comparison: Comparison, console: Console, *, tensors: bool 
         differing = [t for t in comparison.tensors.values() if not t.equal_bits]
         say(console, f"{len(differing)} of {count} differ in some bit")
     if tensors and comparison.tensors:
-        console.print(_table(comparison, console))
-
-
-def _table(comparison: Comparison, console: Console) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    table.add_column("tensor", overflow="fold")
-    table.add_column("shape", overflow="fold")
-    table.add_column("dtype", overflow="fold")
-    table.add_column("relative", justify="right", no_wrap=True)
-    table.add_column("absolute", justify="right", no_wrap=True)
-    for name, tensor in sorted(
-        comparison.tensors.items(), key=lambda item: -item[1].max_relative_difference
-    ):
-        relative, absolute = _figures(tensor)
-        row = (name, str(list(tensor.shape)), tensor.dtype, relative, absolute)
-        table.add_row(*(literal(text, console) for text in row))
-    return table
+        table = new_table(("tensor", "shape", "dtype", "relative", "absolute"), right=(3, 4))
+        for name, tensor in sorted(
+            comparison.tensors.items(), key=lambda item: -item[1].max_relative_difference
+        ):
+            row = (name, str(list(tensor.shape)), tensor.dtype, *_figures(tensor))
+            table.add_row(*(literal(text, console) for text in row))
+        console.print(table)
 
 
 def _figures(tensor: TensorComparison) -> tuple[str, str]:

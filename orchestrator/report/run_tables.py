@@ -12,10 +12,9 @@ from typing import Any
 from rich import box
 from rich.console import Console
 from rich.panel import Panel
-from rich.table import Table
 
 from orchestrator.errors import spans
-from orchestrator.report.terminal import command, literal, say
+from orchestrator.report.terminal import command, literal, print_facts, say
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
 from orchestrator.rundir.outcome import describe_culprit
@@ -45,13 +44,8 @@ _NO_MODEL = "the model is not built here"
 
 def print_plan(plan: Mapping[str, Any], console: Console) -> None:
     """Print a plan, given as `plan --json` has it."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value in [*_plan_rows(plan), *_rank_rows(plan)]:
-        style = "dim" if value.startswith("unknown") else ""
-        table.add_row(literal(label, console), literal(value, console, style))
-    console.print(table)
+    rows = [*_plan_rows(plan), *_rank_rows(plan)]
+    print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
     for warning in plan.get("warnings") or ():
         say(console, f"warning: {warning}", "yellow", prose=True)
 
@@ -214,14 +208,9 @@ def print_closing(
     plan = plan or {}
     updates = history.updates
     summary = summarize(result, updates)
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
     own = plan.get("program")
     rows = _rows_of_program(result, summary, own) if own else _rows(result, summary, updates, plan)
-    for label, value, style in rows:
-        table.add_row(literal(label, console), literal(value, console, style))
-    console.print(table)
+    print_facts(rows, console)
     # Not in the table, so that it stays in one piece however long it is.
     say(console, f"run folder: {folder}")
     if summary.state == "failed":

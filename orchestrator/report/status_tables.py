@@ -7,13 +7,11 @@ from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
-from rich.table import Table
 from rich.text import Text
 
-from orchestrator.report.terminal import command, legible, literal, say
+from orchestrator.report.terminal import command, legible, literal, new_table, print_facts, say
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
@@ -150,12 +148,7 @@ WARNINGS_SHOWN = 5
 
 def print_run(run: RunStatus, console: Console) -> None:
     """Print one run."""
-    table = Table.grid(padding=(0, 2))
-    table.add_column(style="dim", no_wrap=True)
-    table.add_column(overflow="fold")
-    for label, value, style in _rows(run):
-        table.add_row(literal(label, console), literal(value, console, style))
-    console.print(table)
+    print_facts(_rows(run), console)
     _print_warnings(run.warnings, console)
     say(console, f"run folder: {run.folder}")
     if run.state in ("stopped", "lost", "failed", "cancelled"):
@@ -237,11 +230,8 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
     trials = sorted(search["trials"], key=lambda trial: _order(trial, search["maximize"]))
     valued = [trial for trial in trials if trial["value"] is not None]
     shown = [*valued[:FIRST], *trials[len(valued) :]]
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("trial", justify="right")
-    table.add_column("state")
-    table.add_column(literal(search["objective"], console), justify="right")
-    table.add_column("chosen", overflow="fold")
+    headings = ("trial", "state", literal(search["objective"], console), "chosen")
+    table = new_table(headings, right=(0, 2))
     for trial in shown:
         best = trial["number"] == search["best"]
         table.add_row(

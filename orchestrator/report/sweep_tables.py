@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from rich import box
 from rich.cells import cell_len
 from rich.console import Console
 from rich.table import Table
@@ -15,7 +14,7 @@ from rich.text import Text
 
 from orchestrator.errors import UsageError
 from orchestrator.report.run_tables import STATE_STYLES
-from orchestrator.report.terminal import legible, literal, say
+from orchestrator.report.terminal import legible, literal, new_table, say
 from orchestrator.rundir.checkpoints import WEIGHTS, complete
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, Summary, read_metrics, summarize
@@ -205,10 +204,8 @@ def _width(columns: Sequence[_Column]) -> int:
 
 
 def _point_table(columns: Sequence[_Column]) -> Table:
-    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False, show_edge=False)
-    for column in columns:
-        justify = "left" if column.left else "right"
-        table.add_column(Text(column.title), justify=justify, overflow="fold")
+    right = [place for place, column in enumerate(columns) if not column.left]
+    table = new_table((Text(column.title) for column in columns), right)
     for row in zip(*(column.values for column in columns), strict=True):
         table.add_row(*row)
     return table
@@ -236,7 +233,12 @@ class Pair:
 def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
     """Print a table and one sentence for each pair."""
     for pair in pairs:
-        console.print(_table(pair, console))
+        ks = [f"K={cell.plan.get('micro_steps', '?')}" for cell in (pair.one, pair.many)]
+        title = literal(pair.title, console, "bold")
+        table = new_table(["", *ks, "ratio"], right=(1, 2, 3), title=title)
+        for row in _rows(pair):
+            table.add_row(*(literal(text, console) for text in row))
+        console.print(table)
         say(console, verdict(pair), prose=True)
         say(console, "")
     say(
@@ -275,24 +277,6 @@ def _change(what: str, ratio: float | None) -> str:
     if abs(ratio - 1) <= SAME_WITHIN:
         return f"{what} about the same ({format_ratio(ratio)})"
     return f"{what} {'up' if ratio > 1 else 'down'} ({format_ratio(ratio)})"
-
-
-def _table(pair: Pair, console: Console) -> Table:
-    table = Table(
-        title=literal(pair.title, console, "bold"),
-        title_justify="left",
-        box=box.SIMPLE_HEAD,
-        padding=(0, 1, 0, 0),
-        pad_edge=False,
-        show_edge=False,
-    )
-    table.add_column("", overflow="fold")
-    for cell in (pair.one, pair.many):
-        table.add_column(f"K={cell.plan.get('micro_steps', '?')}", justify="right")
-    table.add_column("ratio", justify="right")
-    for row in _rows(pair):
-        table.add_row(*(literal(text, console) for text in row))
-    return table
 
 
 def _rows(pair: Pair) -> Iterator[tuple[str, str, str, str]]:

@@ -16,13 +16,15 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Generator
+from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
 
+from rich import box
 from rich.console import Console
+from rich.table import Table
 from rich.text import Text
 
-from orchestrator.errors import OrchestratorError, plainly_said
+from orchestrator.errors import OrchestratorError, UsageError
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
@@ -116,13 +118,41 @@ def say(console: Console, text: object, style: str = "", *, prose: bool = False)
     console.print(literal(text, console, style), soft_wrap=whole, highlight=False)
 
 
+def print_facts(rows: Iterable[tuple[str, str, str]], console: Console) -> None:
+    """Print labels with their values, each with the style of the value."""
+    table = Table.grid(padding=(0, 2))
+    table.add_column(style="dim", no_wrap=True)
+    table.add_column(overflow="fold")
+    for label, value, style in rows:
+        table.add_row(literal(label, console), literal(value, console, style))
+    console.print(table)
+
+
+def new_table(
+    headings: Iterable[str | Text], right: Collection[int], title: Text | str = ""
+) -> Table:
+    """Return an empty table with a line below its headings.
+
+    Args:
+        right: columns of numbers, by place; the others begin at the left.
+    """
+    table = Table(
+        title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
+        pad_edge=False, show_edge=False,
+    )  # fmt: skip
+    for place, heading in enumerate(headings):
+        justify = "right" if place in right else "left"
+        table.add_column(heading, justify=justify, overflow="fold")
+    return table
+
+
 def print_error(error: OrchestratorError, *, verbose: bool = False) -> int:
     """Print an error as one message, cut where a value in it is endless; return its exit code.
 
     Args:
         verbose: print the traceback before it, unless it would say nothing more.
     """
-    if verbose and not plainly_said(error):
+    if verbose and not (isinstance(error, UsageError) and error.__cause__ is None):
         traceback.print_exception(error)
     text = str(error)
     if len(text) > LONGEST_MESSAGE:

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from rich import box
 from rich.console import Console
-from rich.table import Table
 
 from orchestrator.cli.start import with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
@@ -17,7 +15,7 @@ from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.sweep_tables import only_varying
-from orchestrator.report.terminal import literal, say
+from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.sweep.cells import Action, Cell, cells_of
 from orchestrator.sweep.points import checked
 from orchestrator.units import plural
@@ -82,9 +80,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
 
 def print_cells(cells: Sequence[Cell], console: Console) -> None:
     """Print a row for each point, and how many are to run."""
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("run", "point", "", "because", "nodes"):
-        table.add_column(heading, justify="right" if heading == "nodes" else "left")
+    table = new_table(("run", "point", "", "because", "nodes"), right=(4,))
     varying = only_varying([cell.point.overrides for cell in cells])
     for cell, overrides in zip(cells, varying, strict=True):
         words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
