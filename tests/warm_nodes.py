@@ -7,19 +7,15 @@ what it stands for: its command line, environment, signals and files are those o
 interpreter. What `helpers.begin_anew` starts, and all jobs but torch's, are new interpreters.
 """
 
-import atexit
 import ctypes
 import functools
-import io
 import logging
 import os
-import runpy
-import signal
 import subprocess
 import sys
-import traceback
 from pathlib import Path
 
+from orchestrator.agent.local_nodes import become
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
@@ -47,54 +43,9 @@ def _is_torchs(run):
 
 def _be(command, environment, keep):
     """In the child, in the place of its exec: be what the command would be."""
-    code = 1
-    try:
-        _close_all_but({0, 1, 2, *keep})
-        _set_signals()
-        logging.getLogger().handlers.clear()
-        atexit._clear()
-        os.environ.clear()
-        os.environ.update(environment)
-        was = sys.stdin, sys.stdout, sys.stderr  # kept, for their ends would write what they hold
-        sys.stdin, sys.stdout, sys.stderr = map(_standard, range(3), ("rb", "wb", "wb"))
-        sys.argv = [MODULE, *command[3:]]
-        name_after([sys.executable, *command[1:]])
-        sys.modules.pop(MODULE, None)
-        runpy.run_module(MODULE, run_name="__main__", alter_sys=True)
-        code = 0
-        del was
-    except SystemExit as end:
-        code = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException:  # noqa: BLE001  # it must not go on as a second launcher
-        traceback.print_exc()
-    finally:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
-
-
-def _standard(number, mode):
-    """As with PYTHONUNBUFFERED, which our own processes have."""
-    return io.TextIOWrapper(io.FileIO(number, mode, closefd=False), write_through=True)
-
-
-def _set_signals():
-    """As they are when a Python starts, whatever an exec or a launcher did to them."""
-    for number in signal.valid_signals():
-        if callable(signal.getsignal(number)):
-            signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    for number in (signal.SIGPIPE, signal.SIGXFSZ):
-        signal.signal(number, signal.SIG_IGN)
-
-
-def _close_all_but(kept):
-    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-        if number not in kept:
-            try:
-                os.close(number)
-            except OSError:  # it was the listing's own
-                continue
+    logging.getLogger().handlers.clear()
+    name_after([sys.executable, *command[1:]])
+    become(environment, keep)
 
 
 def name_after(words):

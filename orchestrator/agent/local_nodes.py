@@ -8,14 +8,16 @@ node has its own parent (`node.py`). An agent is restarted only where workers ma
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import json
 import os
 import select
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from orchestrator.agent.processes import (
     set_parent_death_signal,
 )
 from orchestrator.agent.rank_log import send_output_to
-from orchestrator.agent.worker import preload, run_worker
+from orchestrator.agent.worker import import_for, preload, run_worker
 from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, kill_descendants
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -181,12 +183,76 @@ def _live(order: dict[str, Any]) -> int:
     return run_worker(run.path, order["nodes"][0]["spec"]["attempt"], rank)
 
 
+# ------------------------------------------------------------------ Without a new interpreter
+# A sweep's launcher imports the framework once, and the parents of its points' nodes are forks of
+# it: the import takes more than a second, each time.
+
+_imported_with: dict[str, str] | None = None
+"""The environment of requests whose nodes may be forks of this process."""
+
+
+def import_ahead(job: Mapping[str, Any], environment: Mapping[str, str]) -> None:
+    """Import what the nodes of coming runs need, unless it is too late to choose their threads.
+
+    Args:
+        environment: of their requests; libraries read the number of threads when they are loaded.
+    """
+    global _imported_with  # noqa: PLW0603  # as what is imported, it is of the process
+    if not {"numpy", "torch", "mindspore"}.isdisjoint(sys.modules):
+        return
+    os.environ.update(environment)
+    import_for(job)
+    _imported_with = dict(environment)
+
+
+def may_fork(environment: Mapping[str, str]) -> bool:
+    """Return whether the parent of a run's nodes may be a fork of this process.
+
+    Args:
+        environment: of the run's request.
+    """
+    return environment == _imported_with and threading.active_count() == 1
+
+
+def become(environment: Mapping[str, str], keep: Collection[int]) -> None:
+    """Be what an exec of this module would be, in a fork, to the end of this process.
+
+    Args:
+        keep: descriptors besides the standard ones that stay open.
+    """
+    with ending() as end:
+        nothing = os.open(os.devnull, os.O_RDWR)
+        for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+            if number not in {0, 1, 2, nothing, *keep}:
+                # Closed, it might be reused, and a Python object of the launcher would close that.
+                with contextlib.suppress(OSError):  # the listing's own
+                    os.dup2(nothing, number, inheritable=False)
+        for number in signal.valid_signals():
+            if callable(signal.getsignal(number)):
+                signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        for number in (signal.SIGPIPE, signal.SIGXFSZ):
+            signal.signal(number, signal.SIG_IGN)
+        os.environ.clear()
+        os.environ.update(environment)
+        sys.stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # a descriptor
+        sys.stdout, sys.stderr = (
+            open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+            for number in (1, 2)
+        )
+        end.code = _run()
+
+
+def _run() -> int:
+    order = json.load(sys.stdin)
+    # The pipe to the launcher ends at the same time.
+    set_parent_death_signal(order["launcher"], signal.SIGTERM)
+    return _live(order)
+
+
 def main() -> None:
     with ending() as end:
-        order = json.load(sys.stdin)
-        # The pipe to the launcher ends at the same time.
-        set_parent_death_signal(order["launcher"], signal.SIGTERM)
-        end.code = _live(order)
+        end.code = _run()
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import gc
 import importlib
 import sys
 import traceback
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,13 +35,22 @@ def run_worker(path: Path, attempt: int, rank: int) -> int:
 
 
 def preload(run: RunDir) -> None:
+    """Import what the workers of a run need; see `import_for`."""
+    try:
+        job = read_config(run.existing().read_config()).job
+    except OrchestratorError:  # each worker reads the same, and reports it in the rank's log
+        traceback.print_exc()
+    else:
+        import_for(job)
+
+
+def import_for(job: Mapping[str, Any]) -> None:
     """Import what workers need, with the engine if the job's source names its framework.
 
     An import that fails here fails in each worker again, which reports it in the rank's log.
     """
     gc.disable()  # imports leave no garbage; collection would take a tenth of their time
     try:
-        job = read_config(run.existing().read_config()).job
         if is_program(job):
             importlib.import_module(PROGRAM)
             return

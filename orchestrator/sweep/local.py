@@ -17,6 +17,7 @@ from typing import Any, BinaryIO, Self
 
 from rich.console import Console
 
+from orchestrator.agent.local_nodes import import_ahead
 from orchestrator.agent.processes import fork, name_process
 from orchestrator.cli.follow import Interrupts, OutputOptions, run_to_end
 from orchestrator.clusters.api import Share, cluster_of
@@ -170,7 +171,7 @@ class LocalQueue:
     def __init__(self, output: OutputOptions, room: Room, *, terminal: bool = False) -> None:
         self._output, self._room, self._terminal = output, room, terminal
         self._running: list[_Running] = []
-        self._forwarded = 0
+        self._forwarded, self._imported = 0, False
         self.interrupts = Interrupts()
 
     def __enter__(self) -> Self:
@@ -204,6 +205,9 @@ class LocalQueue:
         place = None if self.interrupts.count else self._room.take(share_of(cell))
         if place is None:
             return False
+        if not self._imported:
+            self._imported = True
+            self._import_ahead(cell)
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -216,6 +220,13 @@ class LocalQueue:
             its_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return True
+
+    def _import_ahead(self, cell: Cell) -> None:
+        """Import what points need once, in this process, of which their nodes are forks."""
+        config = cell.point.config
+        if not config.cluster.environment:  # which may concern the interpreter itself
+            request = cluster_of(config).request(cell.run.path, 0)
+            import_ahead(config.job, request.environment)
 
     def wait_one(self, timeout_s: float = math.inf) -> PointEnded | None:
         """Wait for a point to end; return None if none runs, or after `timeout_s`."""

@@ -14,10 +14,12 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
+from orchestrator.agent.local_nodes import become, may_fork
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import processor_s
 from orchestrator.agent.root_cause import tail
@@ -78,6 +80,8 @@ class LocalHandle(Handle):
             for index in range(request.nodes)
         ]
         order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
+        environment = nodes[0]["environment"]
+        fork = partial(become, environment, (control, report))
         first = self._run.node_log("node0")
         with os.fdopen(open_nofollow(first, APPENDING), "ab") as log:
             self._process = subprocess.Popen(
@@ -85,8 +89,9 @@ class LocalHandle(Handle):
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
-                env=nodes[0]["environment"],
+                env=environment,
                 pass_fds=[control, report],
+                preexec_fn=fork if may_fork(request.environment) else None,  # noqa: PLW1509  # one thread
                 start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
             )
         os.close(control)

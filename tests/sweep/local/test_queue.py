@@ -1,13 +1,27 @@
 """Points beside each other on this machine: each can end, fail, be stopped or killed alone."""
 
+import contextlib
 import json
 import os
 import signal
 from pathlib import Path
 
+import psutil
 import pytest
 
-from tests.helpers import LIGHT, begin, call, name_of, processes_of, records, result, until, verb
+from tests.helpers import (
+    LIGHT,
+    TINY,
+    begin,
+    begin_anew,
+    call,
+    name_of,
+    processes_of,
+    records,
+    result,
+    until,
+    verb,
+)
 from tests.hold import Hold
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8", "tracker=none")
@@ -111,3 +125,42 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     assert "point 0 (train.seed=1): " in said, "without what all points share"
     assert processes_of(sweep) == []
     assert not (sweep / "2").exists(), "it was not started any more"
+
+
+def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_path):
+    """In a new launcher, where points' nodes are forks of what it has imported."""
+    sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(3)
+    line = (TINY, *ONE, "train.updates=6", hold.override)
+    command = begin_anew("-m", *line, "sweep.parallel=2", "train.seed=1,2", f"run.dir={sweep}")
+    hold.wait_until_held(3)
+    ranks = [p for p in psutil.process_iter(["name", "ppid"]) if below(p, command.pid)]
+    named = sorted(p.info["name"] for p in ranks if p.info["name"].startswith("rank"))
+    assert named == ["rank 0", "rank 0"]
+    assert not [p for p in ranks if "orchestrator.agent.local_nodes" in p.cmdline()]
+    hold.release()
+    said, _ = command.communicate(timeout=60)
+    assert command.returncode == 0, said
+    assert "INFO" not in said, "what belongs to logs"
+    alone = call(*line, "train.seed=2", f"run.dir={tmp_path / 'alone'}")
+    assert alone.returncode == 0, alone.stderr
+    [point] = [n for n in "01" if "train.seed=2" in read_overrides(sweep / n)]
+    digests = {result(run)["weights_sha256"] for run in (sweep / point, tmp_path / "alone")}
+    assert len(digests) == 1
+    hold.hold_before(3)
+    command = begin_anew("-m", *line, "--force", "train.seed=1,2", f"run.dir={sweep}")
+    hold.wait_until_held(3)
+    ranks = [p for p in psutil.process_iter(["ppid"]) if below(p, command.pid)]
+    command.kill()
+    command.communicate(timeout=60)
+    _, alive = psutil.wait_procs(ranks, timeout=20)
+    assert alive == []
+
+
+def below(process, ancestor):
+    with contextlib.suppress(psutil.NoSuchProcess):
+        return ancestor in {parent.pid for parent in process.parents()}
+    return False
+
+
+def read_overrides(run):
+    return json.loads((run / "submission.json").read_text())["overrides"]
