@@ -122,7 +122,7 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
         return runs.verb(*line, "--", "bash", str(waits), cwd=tmp_path)
 
     few(2)
-    limit = "MaxSubmitJobs=2, of which 0 are taken: there is room for 2 of 4 points now"
+    limit = "the limit of submitted jobs leaves room for 2 of 4 points now"
     assert limit in typed(sweep, "plan").stdout
     first = typed(sweep)
     assert first.returncode == 2
@@ -132,7 +132,7 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
     assert not (sweep / "2").exists()
     full = typed(sweep)
     assert full.returncode == 2, "there is no room: nothing is submitted, and nothing is lost"
-    assert "of which 2 are taken: there is room for 0 of 2 points now" in full.stderr
+    assert "leaves room for 0 of 2 points now" in full.stderr
     few(4)
     assert typed(sweep).returncode == 0
     (tmp_path / "go").touch()

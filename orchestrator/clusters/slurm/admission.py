@@ -38,10 +38,8 @@ class Partition:
 
     Attributes:
         state: as SLURM names it.
-        minutes, min_nodes, max_nodes, max_cpus: its limits for one job: of wall time, of nodes, and
-            of CPUs of each node.
+        minutes, max_nodes: its limits for one job.
         grace_s: between a preempting signal and the end; None without preemption.
-        listed: its nodes in SLURM's notation.
     """
 
     name: str
@@ -49,11 +47,8 @@ class Partition:
     is_default: bool
     state: str
     minutes: float | None
-    min_nodes: int
     max_nodes: int | None
-    max_cpus: int | None
     grace_s: int | None
-    listed: str = ""
 
     @property
     def up(self) -> bool:
@@ -68,10 +63,6 @@ class Partition:
 
 def read_partitions(text: str) -> dict[str, Partition]:
     """Parse the answer of `PARTITIONS`."""
-
-    def count(text: str) -> int | None:
-        return int(text) if text.isdigit() else None
-
     found: dict[str, Partition] = {}
     for line in text.splitlines():
         words = dict(w.split("=", 1) for w in line.split() if "=" in w)
@@ -86,11 +77,8 @@ def read_partitions(text: str) -> dict[str, Partition]:
             is_default=words.get("Default") == "YES",
             state=words.get("State", "UP"),
             minutes=_minutes(words.get("MaxTime", "")),
-            min_nodes=count(words.get("MinNodes", "")) or 0,
-            max_nodes=count(words.get("MaxNodes", "")),
-            max_cpus=count(words.get("MaxCPUsPerNode", "")),
+            max_nodes=int(words["MaxNodes"]) if words.get("MaxNodes", "").isdigit() else None,
             grace_s=int(words.get("GraceTime", "0")) if preempted else None,
-            listed=words.get("Nodes", "").replace("(null)", ""),
         )
     return found
 
@@ -106,19 +94,14 @@ class Wanted:
 
     Attributes:
         partitions: () for the cluster's default.
-        nodes, most_nodes: the minimum, and the wanted number.
-        cpus: of each node.
+        nodes: the least.
         minutes: of wall time; None leaves it to the partition.
-        exclude: nodes that it excludes, in SLURM's notation.
     """
 
     partitions: tuple[str, ...] = ()
     qos: str | None = None
     nodes: int = 1
-    most_nodes: int = 1
-    cpus: int = 1
     minutes: float | None = None
-    exclude: str | None = None
 
     def chosen(self, known: Mapping[str, Partition]) -> list[Partition]:
         """Return the existing ones of the named partitions, or the default."""
@@ -127,22 +110,14 @@ class Wanted:
         return [known[name] for name in self.partitions if name in known]
 
 
-def wanted(options: Mapping[str, object], *, nodes: tuple[int, int], cpus: int) -> Wanted:
-    """Return the request that the #SBATCH options make.
-
-    Args:
-        nodes: the least and the most.
-        cpus: of a node, for all of its ranks.
-    """
+def wanted(options: Mapping[str, object], *, nodes: int) -> Wanted:
+    """Return the request that the #SBATCH options make, of at least `nodes` nodes."""
     texts = {name: text for name, text in options.items() if isinstance(text, str)}
     return Wanted(
         partitions=tuple(filter(None, texts.get("partition", "").split(","))),
         qos=texts.get("qos"),
-        nodes=nodes[0],
-        most_nodes=nodes[1],
-        cpus=0 if "overcommit" in options else cpus,
+        nodes=nodes,
         minutes=_minutes(texts.get("time", "")),
-        exclude=texts.get("exclude"),
     )
 
 
@@ -163,7 +138,7 @@ def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
         for name in job.partitions
         if name not in known
     ]
-    misfits = [misfit(job, one, _excluded_nodes(client, job, one)) for one in partitions]
+    misfits = [misfit(job, one) for one in partitions]
     if all(misfits):
         against += filter(None, misfits)
     if against or (answer.code and any(phrase in answer.words.lower() for phrase in NEVER)):
@@ -204,36 +179,15 @@ def read_test_only(
     return job, said[0], messages
 
 
-def _excluded_nodes(client: SlurmClient, job: Wanted, partition: Partition) -> int:
-    """Return how many of a partition's nodes the job excludes."""
-    if job.exclude is None or not partition.listed:
-        return 0
-    names = (
-        set(client.ask("scontrol", "show", "hostnames", listed).out.split())
-        for listed in (job.exclude, partition.listed)
-    )
-    return len(set.intersection(*names))
-
-
-def misfit(job: Wanted, partition: Partition, excluded: int = 0) -> str | None:
+def misfit(job: Wanted, partition: Partition) -> str | None:
     """Return why a job can never run in a partition; None if it can.
 
-    Args:
-        excluded: the number of its nodes that the job excludes.
+    Other limits are left to sbatch, whose words are then the warning or the refusal.
     """
-    name, nodes = f"partition {partition.name}", partition.nodes - excluded
-    most = min(nodes, partition.max_nodes or nodes)
+    name = f"partition {partition.name}"
+    most = min(partition.nodes, partition.max_nodes or partition.nodes)
     if job.nodes > most:
-        without = f" without the {excluded} of cluster.exclude" if excluded else ""
-        return f"cluster.nodes={job.nodes}, but {name} gives {most} at most{without}"
-    if job.most_nodes < partition.min_nodes:
-        least = partition.min_nodes
-        return f"cluster.nodes={job.most_nodes}, but {name} gives {least} at least"
-    if partition.max_cpus is not None and job.cpus > partition.max_cpus:
-        return (
-            f"cluster.ranks_per_node x cluster.cpus_per_rank is {job.cpus}, but {name} gives "
-            f"{partition.max_cpus} CPUs of a node at most"
-        )
+        return f"cluster.nodes={job.nodes}, but {name} gives {most} at most"
     limit = partition.minutes
     if job.minutes is not None and limit is not None and job.minutes > limit:
         return (

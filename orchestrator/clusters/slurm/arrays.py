@@ -9,7 +9,6 @@ of their own. The code is copied once per array.
 from __future__ import annotations
 
 import bisect
-import getpass
 import re
 from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
@@ -38,8 +37,6 @@ Placed = tuple[BaseSlurmCluster, Request]
 CODE = "code"  # the folder of code that several runs start from, next to them
 UNLIKE = ("job-name", "output")  # differs between a sweep's points, and no limit depends on it
 LIMITED_BY = ("account", "qos", "partition", "reservation")  # which limits hold for a job
-# Values of `scontrol show assoc_mgr`: MaxSubmitJobs=20(3), of which 3 are used; N for no limit.
-FIGURES = re.compile(r"(\w*SubmitJobs\w*)=(\d+)\((\d+)\)")
 MAX_ARRAY_TASKS = re.compile(r"\bmax_array_tasks=(\d+)")
 
 
@@ -82,9 +79,8 @@ def fitting(placed: Sequence[Placed]) -> tuple[list[Placed], list[str]]:
             client, most = SlurmClient(conf), min(total, *largest_array(conf))
             if (room := room_for(client, request.text, most)) < most:
                 found = room
-                why.append(
-                    f"{tightest(client)}: there is room for {room} of {plural(total, 'point')} now"
-                )
+                points = plural(total, "point")
+                why.append(f"the limit of submitted jobs leaves room for {room} of {points} now")
         fit += members[:found]
     return fit, why
 
@@ -103,18 +99,6 @@ def room_for(client: SlurmClient, script: str, most: int) -> int:
     if most < 1 or not refused(most):
         return most
     return bisect.bisect_left(range(1, most), True, key=refused)
-
-
-def tightest(client: SlurmClient) -> str:
-    """Describe the most restrictive limit and its use, as far as the scheduler shows it."""
-    answer = client.ask(
-        "scontrol", "show", "assoc_mgr", f"users={getpass.getuser()}", "flags=assoc,qos"
-    )
-    found = [(int(m[2]) - int(m[3]), m[1], m[2], m[3]) for m in FIGURES.finditer(answer.out)]
-    if answer.code or not found:
-        return "the limit of submitted jobs"
-    _, name, most, used = min(found)
-    return f"{name}={most}, of which {used} are taken"
 
 
 @cache

@@ -15,7 +15,7 @@ from orchestrator.clusters.slurm.admission import check_request, wanted
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import Here, batch_script, cpus_per_node
+from orchestrator.clusters.slurm.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue, retry_unanswered
 from orchestrator.config.schema import Config, node_range
@@ -49,7 +49,7 @@ class SlurmCluster(BaseSlurmCluster):
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
-            job = wanted(options, nodes=node_range(cluster.nodes), cpus=cpus_per_node(cluster))
+            job = wanted(options, nodes=node_range(cluster.nodes)[0])
             _answers[alike] = retry_unanswered(
                 lambda: check_request(client, job, request.text), tell=self.tell
             )

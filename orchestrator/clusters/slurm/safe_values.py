@@ -124,87 +124,54 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
     "container": (IMAGE, "a path or an address of an image"),
 }
-BINDS = (
-    "srun starts one agent on each node, which binds the ranks: a rank has its share of the node's "
-    "CPUs, and the GPU of its local rank"
+# Options that the batch script sets itself.
+OWN_FLAGS = (
+    "account", "array", "chdir", "clusters", "comment", "constraint", "cpus-per-task", "error",
+    "exclude", "exclusive", "export", "export-file", "gid", "gpu-bind", "gpus-per-node",
+    "gpus-per-task", "input", "job-name", "mem", "no-kill", "no-requeue", "nodes", "ntasks",
+    "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "quiet", "requeue",
+    "reservation", "signal", "test-only", "time", "uid", "wait", "wrap",
+)  # fmt: skip
+OWN_SRUN_FLAGS = (
+    "bcast", "chdir", "cpu-bind", "cpus-per-task", "error", "export", "gid", "gpu-bind",
+    "gpus-per-task", "het-group", "immediate", "input", "jobid", "kill-on-bad-exit", "mpi",
+    "multi-prog", "no-kill", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "pty",
+    "relative", "signal", "task-prolog", "test-only", "time", "uid", "unbuffered", "wait",
+)  # fmt: skip
+OF_THE_AGENT = (
+    "srun starts one agent on each node, which starts and binds the ranks, so this would hold for "
+    "the agent"
 )
-NO_MPI = (
-    "srun starts one agent on each node, which starts the ranks, so programs cannot meet by PMI or "
-    "PMIx; ranks meet by torch's own variables, and for MPI a script of one's own is the way"
-)
-OWN_FLAGS = {
-    "array": "sweeps place their points themselves",
-    "chdir": "a job runs in the folder where it was submitted",
-    "clusters": "a job is followed where it was submitted; cluster.slurm_conf chooses the cluster",
-    "comment": "use cluster.comment",
-    "account": "use cluster.account",
-    "constraint": "use cluster.constraint",
+OUTPUT = "output goes into the run folder"
+# What to do instead, by option; without an entry there is nothing to set.
+INSTEAD: Mapping[str, str] = {
+    **{
+        name: f"use cluster.{name}"
+        for name in ("account", "comment", "constraint", "exclude", "exclusive", "partition", "qos",
+                     "requeue", "reservation", "nodes")
+    },
+    "clusters": "cluster.slurm_conf chooses the cluster",
+    "cpu-bind": OF_THE_AGENT,
     "cpus-per-task": "use cluster.cpus_per_rank",
-    "error": "output goes into the run folder",
-    "exclude": "use cluster.exclude",
-    "exclusive": "use cluster.exclusive",
+    "error": OUTPUT,
     "export": "use cluster.environment",
     "export-file": "use cluster.environment",
-    "gpu-bind": BINDS,
+    "gpu-bind": OF_THE_AGENT,
     "gpus-per-node": "use cluster.gpus_per_node",
     "gpus-per-task": "use cluster.gpus_per_node",
-    "input": "a job reads no input",
     "job-name": "use run.name",
     "mem": "use cluster.memory_gib",
+    "mpi": f"{OF_THE_AGENT}; for MPI a script of one's own is the way",
     "no-kill": "use run.survive",
     "no-requeue": "use cluster.requeue",
-    "nodes": "use cluster.nodes",
     "ntasks": "use cluster.nodes and cluster.ranks_per_node",
     "ntasks-per-node": "use cluster.ranks_per_node",
-    "open-mode": "output goes into the run folder",
-    "output": "output goes into the run folder",
-    "parsable": "the answer is read by us",
-    "partition": "use cluster.partition",
-    "qos": "use cluster.qos",
-    "quiet": "the answer is read by us",
-    "requeue": "use cluster.requeue",
-    "reservation": "use cluster.reservation",
+    "open-mode": OUTPUT,
+    "output": OUTPUT,
     "signal": "use cluster.signal_ahead_s",
-    "test-only": "`python -m orchestrator plan` asks that",
+    "task-prolog": f"{OF_THE_AGENT}; use cluster.preamble",
     "time": "use cluster.time_min",
-    "uid": "a job runs as the person who submits it",
-    "gid": "a job runs as the person who submits it",
-    "wait": "use run.watch",
-    "wrap": "the script is made by us",
-}
-OWN_SRUN_FLAGS = {
-    "cpu-bind": BINDS,
-    "gpu-bind": BINDS,
-    "gpus-per-task": "use cluster.gpus_per_node",
-    "bcast": "the ranks' program is not copied",
-    "chdir": "ranks run in the folder where the job was submitted",
-    "cpus-per-task": "use cluster.cpus_per_rank",
-    "error": "output goes into the run folder",
-    "export": "use cluster.environment",
-    "het-group": "a job has one group of nodes",
-    "immediate": "the job has its nodes already",
-    "input": "a rank reads no input",
-    "jobid": "ranks run in their own job",
-    "mpi": NO_MPI,
-    "kill-on-bad-exit": "a failed rank ends the attempt, unless run.survive says otherwise",
-    "multi-prog": "all ranks run the same program",
-    "no-kill": "a failed node ends the attempt, unless run.survive says otherwise",
-    "nodelist": "ranks run on all nodes of the job",
-    "nodes": "use cluster.nodes",
-    "ntasks": "use cluster.nodes and cluster.ranks_per_node",
-    "ntasks-per-node": "use cluster.ranks_per_node",
-    "output": "output goes into the run folder",
-    "pty": "a rank has no terminal",
-    "relative": "ranks run on all nodes of the job",
-    "signal": "use cluster.signal_ahead_s",
-    "task-prolog": "it would run once on each node, not once for each rank; use cluster.preamble",
-    "test-only": "it would start nothing",
-    "time": "use cluster.time_min",
-    "unbuffered": "the batch script sets it",
-    "uid": "a job runs as the person who submits it",
-    "gid": "a job runs as the person who submits it",
-    "wait": "a failed rank ends the attempt at once",
-}
+}  # fmt: skip
 WHOLE_OPTIONS = frozenset({"gpus"})  # begins like one of ours, but is a separate option
 RESERVED = re.compile(r"(SLURM|SLURMD|SBATCH|SRUN|SUBMITIT|ORCHESTRATOR)_.*")
 READ_ONLY = frozenset({"BASHOPTS", "BASH_VERSINFO", "EUID", "PPID", "SHELLOPTS", "UID"})
@@ -251,8 +218,8 @@ def _path(key: str, path: str) -> Iterator[str]:
         )
 
 
-def _flags(section: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> Iterator[str]:
-    """Return why options cannot be passed on. Args: own: our options, with reasons."""
+def _flags(section: str, flags: Mapping[str, Any], own: Sequence[str]) -> Iterator[str]:
+    """Return why options cannot be passed on. Args: own: our options."""
     command = section.removeprefix("cluster.").removesuffix("_flags").replace("slurm", "sbatch")
     for name, value in flags.items():
         key = f"{section}.{name!s}" if str(name).isprintable() else section
@@ -261,7 +228,8 @@ def _flags(section: str, flags: Mapping[str, Any], own: Mapping[str, str]) -> It
         if not FLAG.fullmatch(str(name)):
             yield f"{key} must be a long option of {command} without dashes in front, as in hint"
         elif ours:
-            yield f"{key} cannot be set: {own[min(ours, key=len)]}"
+            reason = INSTEAD.get(min(ours, key=len), "the batch script decides it")
+            yield f"{key} cannot be set: {reason}"
         elif isinstance(value, str):
             yield from _plain(key, value)
         elif not isinstance(value, bool | int | float):

@@ -8,7 +8,6 @@ from orchestrator.clusters.slurm.admission import (
     preempt_grace_s,
     read_partitions,
     read_test_only,
-    wanted,
 )
 from orchestrator.slurm_client import Answer
 
@@ -19,8 +18,8 @@ PARTITIONS = (
     "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
     "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
     "State=DOWN TotalNodes=4\n"
-    "PartitionName=shut Default=NO GraceTime=0 MaxNodes=UNLIMITED MinNodes=2 MaxTime=UNLIMITED "
-    "MaxCPUsPerNode=6 PreemptMode=OFF State=DRAIN TotalNodes=4\n"
+    "PartitionName=shut Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=UNLIMITED "
+    "PreemptMode=OFF State=DRAIN TotalNodes=4\n"
 )
 
 
@@ -41,15 +40,7 @@ def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     assert "gives 2 at most" in misfit(Wanted(nodes=3), found["low"])
     assert "try cluster.time_min=1440" in misfit(Wanted(minutes=1441), found["low"])
     assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
-    assert "takes no jobs" in misfit(Wanted(most_nodes=2), found["shut"])
-    assert "gives 2 at least" in misfit(Wanted(most_nodes=1), found["shut"])
-    assert "6 CPUs of a node at most" in misfit(Wanted(most_nodes=2, cpus=7), found["shut"])
-
-
-def test_cpus_are_those_of_a_nodes_ranks_unless_they_may_be_overcommitted():
-    shut = read_partitions(PARTITIONS.replace("State=DRAIN", "State=UP"))["shut"]
-    assert "cluster.cpus_per_rank" in misfit(wanted({}, nodes=(2, 2), cpus=7), shut)
-    assert misfit(wanted({"overcommit": True}, nodes=(2, 2), cpus=7), shut) is None
+    assert "takes no jobs" in misfit(Wanted(), found["shut"])
 
 
 class Client:
