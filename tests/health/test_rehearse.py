@@ -27,6 +27,7 @@ from orchestrator.health.rehearse import (
     plan_rehearsal,
 )
 from orchestrator.health.rehearsed_run import SimulatedRun
+from orchestrator.rundir.files import write_json
 from tests import helpers
 from tests.helpers import TINY
 
@@ -154,7 +155,7 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
 ):
     run = SimulatedRun(tmp_path / "run-001", small)
     run.run.path.mkdir()
-    run.run.result.write_text(json.dumps({"state": "finished", "updates": 20}))
+    write_json(run.run.result, {"state": "finished", "updates": 20})
     run.records += [line(n) for n in range(5)]
     injected = Injected(text="kill ranks 2 and 3", gone=frozenset({2, 3}))
     following = FaultOutcome(run, KILL_TWO, injected)
@@ -175,7 +176,7 @@ def beside(tmp_path, small, ours, **end):
         run.run.path.mkdir()
         (tmp_path / f"{name}.log").write_text("")
         ended = {"state": "finished", "updates": 20, "samples": 960, "weights_sha256": "a"}
-        run.run.result.write_text(json.dumps(ended | (end if name == "run-001" else {})))
+        write_json(run.run.result, ended | (end if name == "run-001" else {}))
         run.records = records
         runs.append(run)
     row = Row(kind="", fault="kill rank 1", run="run-001", update=5)
