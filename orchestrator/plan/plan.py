@@ -55,10 +55,25 @@ class Plan:
         nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
         at_least(1, "cluster.nodes", nodes)
         per_node = at_least(1, "cluster.ranks_per_node", config.cluster.ranks_per_node)
-        modes = _modes(config)
-        batch = _batch(config, nodes * per_node)
+        modes = Modes(
+            ragged=config.accumulation.ragged,
+            reduction=config.accumulation.reduction,
+            seed=config.train.seed,
+        )
+        batch = resolve_batch(
+            global_batch=config.accumulation.global_batch,
+            steps=config.accumulation.steps,
+            micro_batch=config.accumulation.micro_batch,
+            ranks=nodes * per_node,
+        )
         samples = _stated_or(known.dataset_samples, config.facts, "dataset_samples")
-        order = _order(modes, batch, samples)
+        order = DataOrder(
+            # Without the data set the same checks run for one that is just large enough.
+            dataset_samples=batch.global_batch if samples is None else samples,
+            global_batch=batch.global_batch,
+            ragged=modes.ragged,
+            seed=modes.seed,
+        )
         split = split_for(
             order.samples_of(0), nodes * per_node, batch=batch, reduction=modes.reduction
         )
@@ -137,35 +152,6 @@ def _listed(value: Any) -> Any:
 
 def _stated_or(known: int | None, facts: FactsConfig, name: str) -> int | None:
     return getattr(facts, name) if known is None else known
-
-
-def _modes(config: Config) -> Modes:
-    asked = config.accumulation
-    return Modes(
-        ragged=asked.ragged,
-        reduction=asked.reduction,
-        seed=config.train.seed,
-    )
-
-
-def _batch(config: Config, ranks: int) -> Batch:
-    asked = config.accumulation
-    return resolve_batch(
-        global_batch=asked.global_batch,
-        steps=asked.steps,
-        micro_batch=asked.micro_batch,
-        ranks=ranks,
-    )
-
-
-def _order(modes: Modes, batch: Batch, samples: int | None) -> DataOrder:
-    # Without the data set the same checks run for one that is just large enough.
-    return DataOrder(
-        dataset_samples=batch.global_batch if samples is None else samples,
-        global_batch=batch.global_batch,
-        ragged=modes.ragged,
-        seed=modes.seed,
-    )
 
 
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:

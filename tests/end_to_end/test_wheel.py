@@ -65,7 +65,7 @@ def run(installed, folder, *arguments, module="orchestrator.launch"):
 def test_the_wheel_brings_its_configuration_and_plans(installed, tmp_path):
     assert (installed / "orchestrator" / "conf" / "config.yaml").is_file()
     plan = run(installed, tmp_path, "plan", "experiment=jepa_240", "--json", module="orchestrator")
-    assert json.loads(plan)["ranks"] == 240
+    assert [json.loads(plan)[name] for name in ("ranks", "nodes", "micro_steps")] == [240, 30, 2]
 
 
 def test_a_job_of_another_installed_package_trains_from_any_folder(installed, tmp_path):

@@ -237,16 +237,6 @@ def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
         assert read_newest(path) == own
 
 
-def test_a_shorter_number_leaves_nothing_of_a_longer_one(tmp_path):
-    path = tmp_path / "newest"
-    assert read_newest(path) == -1, "before the first attempt"
-    path.write_text("123456789012")
-    path.write_text("")
-    Fence(path, 7).take()
-    Fence(path, 12).take()
-    assert read_newest(path) == 12
-
-
 @pytest.mark.parametrize("damage", ["1 2", "-3", "1.0", "\u0663"])
 def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first(tmp_path, damage):
     path = tmp_path / "newest"
