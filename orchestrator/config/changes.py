@@ -58,6 +58,7 @@ KINDS: dict[str, Kind] = {
     "engine.jit_level": Kind.ROUNDING,
     "optimizer": Kind.NUMBERS,
     "job": Kind.NUMBERS,
+    "job.resume_arguments": Kind.FREE,  # say where a program continues from
 }
 OTHER_FOLDER = {"run.dir": "the run is its folder", "run.name": "it names a new run's folder"}
 

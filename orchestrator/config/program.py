@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import glob
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
-from pathlib import PurePath
+from pathlib import Path, PurePath
 from typing import Any
 
 from orchestrator.config.schema import stated
@@ -17,7 +18,9 @@ CHOICES = {
     "devices": ("node", "rank"),
     "stop_signal": ("TERM", "INT", "USR1", "USR2"),
 }
-KEYS = ("command", "arguments", *CHOICES)
+KEYS = ("command", "arguments", "resume_arguments", *CHOICES)
+NEWEST = re.compile(r"\{newest:([^}]+)\}")
+"""Placeholder in `resume_arguments`: the newest file that matches a pattern."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 MEANINGLESS = ("optimizer", "accumulation", "schedule", "train", "engine", "facts", "transport")
 """Sections that say how we train; a program trains by itself."""
@@ -36,6 +39,8 @@ class Program:
         command: a script (train.py), a module (`-m`, `package.module`) or any other program, and
             the arguments that were typed after it.
         arguments: further ones by name, so that they can be swept.
+        resume_arguments: words added from the second attempt on; `{newest:PATTERN}` in one is the
+            newest file that matches.
         argument_style: `equals` is --lr=0.1, `words` --lr 0.1, `bare` lr=0.1.
         style: whose variables tell it its rank: torchrun's, msrun's, or plainly the scheduler's.
         devices: it sees all of its node, or its rank's own alone.
@@ -44,6 +49,7 @@ class Program:
 
     command: tuple[str, ...]
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    resume_arguments: tuple[str, ...] = ()
     argument_style: str = "equals"
     style: str = "torch"
     devices: str = "node"
@@ -80,6 +86,24 @@ class Program:
         return (*typed, *rendered(self.arguments, self.argument_style))
 
 
+def with_newest_files(words: Sequence[str]) -> list[str]:
+    """Return the words with each `{newest:PATTERN}` replaced; no word if no file matches one.
+
+    A pattern is as in a shell, from the working directory.
+    """
+    found: list[str] = []
+    for word in words:
+        text = word
+        if pattern := NEWEST.search(word):
+            files = glob.glob(pattern[1], recursive=True)  # noqa: PTH207  # as people type it
+            if not files:
+                return []
+            newest = max(files, key=lambda name: Path(name).stat().st_mtime)
+            text = word.replace(pattern[0], newest)
+        found.append(text)
+    return found
+
+
 def is_program(job: Mapping[str, Any]) -> bool:
     """Return True if a `job` section names a program instead of a class."""
     return job.get("_target_") is None and "command" in job
@@ -104,7 +128,8 @@ def target_of(job: Mapping[str, Any]) -> str | Program:
 def program_of(job: Mapping[str, Any]) -> Program:
     """Return the program of a valid section."""
     values: dict[str, Any] = {key: job[key] for key in KEYS if job.get(key) is not None}
-    values["command"] = tuple(map(str, job["command"]))
+    for key in {"command", "resume_arguments"} & values.keys():
+        values[key] = tuple(map(str, job[key]))
     return Program(**values)
 
 
@@ -175,6 +200,12 @@ def program_problems(config: Any) -> list[str]:
     for key, allowed in CHOICES.items():
         if job.get(key) is not None and job[key] not in allowed:
             wrong.append(f"job.{key} must be one of {', '.join(allowed)}, but is {job[key]!r}")
+    resume: Any = job.get("resume_arguments") or []
+    if not isinstance(resume, list) or any(isinstance(w, Mapping | list) for w in resume):
+        wrong.append(
+            f"job.resume_arguments must be a list of words, as in "
+            f"[--resume,'{{newest:*.pt}}'], but is {resume!r}"
+        )
     arguments = job.get("arguments")
     if arguments is not None and not isinstance(arguments, Mapping):
         wrong.append(f"job.arguments must be names with values, but is {arguments!r}")

@@ -293,7 +293,7 @@ class ProgramRank:
 
     def _start(self, start: ProgramStart, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
         copies = copies_of(os.environ)
-        words = command_line(start.program, start.run, copies)
+        words = command_line(start.program, start.run, copies, start.attempt)
         log.info("attempt %d: %s", start.attempt, shlex.join(words))
         self._own = set(descendants(os.getpid()))
         parent, umask = os.getpid(), int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)

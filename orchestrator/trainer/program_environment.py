@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.agent.topology import OUTER_PATH_VARIABLE, Topology
 from orchestrator.config.job_source import script_of
-from orchestrator.config.program import Program
+from orchestrator.config.program import Program, with_newest_files
 from orchestrator.config.reading import with_run_folder
 from orchestrator.engine.common.rendezvous import Backoff, keep_port, publish, read_published
 from orchestrator.errors import ClusterError, RanksMissing, RendezvousError, StopRequested
@@ -117,10 +117,15 @@ class ProgramStart:
     timeout_s: float
 
 
-def command_line(program: Program, run: RunDir, copies: Mapping[Path, Path]) -> list[str]:
+def command_line(
+    program: Program, run: RunDir, copies: Mapping[Path, Path], attempt: int
+) -> list[str]:
     """Return the command to execute; a script or module comes from the copy of the code, if any."""
     python = [sys.executable, "-u"]
     words = [with_run_folder(word, str(run.path)) for word in program.words]
+    if attempt:
+        more = [with_run_folder(word, str(run.path)) for word in program.resume_arguments]
+        words += with_newest_files(more)
     if program.is_module:
         # Python would begin its path with the working folder, whose files may have been edited.
         own = ["-P"] if copies else []

@@ -398,3 +398,42 @@ def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(
         said = log(tmp_path, rank)
         assert re.search(r"last (\d+) .*\nworker None\n", said)
         assert "Terminated" not in said, "the shell says that of what a signal has ended"
+
+
+SAVES = f"""{QUICK}
+print("given", sys.argv[1:])
+folder, *more = sys.argv[1:]
+number = len(os.listdir(folder)) if os.path.isdir(folder) else 0
+if number < 2:
+    os.makedirs(folder, exist_ok=True)
+    open(f"{{folder}}/{{9 - number}}.pt", "w").close()
+    sys.exit(1)
+"""
+
+
+def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
+    script(tmp_path, SAVES)
+    run = tmp_path / "run"
+    line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={run}", "run.max_restarts=3")
+    newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
+    done = helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()
+             if line.startswith("given")]  # fmt: skip
+    saved = f"{run}/saved"
+    assert given == [
+        f"given {words}"
+        for words in (
+            [saved],
+            [saved, "--load", f"{saved}/9.pt"],
+            [saved, "--load", f"{saved}/8.pt"],
+        )
+    ]
+    nothing = "job.resume_arguments=[--load,'{newest:nowhere/*}']"
+    other = (*line[:2], f"run.dir={tmp_path / 'other'}", *line[3:])
+    done = helpers.call(*other, nothing, "--", "train.py", "{run.dir}/saved", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "--load" not in (tmp_path / "other/logs/rank-00000.log").read_text()
+    wrong = helpers.call(*line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path)
+    assert wrong.returncode == 2
+    assert "job.resume_arguments must be a list of words" in wrong.stderr
