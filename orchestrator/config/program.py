@@ -24,10 +24,7 @@ NEWEST = re.compile(r"\{newest:([^}]+)\}")
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 MEANINGLESS = ("optimizer", "accumulation", "schedule", "train", "engine", "facts", "transport")
 """Sections that say how we train; a program trains by itself."""
-LAUNCHERS = {
-    "torchrun": "torchrun", "accelerate": "accelerate launch", "deepspeed": "deepspeed",
-    "msrun": "msrun", "srun": "srun", "mpirun": "mpirun", "mpiexec": "mpiexec",
-}  # fmt: skip
+LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "msrun", "srun", "mpirun", "mpiexec")
 """Programs that start ranks themselves."""
 
 
@@ -221,30 +218,28 @@ def program_problems(config: Any) -> list[str]:
     ]
 
 
-def _wrong_command(command: Any) -> list[str]:
+def _wrong_command(command: Any) -> Iterator[str]:
+    """Yield the error in a command, if there is one."""
     if not isinstance(command, list) or not command:
         as_in = "the program and its arguments, as in job.command=[train.py]"
-        return [f"job.command must be a list, {as_in}, but is {command!r}"]
+        yield f"job.command must be a list, {as_in}, but is {command!r}"
+        return
     words: list[Any] = command
+    first = str(words[0])
     if wrong := [word for word in words if isinstance(word, Mapping | list) or word is None]:
-        return [f"job.command must hold words, but holds {wrong[0]!r}"]
-    sentence = _wrong_first(str(words[0]), alone=len(words) == 1)
-    return [sentence] if sentence else []
-
-
-def _wrong_first(word: str, *, alone: bool) -> str:
-    """Return the error in the first word of a command; "" if there is none."""
-    if word == "-m":
-        return "job.command=[-m] names no module; write -m package.module" if alone else ""
-    if not word or word.startswith("-"):
-        return f"job.command must begin with a program, a script or -m, but begins with '{word}'"
-    if "=" in word:
-        return f"there is no program {word}; KEY=VALUE of ours stands before --"
-    starter = LAUNCHERS.get(PurePath(word).name, "")
-    return starter and (
-        f"{starter} starts ranks itself, and would do so in each of ours; name the script alone: "
-        f"python -m orchestrator run cluster.nodes=2 -- train.py"
-    )
+        yield f"job.command must hold words, but holds {wrong[0]!r}"
+    elif first == "-m":
+        if len(words) == 1:
+            yield "job.command=[-m] names no module; write -m package.module"
+    elif not first or first.startswith("-"):
+        yield f"job.command must begin with a program, a script or -m, but begins with '{first}'"
+    elif "=" in first:
+        yield f"there is no program {first}; KEY=VALUE of ours stands before --"
+    elif (starter := PurePath(first).name) in LAUNCHERS:
+        yield (
+            f"{starter} starts ranks itself, and would do so in each of ours; name the script "
+            f"alone: python -m orchestrator run cluster.nodes=2 -- train.py"
+        )
 
 
 def _in_vain(config: Any) -> Iterator[str]:

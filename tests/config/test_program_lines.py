@@ -60,7 +60,7 @@ REFUSED = {
     ("--", "--lr", "train.py"): "must begin with a program",
     ("--", "cluster.nodes=2", "train.py"): "KEY=VALUE of ours stands before --",
     ("--", "torchrun", "train.py"): "torchrun starts ranks itself",
-    ("--", "accelerate", "launch", "train.py"): "accelerate launch starts ranks itself",
+    ("--", "accelerate", "launch", "train.py"): "accelerate starts ranks itself",
     ("job=digits", "--", "train.py"): "job=digits says what to run, and so does --",
     ("job=program",): "as in job.command=[train.py]",
     ("job=program", "job.command=train.py"): "must be a list",
