@@ -65,27 +65,19 @@ DOWN = (
     "problem talking to the database",
     "temporarily unable to",
 )
+# The keys behind sbatch's messages, where its words do not name what to change.
 MEANINGS = {
-    "invalid partition": "there is no such partition; `sinfo` lists those that you may use",
-    "invalid account": "the account may not be used here; `sacctmgr show associations` lists yours",
-    "invalid qos": "there is no such quality of service for you",
-    "node count specification invalid": "cluster.nodes is more than the partition has",
     "requested node configuration is not available": (
         "no node of the partition has what is asked of one: look at cluster.ranks_per_node x "
         "cluster.cpus_per_rank, cluster.memory_gib, cluster.gpus_per_node"
     ),
-    "time limit is invalid": "cluster.time_min is above the partition's limit",
     "invalid generic resource": (
         "there is no such resource (GPU, NPU) on this cluster: look at cluster.gpus_per_node and "
         "cluster.slurm_flags.gres"
     ),
-    "invalid feature": "no node has what cluster.constraint asks for",
-    "reservation is invalid": "there is no such reservation, or it is not yours",
-    "invalid node name": "cluster.exclude names a node that does not exist",
     "more processors requested than permitted": (
         "cluster.ranks_per_node x cluster.cpus_per_rank is more than a node has"
     ),
-    "violates accounting/qos policy": "a limit of your account stands against it",
 }
 IN_CHECKOUT = (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()
 DEVELOPMENT_CLUSTER = IN_CHECKOUT * (

@@ -20,7 +20,6 @@ from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import (
     Here,
-    cpus_per_node,
     script_name,
     shape_of,
     step_script,
@@ -95,20 +94,6 @@ class StepHandle(Handle):
 JOB = "SLURM_JOB_ID"
 STEP = "SLURM_STEP_ID"
 NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
-CPUS = "SLURM_JOB_CPUS_PER_NODE"  # as in 8(x2),4
-
-
-def cpus_of_nodes(listed: str) -> list[int]:
-    """Return the CPUs of each node of an allocation, the largest first.
-
-    >>> cpus_of_nodes("2,8(x2)")
-    [8, 8, 2]
-    """
-    found: list[int] = []
-    for part in listed.split(","):
-        count, _, times = part.rstrip(")").partition("(x")
-        found += [int(count)] * int(times or 1)
-    return sorted(found, reverse=True)
 
 
 class CurrentAllocation(BaseSlurmCluster):
@@ -122,7 +107,7 @@ class CurrentAllocation(BaseSlurmCluster):
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
         """Raise `ClusterError` if there is no allocation, or one that is too small.
 
-        The variables of the shell say that; GPUs and memory are left to srun.
+        The variables of the shell say that; what a node has is left to srun.
         """
         asked, job = self.config.cluster, os.environ.get(JOB)
         begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
@@ -138,16 +123,6 @@ class CurrentAllocation(BaseSlurmCluster):
             raise ClusterError(
                 f"cluster.nodes={nodes}, but job {job} has {plural(most, 'node')}; try "
                 f"cluster.nodes={most}, or begin a larger one: {begin}"
-            )
-        cpus = cpus_of_nodes(os.environ[CPUS]) if CPUS in os.environ else []
-        if len(cpus) >= nodes and cpus_per_node(asked) > cpus[nodes - 1]:
-            has, width = cpus[nodes - 1], asked.ranks_per_node
-            fits = has // asked.cpus_per_rank
-            hint = f"try cluster.ranks_per_node={fits}, or " if fits else ""
-            raise ClusterError(
-                f"cluster.ranks_per_node={width} x cluster.cpus_per_rank={asked.cpus_per_rank} "
-                f"takes {cpus_per_node(asked)} CPUs of a node, but job {job} has {has}; {hint}"
-                f"begin a larger one: {begin}"
             )
         return Admission(words=f"starts at once in job {job}")
 

@@ -27,40 +27,23 @@ from orchestrator.errors import ConfigError
 # requeueing, the shape and its signal, waiting; sbatch refuses CPUS_PER_GPU with our
 # --cpus-per-task), and CLUSTERS, which selects the cluster to ask.
 OPTION_OF: Mapping[str, str] = {
-    "SBATCH_PARTITION": "partition",
-    "SBATCH_ACCOUNT": "account",
-    "SBATCH_QOS": "qos",
-    "SBATCH_RESERVATION": "reservation",
-    "SBATCH_CONSTRAINT": "constraint",
+    **{
+        f"SBATCH_{option.upper().replace('-', '_')}": option
+        for option in (
+            "partition", "account", "qos", "reservation", "constraint", "wckey", "acctg-freq",
+            "cluster-constraint", "core-spec", "delay-boot", "exclusive", "gpu-freq",
+            "gpus-per-node", "gres", "gres-flags", "hint", "mem-bind", "mem-per-cpu",
+            "mem-per-gpu", "network", "overcommit", "power", "profile", "spread-job",
+            "thread-spec", "threads-per-core", "use-min-nodes",
+        )
+    },
     "SBATCH_TIMELIMIT": "time",
-    "SBATCH_WCKEY": "wckey",
-    "SBATCH_ACCTG_FREQ": "acctg-freq",
     "SBATCH_BURST_BUFFER": "bb",
-    "SBATCH_CLUSTER_CONSTRAINT": "cluster-constraint",
-    "SBATCH_CORE_SPEC": "core-spec",
     "SBATCH_CPU_FREQ_REQ": "cpu-freq",
-    "SBATCH_DELAY_BOOT": "delay-boot",
-    "SBATCH_EXCLUSIVE": "exclusive",
-    "SBATCH_GPU_FREQ": "gpu-freq",
-    "SBATCH_GPUS_PER_NODE": "gpus-per-node",
-    "SBATCH_GRES": "gres",
-    "SBATCH_GRES_FLAGS": "gres-flags",
-    "SBATCH_HINT": "hint",
     "SLURM_HINT": "hint",
-    "SBATCH_MEM_BIND": "mem-bind",
-    "SBATCH_MEM_PER_CPU": "mem-per-cpu",
-    "SBATCH_MEM_PER_GPU": "mem-per-gpu",
     "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_NETWORK": "network",
-    "SBATCH_OVERCOMMIT": "overcommit",
-    "SBATCH_POWER": "power",
-    "SBATCH_PROFILE": "profile",
     "SBATCH_REQ_SWITCH": "switches",
-    "SBATCH_SPREAD_JOB": "spread-job",
-    "SBATCH_THREAD_SPEC": "thread-spec",
-    "SBATCH_THREADS_PER_CORE": "threads-per-core",
-    "SBATCH_USE_MIN_NODES": "use-min-nodes",
-}
+}  # fmt: skip
 BARE = frozenset({"overcommit", "spread-job", "use-min-nodes"})
 # A script may have only one of each of these.
 EXCLUDE_EACH_OTHER = (
