@@ -6,7 +6,6 @@ import ctypes
 import gc
 import os
 import signal
-import sys
 import tempfile
 import time
 from pathlib import Path
@@ -38,19 +37,9 @@ def _call_another_collective():
         group.barrier()
 
 
-def _burn(seconds):
-    """Hold Python's interpreter, and use a processor, as one long call of C code does."""
-    before, until = sys.getswitchinterval(), time.monotonic() + seconds
-    sys.setswitchinterval(HOURS)
-    while time.monotonic() < until:
-        pass
-    sys.setswitchinterval(before)
-
-
 FOR_SECONDS = {
     "slow": time.sleep,
     "hold": lambda seconds: ctypes.PyDLL(None).usleep(int(seconds * 1e6)),
-    "burn": _burn,
 }
 ACTS = {
     "exit0": lambda: os._exit(0),

@@ -96,3 +96,15 @@ def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
     assert done.returncode == 0, done.stdout
     assert "it has stood at what follows update 4" in done.stdout
     assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
+
+
+@pytest.mark.timeout(120)
+def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(tmp_path):
+    run = tmp_path / "run"
+    done = helpers.call(
+        LIVELY, SMALL, *COMMON[:-1], "run.survive=true", f"run.dir={run}", "+job.act=hold",
+        "+job.place=forward", "+job.ranks=0", "+job.seconds=8",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout
+    assert "survived" not in helpers.result(run)
+    assert "rank 0 has said nothing for" in " ".join(done.stdout.split())
