@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.config.changes import flat
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader, register_resolver
@@ -83,6 +84,18 @@ def _resolved(found: DictConfig, key: Any) -> Any:
         node = found[key]
     values = OmegaConf.to_container(node, resolve=True)
     return expand_home(values) if key == "job" else values
+
+
+def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
+    suspects = [key for key, value in flat(values) if isinstance(value, str) and "None" in value]
+    raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
+    typed = dict(flat(raw))
+    for key in suspects:
+        text = str(typed.get(key))
+        for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
+            if OmegaConf.select(found, name) is None:
+                raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
 
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -325,6 +338,7 @@ class Composer:
         values: dict[str, Any] = {
             str(key): _resolved(found, key) for key in found if key != "hydra"
         }
+        refuse_null_in_text(found, values)
         sweep = found.hydra.sweep
         return Composed(
             values=values,

@@ -40,7 +40,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_replacing
-from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.points import Point, checked, shared_output
 from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
@@ -86,6 +86,8 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         cells = cells_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
             refuse_replacing(cells)
+        if remark := shared_output(points):
+            say(output.console, f"warning: {remark}", "yellow", prose=True)
         sweep.place(cells)
         return sweep.finish()
 
