@@ -30,6 +30,7 @@ from orchestrator.agent.node_spec import (
     publish_agent,
     secret_of,
 )
+from orchestrator.agent.programs import host_rendezvous
 from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
@@ -85,6 +86,7 @@ class Agent:
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
         self._over = False
+        self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._wake, wake_write = self._pipe = os.pipe()
         for end in self._pipe:
             os.set_blocking(end, False)
@@ -92,12 +94,7 @@ class Agent:
         self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
-        self._workers = Workers(
-            ranks=spec.ranks_of(spec.index),
-            selector=self._selector,
-            report=self._report,
-            cpus_per_rank=spec.cpus_per_rank,
-        )
+        self._workers = Workers(spec=spec, selector=self._selector, report=self._report)
         self._workers.on_fork(self._close_in_fork)
         publish_agent(spec, int(self._listener.getsockname()[1]))
 
@@ -122,6 +119,8 @@ class Agent:
         """
         self._handle_signals()
         if not self._spec.incarnation:
+            if self._spec.index == 0:
+                self._end_rendezvous = host_rendezvous(self._spec)
             ranks = self._spec.ranks_of(self._spec.index)
             self._workers.start(dict.fromkeys(ranks, 0))
         errors = 0
@@ -148,6 +147,7 @@ class Agent:
         for key, _ in self._selector.select(self._pause_s()):
             key.data(key.fileobj)
         self._workers.reap()
+        self._workers.check_programs()
         now = time.monotonic()
         if now - self._looked > STOOD_STILL_S:
             self._discount_suspension(now - self._looked)
@@ -190,7 +190,7 @@ class Agent:
     def _drain(self, descriptor: Any) -> None:
         os.read(descriptor, 4096)
         if self._stop is not None:
-            self._workers.send(stop=self._stop)
+            self._workers.stop(self._stop)
 
     def _launcher_gone(self, descriptor: Any) -> None:
         if not os.read(descriptor, 64):
@@ -227,8 +227,6 @@ class Agent:
 
     def _report(self, event: dict[str, Any]) -> None:
         """Report an event about a worker to the coordinator."""
-        if event["event"] == "started" and self._stop is not None:
-            self._workers.send([event["rank"]], stop=self._stop)
         if self._coordinator is not None:
             self._coordinator.handle_event(self._spec.index, event)
         elif self._up is not None:
@@ -270,6 +268,8 @@ class Agent:
         elif kind == "die":
             self._workers.kill_all()
         elif kind == "end":
+            self._end_rendezvous()
+            self._workers.await_leftovers()
             self._over = True
 
     # ------------------------------------------------------------------ the coordinator

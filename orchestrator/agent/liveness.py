@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.processes import stat_of
+from orchestrator.agent.processes import descendants, stat_of, state_of
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.rundir.files import open_nofollow
 
@@ -62,6 +62,8 @@ class WorkerSigns:
         active: when it last sent a message or used a processor.
         used_s: its processor time then.
         stopped: since when it is stopped (SIGSTOP); 0 if it is not.
+        program: it has become a user's program, which sends nothing, and may have children that do
+            its work.
         word, failure: its final message, if it came.
     """
 
@@ -70,6 +72,7 @@ class WorkerSigns:
     active: float = 0.0
     used_s: float = 0.0
     stopped: float = 0.0
+    program: bool = False
     word: str = ""
     failure: dict[str, Any] | None = None
     seen: Seen = Seen()
@@ -93,8 +96,10 @@ class NodeWatch:
         signs.used_s = stat_of(signs.pid)[1]
         signs.word = message.get("word", signs.word)
         signs.failure = message.get("failure", signs.failure)
-        if seen := message.get("seen"):
-            signs.seen = Seen.from_json(seen)
+        if "program" in message:
+            signs.program, signs.seen = True, Seen()
+        elif "seen" in message and not signs.program:
+            signs.seen = Seen.from_json(message["seen"])
 
     def unresponsive(self) -> dict[int, tuple[str, float]]:
         """Return the workers that send nothing, each with its state and for how long, in seconds.
@@ -111,11 +116,18 @@ class NodeWatch:
             signs.active += suspended
             signs.stopped += suspended if signs.stopped else 0.0
             letter, used_s = stat_of(signs.pid)
+            if signs.program and "T" in map(state_of, descendants(signs.pid)):
+                letter = "T"
             signs.stopped = (signs.stopped or now) if letter == "T" else 0.0
             if signs.stopped:
                 found[rank] = STOPPED_PROCESS, now - signs.stopped
                 continue
-            if not signs.received or signs.word or now - signs.received < 2 * BEAT_S:
+            if (
+                signs.program
+                or not signs.received
+                or signs.word
+                or now - signs.received < 2 * BEAT_S
+            ):
                 continue
             # A process that a debugger traces ("t") is not judged.
             if letter == "t" or used_s - signs.used_s > AT_WORK * (now - signs.active):

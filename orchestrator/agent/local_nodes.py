@@ -39,8 +39,9 @@ from orchestrator.rundir.folder import RunDir
 
 REST_S = 0.3
 """From an agent's end to its next process: the others notice first."""
-END_S = 1.0
-"""For agents to end by themselves, once the outcome is written or the launcher is gone."""
+END_S = 3.0
+"""For agents to end by themselves, once the outcome is written or the launcher is gone: longer than
+`workers.LINGER_S`."""
 LOOK_S = 0.1
 
 

@@ -8,6 +8,7 @@ Python's interpreter cannot send that line, but its processor time still shows t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import select
@@ -17,20 +18,29 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import psutil
-
 from orchestrator.agent.links import Link
 from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch, Seen
-from orchestrator.agent.processes import adopt_orphans, asleep_in, fork_session
+from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.processes import (
+    adopt_orphans,
+    asleep_in,
+    descendants,
+    fork_session,
+    state_of,
+)
+from orchestrator.agent.programs import Program
 from orchestrator.agent.stacks import ASKS, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 
 log = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
+LINGER_S = 1.0
+"""For what ends by itself once the ranks have: loaders, trackers."""
 OOM_SCORE = 500
 """Of workers, so that the kernel does not choose the agent when memory is short."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -79,25 +89,19 @@ class Workers:
     """Workers of one node.
 
     Args:
-        ranks: of the node.
+        spec: of the node.
         selector: of the agent's loop; each key's data is called with the socket.
         report: called with each event about a worker.
-        cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
-    def __init__(
-        self,
-        *,
-        ranks: range,
-        cpus_per_rank: int = 0,
-        selector: selectors.BaseSelector,
-        report: Report,
-    ) -> None:
+    def __init__(self, *, spec: NodeSpec, selector: selectors.BaseSelector, report: Report) -> None:
         adopt_orphans()
-        self._ranks, self._selector, self._report = ranks, selector, report
-        self._watch = NodeWatch()
-        self._cpus_per_rank, self._cpus = cpus_per_rank, cpus_in_order()
-        self._kills_for_memory = kills_for_memory()
+        self._spec, self._selector, self._report = spec, selector, report
+        self._ranks = spec.ranks_of(spec.index)
+        self._watch, self._programs = NodeWatch(), dict[int, Program]()
+        self._stops: dict[str, float] = {}  # monotonic time of the first stop signal of each name
+        self._cpus = cpus_in_order()
+        self._kills_for_memory, self._killing = kills_for_memory(), False
         self.all: dict[int, Worker] = {}
         self._before_fork: list[Callable[[], None]] = []
 
@@ -145,6 +149,8 @@ class Workers:
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
         self._watch.add(rank, pid)
         self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
+        for name in self._stops:
+            self.send([rank], stop=name)
 
     def _become(self, rank: int, process: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""
@@ -177,7 +183,7 @@ class Workers:
 
         With more CPUs, or with CPUs shared by several nodes, the kernel places better.
         """
-        share, place = self._cpus_per_rank, self._ranks.index(rank)
+        share, place = self._spec.cpus_per_rank, self._ranks.index(rank)
         if share and len(self._cpus) == len(self._ranks) * share:
             os.sched_setaffinity(0, self._cpus[place * share : (place + 1) * share])
 
@@ -194,12 +200,29 @@ class Workers:
             return
         for message in messages:
             self._watch.receive(worker.rank, message)
+            if facts := message.get("program"):
+                self._programs[worker.rank] = Program(
+                    self._spec,
+                    worker.rank,
+                    worker.pid,
+                    facts,
+                    partial(self._report_behind, worker.rank),
+                )
             if event := message.get("event"):
                 own = {"rank": worker.rank, "process": worker.process}
                 worker.said[event] = {**message, **own}
                 self._report(worker.said[event])
             elif "behind" in message:
-                self._report({"event": "behind", "rank": worker.rank, "behind": message["behind"]})
+                self._report_behind(worker.rank, message["behind"])
+
+    def _report_behind(self, rank: int, behind: dict[str, Any] | None) -> None:
+        self._report({"event": "behind", "rank": rank, "behind": behind})
+
+    def check_programs(self) -> None:
+        """Forward stops to programs, and check their progress."""
+        for rank, program in self._programs.items():
+            if self.all[rank].status is None:
+                program.check(self._stops)
 
     def _close(self, worker: Worker) -> None:
         if worker.link.socket.fileno() >= 0:
@@ -241,6 +264,10 @@ class Workers:
                 kills = kills_for_memory()
                 worker.out_of_memory = kills > self._kills_for_memory
                 self._kills_for_memory = kills
+            signs, program = self._watch.ranks[worker.rank], self._programs.get(worker.rank)
+            killed_by_us = self._killing and worker.status == -signal.SIGKILL
+            if program is not None and not signs.word and not killed_by_us:
+                signs.word, signs.failure = program.end(worker.status)
             self._report(self.exit_of(worker))
 
     def exit_of(self, worker: Worker) -> dict[str, Any]:
@@ -286,14 +313,33 @@ class Workers:
             if worker.link.socket.fileno() >= 0:
                 worker.link.send(**message)
 
+    def stop(self, name: str) -> None:
+        """Ask all workers to stop, also those that start later.
+
+        Args:
+            name: of the signal that the agent received.
+        """
+        self._stops.setdefault(name, time.monotonic())
+        self.send(stop=name)
+
     def kill(self, rank: int) -> None:
         """Kill one worker; the others continue without it."""
         worker = self.all.get(rank)
         if worker is not None and worker.status is None:  # not reaped, so the pid is its own
             os.kill(worker.pid, signal.SIGKILL)
 
+    def await_leftovers(self) -> None:
+        """Give processes that ended workers have left behind a moment to end by themselves."""
+        until = time.monotonic() + LINGER_S
+        while (left := live_descendants()) and time.monotonic() < until:
+            time.sleep(0.01)
+            self.reap()
+        if left:
+            log.info("%d processes that the ranks left running are ended", len(left))
+
     def kill_all(self) -> None:
         """Kill all descendants, adopted ones included, and wait until none is left."""
+        self._killing = True
         kill_descendants(self.reap)
 
 
@@ -326,6 +372,11 @@ def kills_for_memory() -> int:
     )
 
 
+def live_descendants() -> list[int]:
+    """Return the descendants of this process that have not ended."""
+    return [pid for pid in descendants(os.getpid()) if state_of(pid) not in "ZX"]
+
+
 def kill_descendants(reap: Callable[[], None] | None = None) -> None:
     """Kill all descendants of this process, and wait until none is left.
 
@@ -333,18 +384,13 @@ def kill_descendants(reap: Callable[[], None] | None = None) -> None:
         reap: collects children that ended; by default all of them, unseen.
     """
     deadline = time.monotonic() + KILL_DEADLINE_S
-    myself = psutil.Process()
     while time.monotonic() < deadline:
-        found = 0
-        for process in myself.children(recursive=True):
-            try:
-                if process.status() != psutil.STATUS_ZOMBIE:
-                    process.kill()
-                    found += 1
-            except psutil.NoSuchProcess:
-                continue
+        left = live_descendants()
+        for pid in left:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
         (reap or _reap_all)()
-        if not found:
+        if not left:
             return
         time.sleep(0.005)  # between two looks at processes that were just killed
 

@@ -93,7 +93,7 @@ class Stop:
         if read_number(self._asked_file) == NOT_YET:
             return
         if not all(self._note(rank).exists() for rank in range(self._size)):
-            return  # `trainer/program.py` names the ranks that never ask
+            return  # the agent names the ranks that never ask
         self._after = self._calls + 1
         write_number(self._after_file, self._after)
 

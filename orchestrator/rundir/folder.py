@@ -164,7 +164,7 @@ class RunDir:
     progress = _of_attempt("progress")
     timeline = _of_attempt("timeline.json")  # measured times of a few windows, by rank
     meeting_place = _of_attempt("meeting-place.json")  # address and port of a program's rendezvous
-    program_end = _of_attempt("program.json")  # a program's duration, by rank 0's parent process
+    program_end = _of_attempt("program.json")  # a program's duration, by rank 0's agent
     stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
     stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop
     outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator

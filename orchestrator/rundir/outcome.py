@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import logging
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,6 +15,8 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics, read_progress, total
 from orchestrator.rundir.program_link import STOP_HANDLER
 from orchestrator.units import plural
+
+log = logging.getLogger(__name__)
 
 
 class State(enum.Enum):
@@ -76,6 +79,43 @@ class AttemptOutcome:
     lost: str | None
 
 
+def failure_record(
+    rank: int,
+    node: str,
+    cause: str,
+    *,
+    secondary: bool,
+    hangs: bool = False,
+    usage: bool = False,
+    traceback: str = "",
+) -> dict[str, Any]:
+    """Return the record of a rank's failure, from which the root cause of the run is found.
+
+    Args:
+        secondary: caused by another rank's failure or difference.
+        hangs: without progress.
+        usage: see `Culprit`.
+    """
+    return {
+        "rank": rank,
+        "node": node,
+        "time": time.time(),
+        "cause": cause,
+        "usage": usage,
+        "secondary": secondary,
+        "hangs": hangs,
+        "traceback": traceback,
+    }
+
+
+def write_failure(run: RunDir, attempt: int, failure: Mapping[str, Any]) -> None:
+    """Write it into the attempt's folder. On a full disk, the agent still receives it."""
+    try:
+        write_json(run.failure(attempt, failure["rank"]), failure)
+    except OSError as error:
+        log.warning("the failure could not be recorded: %s", error)
+
+
 def read_outcome(run: RunDir, attempt: int) -> AttemptOutcome | None:
     """Return how an attempt ended; None where no agent remained to write it."""
     found = read_json(run.outcome(attempt))
@@ -89,6 +129,18 @@ def outcome_from_json(found: Mapping[str, Any]) -> AttemptOutcome:
         values: dict[str, Any] = {**blamed, "log_tail": tuple(blamed["log_tail"])}
         culprit = Culprit(**values)
     return AttemptOutcome(state=State(found["state"]), culprit=culprit, lost=found["lost"])
+
+
+def departure_note(why: str, updates: int | None = None) -> dict[str, Any]:
+    """Return the content of departure.json. `updates`: completed before it, if known."""
+    return {"why": why, "updates": updates, "time": time.time()}
+
+
+def note_departure(run: RunDir, attempt: int, why: str, updates: int | None = None) -> None:
+    """Record that an attempt ended by a stop or a loss; an earlier reason stays."""
+    earlier: dict[str, Any] = read_json(run.departure(attempt)) or {}
+    note = departure_note(why, updates)
+    write_json(run.departure(attempt), {**note, **earlier, "updates": updates})
 
 
 def describe_culprit(culprit: Mapping[str, Any]) -> str:
@@ -213,8 +265,7 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
         words = f"not started again: that was done {times} already (run.max_restarts={most})"
         return Ruling(again=False, words=words)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
-    departure = {"why": why, "updates": None, "time": time.time(), "failed": failed}
-    write_json(run.departure(attempt), departure)
+    write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
     words = (
         f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "

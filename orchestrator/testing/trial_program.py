@@ -3,7 +3,7 @@
 python -m orchestrator.testing.trial_program FOLDER end|live|raise|kill
 
 Each rank writes `rank-<n>.json`, and then lets `rank-<n>` grow. With "raise" and "kill" rank 1
-fails, in its own process or by ending the rank that it belongs to, while the others live on.
+fails, by an error or killed, while the others live on.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def main(folder: Path, act: str) -> None:
         if rank == "1" and act == "raise":
             raise ValueError("the trial was told to fail")
         if rank == "1" and act == "kill":
-            os.kill(os.getppid(), signal.SIGKILL)
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -104,6 +104,15 @@ class AgentLink:
         """Report that this rank is behind the others, or (None) no longer."""
         self._send({"behind": report})
 
+    def become_program(self, **facts: Any) -> None:
+        """Announce that this process executes a program now, and send nothing more by itself.
+
+        Args:
+            facts: see `agent.programs.Program`.
+        """
+        self._ended.set()
+        self._send({"program": facts})
+
     def send_end(self, word: str, failure: dict[str, Any] | None) -> None:
         """Report how this rank ended. Without this message, it counts as lost."""
         self._ended.set()

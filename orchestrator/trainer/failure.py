@@ -6,12 +6,10 @@ backward. The errors that remain of it are Python's and torch's, and lead nowher
 
 from __future__ import annotations
 
-import logging
 import re
 import signal
 import sys
 import sysconfig
-import time
 import traceback
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,9 @@ from orchestrator.errors import (
     UsageError,
     words_of,
 )
-from orchestrator.rundir.files import write_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import failure_record
 from orchestrator.snapshot import PACKAGE
 
-log = logging.getLogger(__name__)
 NOT_USERS = (
     PACKAGE,
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
@@ -158,27 +154,14 @@ def exit_code(error: BaseException) -> int:
 
 
 def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
-    """Return the record of a rank's failure.
-
-    `secondary`: caused by another rank's failure or difference. `hangs`: without progress.
-    """
+    """Return the record of a rank's failure."""
     others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
-    return {
-        "rank": rank,
-        "node": node,
-        "time": time.time(),
-        "cause": describe(error),
-        "usage": isinstance(error, UsageError),
-        "secondary": others or isinstance(error, PeerLost | RanksMissing),
-        "hangs": isinstance(error, RankHangs),
-        "exit_code": exit_code(error),
-        "traceback": "".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
-    }
-
-
-def write_failure(run: RunDir, attempt: int, failure: dict[str, Any]) -> None:
-    """Write it into the attempt's folder. On a full disk, the agent still receives it."""
-    try:
-        write_json(run.failure(attempt, failure["rank"]), failure)
-    except OSError as error:
-        log.warning("the failure could not be recorded: %s", error)
+    return failure_record(
+        rank,
+        node,
+        describe(error),
+        secondary=others or isinstance(error, PeerLost | RanksMissing),
+        hangs=isinstance(error, RankHangs),
+        usage=isinstance(error, UsageError),
+        traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
+    )

@@ -1,380 +1,308 @@
-"""The parent of a program's rank: start it, watch it from outside, report how it ended.
+"""A program's rank: a worker that becomes the user's program by `exec`.
 
-A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
-that torch gives it. Its parent sees that the port is served and that the program has no connection
-to it. A rank that uses no processor either fails after `cluster.rendezvous_timeout_s`; one that
-computes (a data set that is prepared first) after `cluster.collective_timeout_s`. A program that
-never forms a group is not judged.
-
-Rank 0 serves the port, so while it is stuck, nothing shows whether others want to connect. It is
-only warned of, and blamed once the others give up. MindSpore's port is served by ours.
+Its agent has the rest: the port where the ranks meet, stops, checks for progress, the program's end
+(`agent/programs.py`).
 """
 
 from __future__ import annotations
 
 import logging
 import os
-import select
 import shlex
 import signal
-import subprocess
+import sys
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple, NoReturn
 
-from orchestrator.agent.liveness import FROZEN, ProgressWatchdog, WatchdogTimeouts
-from orchestrator.agent.processes import (
-    adopt_orphans,
-    descendants,
-    set_parent_death_signal,
-    state_of,
-)
-from orchestrator.agent.stacks import describe_processes
-from orchestrator.agent.topology import OUTER_UMASK_VARIABLE
+from orchestrator.agent.topology import OUTER_PATH_VARIABLE, OUTER_UMASK_VARIABLE, Topology
 from orchestrator.agent.workers import STOP_SIGNALS
-from orchestrator.config.program import program_of
-from orchestrator.config.reading import read_config
-from orchestrator.config.schema import Config
+from orchestrator.config.job_source import script_of
+from orchestrator.config.program import Program, program_of, with_newest_files
+from orchestrator.config.reading import read_config, with_run_folder
+from orchestrator.engine.common.rendezvous import Backoff, read_published
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import EXIT_FINISHED, OrchestratorError, RankHangs, StopRequested
-from orchestrator.rundir.files import read_end, write_json
-from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
-from orchestrator.rundir.warnings import warn
-from orchestrator.trainer.program_environment import (
-    ProgramRendezvous,
-    ProgramStart,
-    command_line,
-    copies_of,
-    environment,
-    find,
-    host,
-)
-from orchestrator.trainer.program_processes import (
-    LOOKED_AT_BYTES,
-    describe_end,
-    end_all,
-    end_leftovers,
-    error_of,
-    has_joined,
-    is_served,
-    is_stopped,
-    used_s,
-)
-from orchestrator.trainer.stop import restart_note
+from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, StopRequested
+from orchestrator.rundir.files import write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.snapshot import submitted
+from orchestrator.trainer.stop import StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.25
-CHECK_S = 1.0
-STOP_AGAIN_S = 5.0
-"""After which another stop signal is forwarded to the program as well."""
-SHOULD_STOP_S = 5.0
-"""Within which a rank that calls `should_stop` after every update has called it."""
-
 
 def main(path: Path, attempt: int) -> int:
-    """Run one rank of a program; return its exit status."""
-    adopt_orphans()
-    program = ProgramRank()
-    return run_in_worker(path, attempt, program.run, program.clean_up)
+    """Become the program of this rank; return an exit status if that fails."""
+    return run_in_worker(path, attempt, _execute)
 
 
-class Joining:
-    """Check for whether a rank's program joins the others. Call `check` each second."""
+def _execute(worker: WorkerProcess) -> NoReturn:
+    """Execute the program in this process.
 
-    def __init__(self, place: ProgramRendezvous, worker: WorkerProcess, config: Config) -> None:
-        self._address, self._port = place.address, place.port
-        self._serves = worker.topology.rank == 0 and place.scheduler is None
-        self._link = worker.link
-        self._patience_s = patience_s = config.cluster.rendezvous_timeout_s
-        self._most_s = max(config.cluster.collective_timeout_s, patience_s)
-        self._began = time.monotonic()
-        self._watchdog = ProgressWatchdog(
-            WatchdogTimeouts(notice_s=patience_s, most_s=patience_s, hang_s=patience_s / 2)
-        )
-        self._joined = self._warned = self._reported = False
-
-    def check(self, pid: int) -> None:
-        """Raise `RankHangs` once it is certain that the others wait for this rank."""
-        if self._joined:
-            return
-        now = time.monotonic()
-        idle, waited_s = self._watchdog.hangs(now, used_s(pid)), now - self._began
-        if has_joined(pid, self._port):
-            self._joined = True
-            self._link.send_behind(None)
-        elif waited_s >= self._patience_s and self._serves:
-            self._report_unserved(idle=idle)
-        elif waited_s >= self._patience_s and is_served(self._address, self._port):
-            sentence = (
-                f"it has not joined the others, who wait for it at {self._address}:{self._port}, "
-                f"in {waited_s:.0f} s"
+    Raises:
+        OrchestratorError: it cannot be started, or the run was asked to stop before.
+    """
+    run, attempt, topology = worker.run, worker.attempt, worker.topology
+    config = read_config(run.existing().read_config())
+    program, cluster = program_of(config.job), config.cluster
+    worker.begin(config)
+    if attempt and topology.rank == 0:
+        write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
+    place = None
+    if program.style != "plain":
+        with for_others():
+            place = _find_rendezvous(
+                run.meeting_place(attempt), cluster.rendezvous_timeout_s, worker.stop
             )
-            if idle:
-                raise RankHangs(
-                    f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is "
-                    f"stuck before its group is formed"
-                )
-            if waited_s >= self._most_s:
-                raise RankHangs(f"{sentence} (cluster.collective_timeout_s)")
-            self._warn(f"{sentence}; it is at work, so it is waited for", "not joined")
+    start = ProgramStart(
+        program=program,
+        topology=topology,
+        place=place,
+        run=run,
+        error_file=run.program_error(attempt, topology.rank),
+        attempt=attempt,
+        most_restarts=config.run.max_restarts,
+        timeout_s=cluster.rendezvous_timeout_s,
+    )
+    copies = copies_of(os.environ)
+    words = command_line(program, run, copies, attempt)
+    log.info("attempt %d: %s", attempt, shlex.join(words))
+    variables = environment(os.environ, start, copies)
+    _reset_process(program.stop_signal, scheduled=topology.scheduled)
+    worker.link.become_program(
+        stop_signal=program.stop_signal,
+        place=place,
+        serves=topology.rank == 0 and program.style == "torch",
+        most_s=cluster.collective_timeout_s,
+        restarts=worker.restarts,
+        log_bytes=run.rank_log(topology.rank).stat().st_size,
+    )
+    try:
+        os.execvpe(words[0], words, variables)  # noqa: S606  # a program without a shell is meant
+    except OSError as error:
+        named = f"{program.target} cannot be started: {error.strerror}"
+        raise OrchestratorError(named) from error
 
-    def _report_unserved(self, *, idle: bool) -> None:
-        """On rank 0: let the agent know, in case the others fail; warn if it is idle."""
-        if not self._reported:
-            self._reported = True
-            self._link.send_behind(
-                {
-                    "where": "the start of its program",
-                    "since": self._began,
-                    "at": "and has not opened the port where the ranks meet",
-                    "stack": [],
-                }
+
+def _reset_process(stop_signal: str, *, scheduled: bool) -> None:
+    """Give this process the umask and signal handlers that a shell would give a program."""
+    for number in (*STOP_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the latter two
+        signal.signal(number, signal.SIG_DFL)
+    if scheduled and stop_signal != "USR2":
+        # A scheduler signals all processes of a rank; the program expects its own signal only.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if umask := os.environ.get(OUTER_UMASK_VARIABLE):
+        os.umask(int(umask, 8))
+    sys.stdout.flush()
+    sys.stderr.flush()
+
+
+class Rendezvous(NamedTuple):
+    """Where the ranks of a program meet."""
+
+    address: str
+    port: int
+
+
+def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous:
+    """Wait until the first node's agent has published where the ranks meet.
+
+    Raises:
+        RanksMissing: it has not within `timeout_s`.
+        StopRequested: asked to stop meanwhile.
+    """
+    backoff, until = Backoff(), time.monotonic() + timeout_s
+    while (found := read_published(path)) is None:
+        if stop.requested:
+            raise StopRequested("asked to stop before the program began")
+        if time.monotonic() > until:
+            raise RanksMissing(
+                f"the first node did not begin within {timeout_s:g} s "
+                "(cluster.rendezvous_timeout_s)"
             )
-        if idle:
-            self._warn(
-                f"the program of rank 0 has not opened {self._address}:{self._port}, where the "
-                f"ranks meet, in {self._patience_s:g} s (cluster.rendezvous_timeout_s), and uses "
-                f"no processor: ranks that wait for it there do so until a time-out of their own",
-                "not served",
-            )
-
-    def _warn(self, sentence: str, kind: str) -> None:
-        if not self._warned:
-            self._warned = True
-            warn(sentence, kind=kind)
+        time.sleep(backoff.next())
+    return Rendezvous(str(found["address"]), int(found["port"]))
 
 
-class StopForwarding:
-    """Forwards a stop to the program, as the signal that it knows.
+# ----------------------------------------------------------------------
+# Command line and variables of a program, exactly as its own launcher sets them.
 
-    The process that calls `should_stop` gets it, or the whole program if none does: workers of a
-    loader would end by it before the update is done, and the training with them.
+HIDDEN = (
+    "SLURM_PROCID", "SLURM_LOCALID", "SLURM_NODEID", "SLURM_NTASKS", "SLURM_NPROCS",
+    "SLURM_NTASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS",
+    "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
+)  # fmt: skip
+HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
+NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it unless the user has
+OURS = "ORCHESTRATOR_"
+DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ProgramStart:
+    """One start of a rank's program.
 
     Attributes:
-        done: whether the program was asked to stop.
+        place: where the ranks meet; None in plain style.
+        error_file: where a program says what it raised, if it is written to.
+        restarts, most_restarts: how often the run began again, and how often it may.
     """
 
-    def __init__(self, worker: WorkerProcess, number: signal.Signals) -> None:
-        run, attempt, topology = worker.run, worker.attempt, worker.topology
-        self._stop, self._number, self._size = worker.stop, number, topology.size
-        self._rank, self._folder = topology.rank, run.attempt(attempt)
-        self._asked, self._agreed = str(run.stop_asked(attempt)), str(run.stop_after(attempt))
-        self._sent_at: float | None = None
-        self._sent_to: int | None = None  # None: all processes
-        self._unhandled_since: float | None = None
-        self._warned = False
+    program: Program
+    topology: Topology
+    place: Rendezvous | None
+    run: RunDir
+    error_file: Path
+    attempt: int
+    most_restarts: int
+    timeout_s: float
 
-    @property
-    def done(self) -> bool:
-        return self._sent_at is not None
 
-    @property
-    def agreed(self) -> bool:
-        """Return whether the ranks of the program agreed to stop."""
-        return read_number(self._agreed) != NOT_YET
+def command_line(
+    program: Program, run: RunDir, copies: Mapping[Path, Path], attempt: int
+) -> list[str]:
+    """Return the command to execute; a script or module comes from the copy of the code, if any."""
+    python = [sys.executable, "-u"]
+    words = [with_run_folder(word, str(run.path)) for word in program.words]
+    if attempt:
+        more = [with_run_folder(word, str(run.path)) for word in program.resume_arguments]
+        words += with_newest_files(more)
+    if program.is_module:
+        # Python would begin its path with the working folder, whose files may have been edited.
+        own = ["-P"] if copies else []
+        return [*python, *own, "-m", program.target, *words]
+    script = script_of(program)
+    if script is None:
+        return [program.target, *words]
+    start = str(in_copy(script, copies))
+    return [*(python if script.suffix == ".py" else []), start, *words]
 
-    def check(self, pid: int) -> None:
-        """Forward a pending stop. `pid`: of the program's first process, which leads its group."""
-        if not self._stop.requested:
-            return
-        now, handler = time.monotonic(), self._handler(pid)
-        others_left = self._sent_to is not None and handler is None  # they have not received it
-        if self._sent_at is not None and not others_left:
-            again = max(self._stop.times.values()) > self._sent_at
-            if not again or now < self._sent_at + STOP_AGAIN_S:
-                return
-        first, self._sent_at, self._sent_to = self._sent_at is None, now, handler
-        if first and handler is not None and self.agreed:
-            return  # it knows from the others, or is done: a Python that ends has no handler left
-        log.info("asked to stop: %s to the program", self._number.name)
-        write_number(self._asked, 0)
-        try:
-            if handler is None:
-                os.killpg(pid, self._number)
-            else:
-                os.kill(handler, self._number)
-        except ProcessLookupError:  # it has just ended
-            return
 
-    def _handler(self, pid: int) -> int | None:
-        """Return the process that calls `should_stop`, while it lives."""
-        found = read_number(str(self._folder / STOP_HANDLER.format(self._rank)))
-        ours = found in (pid, *descendants(pid)) and state_of(found) not in "ZX"
-        return found if ours else None
+def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
+    """Return a user's path within the copy of the code; the path itself if the copy lacks it."""
+    for root, copy in copies.items():
+        if path.is_relative_to(root) and (found := copy / path.relative_to(root)).exists():
+            return found
+    return path
 
-    def check_all_handle(self, now: float) -> None:
-        """On rank 0, warn once if a stop was asked for, and only some ranks call `should_stop`."""
-        if self._warned or self._rank or read_number(self._asked) == NOT_YET:
-            return
-        self._unhandled_since = self._unhandled_since or now
-        if now - self._unhandled_since < SHOULD_STOP_S or self.agreed:
-            return
-        self._warned = True
-        missing = [
-            r for r in range(self._size) if not (self._folder / STOP_HANDLER.format(r)).exists()
-        ]
-        if 0 < len(missing) < self._size:
-            named = ", ".join(map(str, missing))
-            warn(
-                f"asked to stop, but rank {named} never called should_stop, as all ranks must "
-                f"after every update; the stop waits for that",
-                kind="stop not handled",
+
+def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
+    """Return each source folder's copy; none for a run without copies, as a local one."""
+    record = submitted(env) or {"roots": {}}
+    return {Path(root): Path(copy) for root, copy in record["roots"].items()}
+
+
+def environment(
+    env: Mapping[str, str], start: ProgramStart, copies: Mapping[Path, Path]
+) -> dict[str, str]:
+    """Return all variables of the program.
+
+    Args:
+        env: of this rank.
+
+    Raises:
+        ClusterError: each rank is to see a device of its own, and the node has fewer.
+    """
+    hide = start.program.style != "plain"
+    found = {
+        name: value
+        for name, value in env.items()
+        if not name.startswith(OURS)
+        and not (hide and (name in HIDDEN or name.startswith(HIDDEN_FAMILIES)))
+    }
+    if hide and "SLURM_JOB_ID" in found:
+        found["SLURM_JOB_NAME"] = "interactive"  # else Lightning takes SLURM's word, and requeues
+    _search_path(found, env, start.program, copies)
+    _devices(found, start)
+    launcher = _msrun if start.program.style == "mindspore" else _torchrun
+    set_by_launcher = launcher(start, start.place) if start.place else {}
+    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **_ours(start)}
+
+
+def _ours(start: ProgramStart) -> dict[str, str]:
+    topology = start.topology
+    return {
+        RUN: str(start.run.path), ATTEMPT: str(start.attempt),
+        RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
+        WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
+    }  # fmt: skip
+
+
+def _search_path(
+    found: dict[str, str], env: Mapping[str, str], program: Program, copies: Mapping[Path, Path]
+) -> None:
+    """Set the user's own PYTHONPATH, within the copies if there are any, without our entries.
+
+    For a module, the folder that holds it comes first, as in Python.
+    """
+    if OUTER_PATH_VARIABLE not in env:
+        return
+    outer = [entry for entry in env.get(OUTER_PATH_VARIABLE, "").split(os.pathsep) if entry]
+    own = [in_copy(Path(entry).absolute(), copies) for entry in outer]
+    if copies and program.is_module:
+        own = [in_copy(Path.cwd(), copies), *own]
+    found.pop("PYTHONPATH", None)
+    if own:
+        found["PYTHONPATH"] = os.pathsep.join(map(str, own))
+
+
+def _devices(found: dict[str, str], start: ProgramStart) -> None:
+    if start.program.devices != "rank":
+        return
+    local = start.topology.local_rank
+    if not any(name in found for name in DEVICES):
+        found[DEVICES[start.program.style == "mindspore"]] = str(local)
+        return
+    for name in DEVICES:
+        there = [one.strip() for one in found.get(name, "").split(",") if one.strip()]
+        if name in found and local >= len(there):
+            raise ClusterError(
+                f"job.devices=rank gives each rank one of its node's devices, but {name} has "
+                f"{len(there)} for local rank {local}; ask for more by cluster.gpus_per_node"
             )
+        if there:
+            found[name] = there[local]
 
 
-class ProgramRank:
-    """The program of this rank, from its start to its end."""
+def _torchrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
+    """Return the variables that torch's local_elastic_agent.py sets."""
+    topology = start.topology
+    width = topology.size // topology.nodes
+    return {
+        "LOCAL_RANK": "0" if start.program.devices == "rank" else str(topology.local_rank),
+        "RANK": str(topology.rank),
+        "GROUP_RANK": str(topology.node_index),
+        "ROLE_RANK": str(topology.rank),
+        "ROLE_NAME": "default",
+        "LOCAL_WORLD_SIZE": str(width),
+        "WORLD_SIZE": str(topology.size),
+        "GROUP_WORLD_SIZE": str(topology.nodes),
+        "ROLE_WORLD_SIZE": str(topology.size),
+        "MASTER_ADDR": place.address,
+        "MASTER_PORT": str(place.port),
+        "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
+        "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
+        "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
+        "TORCHELASTIC_USE_AGENT_STORE": "False",
+        "TORCHELASTIC_ERROR_FILE": str(start.error_file),
+    }
 
-    def __init__(self) -> None:
-        self._worker: WorkerProcess | None = None
-        self._place: ProgramRendezvous | None = None
-        self._child: subprocess.Popen[bytes] | None = None
-        self._own: set[int] = set()  # children that are ours, not the program's
-        self._log_began = 0
 
-    def run(self, worker: WorkerProcess) -> int:
-        """Start the program and wait for its end; return this rank's exit status.
-
-        Raises:
-            OrchestratorError: it failed, hangs, or could not be started; or it was asked to stop.
-        """
-        self._worker = worker
-        run, attempt, topology = worker.run, worker.attempt, worker.topology
-        self._log_began = run.rank_log(topology.rank).stat().st_size
-        config = read_config(run.existing().read_config())
-        program = program_of(config.job)
-        number = signal.Signals[f"SIG{program.stop_signal}"]
-        worker.begin(config)
-        if attempt and topology.rank == 0:
-            write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
-        start = self._prepare(worker, config)
-        # A scheduler signals all processes of a rank; the program expects its own stop signal only.
-        ignored = [signal.SIGUSR2] if topology.scheduled and number != signal.SIGUSR2 else []
-        began = time.monotonic()
-        child = self._child = self._start(start, ignored)
-        worker.link.mark("its program", waits=True)
-        stop = StopForwarding(worker, number)
-        status = self._wait(child, worker, config, stop)
-        if topology.rank == 0:
-            write_json(run.program_end(attempt), {"seconds": time.monotonic() - began})
-        output = self._output(run.rank_log(topology.rank))
-        self._end_leftovers()
-        if stop.done or (stop.agreed and status == 0):
-            if status not in (0, -signal.SIGTERM, -number):
-                warn(f"asked to stop, the program {describe_end(status)}", kind="stopped otherwise")
-            raise StopRequested("the program ended after it was asked to stop")
-        if status:
-            raise error_of(status, output, start.error_file)
-        return EXIT_FINISHED
-
-    def _prepare(self, worker: WorkerProcess, config: Config) -> ProgramStart:
-        run, attempt, topology = worker.run, worker.attempt, worker.topology
-        program, timeout_s = program_of(config.job), config.cluster.rendezvous_timeout_s
-        published = run.meeting_place(attempt)
-        if topology.rank == 0:  # before any rank looks: file systems cache absent names
-            write_number(str(run.stop_asked(attempt)), NOT_YET)
-            write_number(str(run.stop_after(attempt)), NOT_YET)
-        if program.style != "plain" and topology.rank == 0:
-            self._place = host(published, topology, program.style, timeout_s)
-        elif program.style != "plain":
-            with for_others():
-                self._place = find(published, timeout_s, lambda: worker.stop.requested)
-        return ProgramStart(
-            program=program,
-            topology=topology,
-            place=self._place,
-            run=run,
-            error_file=run.program_error(attempt, topology.rank),
-            attempt=attempt,
-            most_restarts=config.run.max_restarts,
-            timeout_s=timeout_s,
-        )
-
-    def _start(self, start: ProgramStart, ignored: list[signal.Signals]) -> subprocess.Popen[bytes]:
-        copies = copies_of(os.environ)
-        words = command_line(start.program, start.run, copies, start.attempt)
-        log.info("attempt %d: %s", start.attempt, shlex.join(words))
-        self._own = set(descendants(os.getpid()))
-        parent, umask = os.getpid(), int(os.environ.get(OUTER_UMASK_VARIABLE, "-1"), 8)
-
-        def set_signals() -> None:
-            set_parent_death_signal(parent)
-            for number in STOP_SIGNALS:
-                signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
-
-        try:
-            return subprocess.Popen(
-                words,
-                stdin=subprocess.DEVNULL,
-                env=environment(os.environ, start, copies),
-                start_new_session=True,
-                umask=umask,
-                preexec_fn=set_signals,  # noqa: PLW1509  # other threads of ours hold no lock it needs
-            )
-        except OSError as error:
-            named = f"{start.program.target} cannot be started: {error.strerror}"
-            raise OrchestratorError(named) from error
-
-    def _wait(
-        self,
-        child: subprocess.Popen[bytes],
-        worker: WorkerProcess,
-        config: Config,
-        stop: StopForwarding,
-    ) -> int:
-        """Wait for the program's end; forward a stop, and check from outside for progress.
-
-        Raises:
-            RankHangs: with the stack of any process of the program that can be asked for it.
-        """
-        joining = self._place and Joining(self._place, worker, config)
-        silence_s, stopped_since, check = config.cluster.heartbeat_timeout_s, None, 0.0
-        descriptor = os.pidfd_open(child.pid)
-        try:
-            while child.poll() is None:
-                select.select([descriptor], [], [], TICK_S)
-                stop.check(child.pid)
-                now = time.monotonic()
-                if now < check:
-                    continue
-                check = now + CHECK_S
-                stop.check_all_handle(now)
-                if is_stopped(child.pid):
-                    stopped_since = stopped_since or now
-                    if now - stopped_since >= silence_s:
-                        raise RankHangs(FROZEN.format(f"{silence_s:g}"))
-                    continue
-                stopped_since = None
-                if joining is not None and not worker.stop.requested:
-                    try:
-                        joining.check(child.pid)
-                    except RankHangs as error:
-                        log = worker.run.rank_log(worker.topology.rank)
-                        where = describe_processes([child.pid, *descendants(child.pid)], log)
-                        raise RankHangs(f"{error}{where}") from error
-        finally:
-            os.close(descriptor)
-        return child.returncode
-
-    def _output(self, log: Path) -> str:
-        """Return the end of the program's output in this attempt."""
-        written = log.stat().st_size - self._log_began
-        return read_end(log, min(written, LOOKED_AT_BYTES)).decode("utf-8", errors="replace")
-
-    def _end_leftovers(self) -> None:
-        if self._child is not None and (ended := end_leftovers(self._own)):
-            log.info("%d processes that the program left running were ended", ended)
-
-    def clean_up(self) -> None:
-        """End all processes of the program; end the log with a whole line."""
-        if self._child is not None and self._child.poll() is None:
-            end_all(self._child.pid)
-            self._child.wait()
-        self._end_leftovers()
-        if self._place is not None:
-            self._place.close()
-        if self._worker is None:
-            return
-        if read_end(self._worker.run.rank_log(self._worker.topology.rank), 1) not in (b"", b"\n"):
-            print(flush=True)
+def _msrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
+    """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
+    topology = start.topology
+    return {
+        "MS_ROLE": "MS_WORKER",
+        "MS_WORKER_NUM": str(topology.size),
+        "MS_NODE_ID": str(topology.rank),
+        "MS_SCHED_HOST": place.address,
+        "MS_SCHED_PORT": str(place.port),
+        "MS_TOPO_TIMEOUT": str(max(1, round(start.timeout_s))),
+        "RANK_ID": str(topology.rank),
+        "RANK_SIZE": str(topology.size),
+        "DEVICE_ID": "0" if start.program.devices == "rank" else str(topology.local_rank),
+    }

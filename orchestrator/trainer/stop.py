@@ -24,10 +24,10 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.errors import StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_end, read_json, write_json
+from orchestrator.rundir.files import read_end, read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
-from orchestrator.rundir.outcome import read_outcome
+from orchestrator.rundir.outcome import note_departure, read_outcome
 from orchestrator.rundir.warnings import warn
 
 KILL_WAIT_S = 30.0
@@ -212,18 +212,6 @@ class Follower(Callback):
 
 # ----------------------------------------------------------------------
 # The departure of an attempt whose run continues.
-
-
-def departure_note(why: str, updates: int | None = None) -> dict[str, Any]:
-    """Return the content of departure.json. `updates`: completed before it, if known."""
-    return {"why": why, "updates": updates, "time": time.time()}
-
-
-def note_departure(run: RunDir, attempt: int, why: str, updates: int | None = None) -> None:
-    """Record that an attempt ended by a stop or a loss; an earlier reason stays."""
-    earlier: dict[str, Any] = read_json(run.departure(attempt)) or {}
-    note = departure_note(why, updates)
-    write_json(run.departure(attempt), {**note, **earlier, "updates": updates})
 
 
 def note_lost_nodes(run: RunDir, attempt: int, error: Unrecoverable) -> None:

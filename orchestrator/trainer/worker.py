@@ -30,25 +30,20 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink, Membership
-from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames, write_failure
-from orchestrator.trainer.stop import GracePeriods, StopFlag, note_departure, note_lost_nodes
+from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames
+from orchestrator.trainer.stop import GracePeriods, StopFlag, note_lost_nodes
 
 END_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
 
 
-def run_in_worker(
-    path: Path,
-    attempt: int,
-    body: Callable[[WorkerProcess], int],
-    clean_up: Callable[[], None] = lambda: None,
-) -> int:
+def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]) -> int:
     """Run `body` as this worker; return its exit status. Errors are recorded, not raised.
 
     Args:
-        body: trains, or runs a program, and returns the exit status.
-        clean_up: called after an error is recorded, before the agent learns of the end.
+        body: trains, and returns the exit status; or executes a program.
     """
     run, topology = RunDir(path), Topology.from_env(os.environ)
     if topology.scheduled:
@@ -65,7 +60,6 @@ def run_in_worker(
     except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
         code = worker.fail(error)
     finally:
-        clean_up()
         worker.end(END_WORDS.get(code, FAILED))
     return code
 
@@ -114,7 +108,7 @@ class WorkerProcess:
         )
 
     @property
-    def _restarts(self) -> bool:
+    def restarts(self) -> bool:
         """Return whether the scheduler restarts the run after a stop."""
         return self.topology.scheduled and self._requeue and not self.run.cancel.exists()
 
@@ -124,7 +118,7 @@ class WorkerProcess:
         Args:
             updates: completed; None if this worker cannot know, and another one's note stays.
         """
-        if not self._restarts:
+        if not self.restarts:
             return False
         self.fence.check()
         if updates is not None or not self.run.departure(self.attempt).exists():
@@ -142,7 +136,7 @@ class WorkerProcess:
 
     def fail(self, error: BaseException) -> int:
         """Record what ended this worker, for people and other ranks; return the exit status."""
-        if isinstance(error, Unrecoverable) and error.nodes and self._restarts:
+        if isinstance(error, Unrecoverable) and error.nodes and self.restarts:
             note_lost_nodes(self.run, self.attempt, error)
             return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):

@@ -11,9 +11,11 @@ from tests.helpers import environment, until
 
 NODE = """
 import json, os, random, selectors, signal, sys, time
+from pathlib import Path
 from orchestrator.agent.workers import BecomeWorker, Workers
 from orchestrator.agent.processes import ending
 from orchestrator.agent.worker import reseed_generators
+from tests.agent.specs import node_spec
 
 def leaves_a_child(rank):
     left, stays = sys.argv[2:4]
@@ -56,8 +58,8 @@ if what == "tells":
     import numpy, torch
 with ending() as end:
     selector = selectors.DefaultSelector()
-    workers = Workers(
-        ranks=range(4, 4 + 4), selector=selector, report=report)
+    spec = node_spec(Path("run"), nodes=2, ranks_per_node=4, index=1)
+    workers = Workers(spec=spec, selector=selector, report=report)
     try:
         workers.start(dict.fromkeys([4] if what == "leaves_a_child" else [4, 5], 0))
         while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):

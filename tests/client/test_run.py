@@ -1,16 +1,16 @@
 """What a program imports of us: light, harmless without a run, and agreed within one."""
 
 import json
+import os
 import random
-import signal
 import subprocess
 import sys
 import threading
 import time
-from types import SimpleNamespace
 
 import pytest
 
+from orchestrator.agent.programs import SHOULD_STOP_S, Program
 from orchestrator.client.run import Run
 from orchestrator.client.stop import Stop
 from orchestrator.rundir.folder import RunDir
@@ -24,8 +24,7 @@ from orchestrator.rundir.program_link import (
     WORLD,
     write_number,
 )
-from orchestrator.trainer.program import SHOULD_STOP_S, StopForwarding
-from orchestrator.trainer.stop import StopFlag
+from tests.agent.specs import node_spec
 from tests.helpers import environment
 
 IMPORT = """
@@ -111,26 +110,32 @@ def test_all_ranks_stop_after_the_same_update_whoever_is_asked_whenever(attempt,
     assert last[0] > min(asked.values())
 
 
-def forwarding_of(attempt):
-    rank_0 = SimpleNamespace(
-        run=RunDir(attempt.parents[1]), attempt=0, stop=StopFlag(),
-        topology=SimpleNamespace(rank=0, size=3),
-    )  # fmt: skip
-    return StopForwarding(rank_0, signal.SIGTERM)
+def watched_program(attempt):
+    facts = {
+        "stop_signal": "TERM", "place": None, "serves": False, "most_s": 60.0, "log_bytes": 0,
+        "restarts": False,
+    }  # fmt: skip
+    log = RunDir(attempt.parents[1]).rank_log(0)
+    log.parent.mkdir(exist_ok=True)
+    log.touch()
+    return Program(node_spec(attempt.parents[1]), 0, os.getpid(), facts, lambda _: None)
 
 
 @pytest.mark.parametrize("silent", [0, 1])
 def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, silent):
     ranks = {rank: Stop(attempt, rank, 3) for rank in range(3) if rank != silent}
     assert not any(stop.due(0) for stop in ranks.values())
-    forwarding = forwarding_of(attempt)
-    forwarding.check_all_handle(0.0)
+    program = watched_program(attempt)
+    program.check_all_handle(0.0)
     write_number(str(attempt / STOP_ASKED), 0)
     assert not any(stop.due(update) for update in (1, 2) for stop in ranks.values())
-    forwarding.check_all_handle(1.0)
-    with pytest.warns(UserWarning, match=f"rank {silent} never called should_stop"):
-        forwarding.check_all_handle(1.0 + SHOULD_STOP_S)
-    forwarding.check_all_handle(100.0)  # once
+    program.check_all_handle(1.0)
+    warnings = attempt / "warnings-00000.jsonl"
+    assert not warnings.exists()
+    program.check_all_handle(1.0 + SHOULD_STOP_S)
+    program.check_all_handle(100.0)  # once
+    (line,) = warnings.read_text().splitlines()
+    assert f"rank {silent} never called should_stop" in line
 
 
 def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
@@ -138,6 +143,7 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
     for ranks in ((), (0, 1, 2)):
         for rank in ranks:
             Stop(attempt, rank, 3).due(0)
-        forwarding = forwarding_of(attempt)
-        forwarding.check_all_handle(1.0)
-        forwarding.check_all_handle(1.0 + SHOULD_STOP_S)
+        program = watched_program(attempt)
+        program.check_all_handle(1.0)
+        program.check_all_handle(1.0 + SHOULD_STOP_S)
+        assert not (attempt / "warnings-00000.jsonl").exists()

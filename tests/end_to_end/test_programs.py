@@ -145,16 +145,16 @@ def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path)
     assert not programs_of(tmp_path)
 
 
-@pytest.mark.parametrize("target", ["launcher", "parent"])
-def test_no_program_outlives_its_launcher_or_its_parent(tmp_path, target):
+@pytest.mark.parametrize("target", ["launcher", "agent"])
+def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
-    parent = helpers.rank_pid(tmp_path / "run", 3)
-    os.kill(process.pid if target == "launcher" else parent, signal.SIGKILL)
+    agent = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "3").ppid()
+    os.kill(process.pid if target == "launcher" else agent, signal.SIGKILL)
     process.communicate(timeout=30)
     helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
-    if target == "parent":
-        assert culprit(tmp_path)["rank"] == 3
+    if target == "agent":
+        assert culprit(tmp_path)["node"] == "node1"
 
 
 def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
@@ -252,7 +252,8 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
     assert int(first[2]) == int(first[1]) + 1
     assert re.search(r"rank 2 .*reset by peer.*; rank [\d, ]*1[\d, ]* had ended before", output)
     assert int((tmp_path / "run" / "peak").read_text()) < 200 * 1024, "what it says is not kept"
-    assert "left running were ended" in log(tmp_path, 1)
+    node_log = (tmp_path / "run" / "logs" / "node0.log").read_text()
+    assert "left running are ended" in node_log
     assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
 
 

@@ -9,7 +9,7 @@ from orchestrator.agent.topology import Topology
 from orchestrator.config.program import Program
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.trainer.program_environment import ProgramRendezvous, ProgramStart, environment
+from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
 @pytest.fixture
@@ -27,7 +27,7 @@ def variables(run, env, *, style="torch", devices="rank", local_rank=1):
     )  # fmt: skip
     start = ProgramStart(
         program=Program(command=("train.py",), style=style, devices=devices), topology=place,
-        place=ProgramRendezvous("127.0.0.1", 4242), run=run, error_file=Path("/error"),
+        place=Rendezvous("127.0.0.1", 4242), run=run, error_file=Path("/error"),
         attempt=0, most_restarts=0, timeout_s=60,
     )  # fmt: skip
     return environment(env, start, {})

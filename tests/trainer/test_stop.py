@@ -11,12 +11,12 @@ from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import note_departure
 from orchestrator.trainer.stop import (
     Follower,
     GracePeriods,
     LeaveInTime,
     StopFlag,
-    note_departure,
     restart_reason,
 )
 

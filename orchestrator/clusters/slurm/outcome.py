@@ -36,7 +36,7 @@ from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
-from orchestrator.rundir.outcome import State, read_outcome, rule, write_end
+from orchestrator.rundir.outcome import State, departure_note, read_outcome, rule, write_end
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
@@ -46,7 +46,6 @@ from orchestrator.slurm_client import (
     own_job_id,
     queued,
 )
-from orchestrator.trainer.stop import departure_note
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 LATE_S = 90.0

@@ -1,0 +1,432 @@
+"""Programs: a rank's process that has executed a user's program, as its agent watches it.
+
+A worker becomes its program by `exec` (`trainer/program.py`), so the agent forwards stops as
+signals, and sees all else from outside: the exit status, the log, `/proc`, the TCP connections.
+
+A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
+that torch gives it. Its agent sees that the port is served and that the program has no connection
+to it. A rank that uses no processor either fails after `cluster.rendezvous_timeout_s`; one that
+computes (a data set that is prepared first) after `cluster.collective_timeout_s`. A program that
+never forms a group is not judged.
+
+Rank 0 serves the port, so while it is stuck, nothing shows whether others want to connect. It is
+only warned of, and blamed once the others give up. MindSpore's port is served by ours.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import logging
+import os
+import re
+import signal
+import time
+from collections.abc import Callable, Mapping
+from itertools import takewhile
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from orchestrator.agent.links import Peer, is_port_closed
+from orchestrator.agent.liveness import (
+    FAILED,
+    FINISHED,
+    STOPPED,
+    ProgressWatchdog,
+    WatchdogTimeouts,
+)
+from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.processes import descendants, processor_s, state_of
+from orchestrator.agent.stacks import describe_processes
+from orchestrator.config.program import is_program, program_of
+from orchestrator.engine.common.rendezvous import keep_port, publish
+from orchestrator.errors import OrchestratorError, describe_status
+from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, write_json
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
+from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
+from orchestrator.rundir.warnings import warn_of
+
+log = logging.getLogger(__name__)
+
+CHECK_S = 1.0
+REACH_S = 0.2
+STOP_AGAIN_S = 5.0
+"""After which another stop signal is forwarded to the program as well."""
+SHOULD_STOP_S = 5.0
+"""Within which a rank that calls `should_stop` after every update has called it."""
+
+
+def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
+    """On the first node, publish where the ranks of a program meet; return how to end that.
+
+    torchrun would look for a free port and let go of it, and another run may take it before the
+    program does. Here it is kept until then.
+    """
+    run = RunDir(spec.run)
+    try:
+        job: Mapping[str, Any] = run.existing().read_config().get("job") or {}
+    except OrchestratorError:  # the workers read the same, and report it in their logs
+        job = {}
+    if not is_program(job):
+        return lambda: None
+    for path in (run.stop_asked(spec.attempt), run.stop_after(spec.attempt)):
+        write_number(str(path), NOT_YET)  # before any rank looks: file systems cache absent names
+    style = program_of(job).style
+    if style == "plain":
+        return lambda: None
+    if style == "mindspore":
+        engine: Any = importlib.import_module("orchestrator.engine.mindspore.rendezvous")
+        scheduler = engine.Scheduler(spec.address, spec.ranks, spec.join_s)
+        port, end = scheduler.port, scheduler.end
+    else:
+        keeper = keep_port(spec.address)
+        port, end = keeper.getsockname()[1], keeper.close
+    publish(run.meeting_place(spec.attempt), {"address": spec.address, "port": port})
+    return end
+
+
+class Program:
+    """The program of one rank, from its start to its end.
+
+    Args:
+        pid: of its first process, which leads its session.
+        facts: what the worker has sent before it became the program:
+            `stop_signal`: its name without SIG; `place`: address and port where the ranks meet,
+            None in plain style; `serves`: this rank's program opens that port; `most_s`: for how
+            long a rank that is at work may take to join; `restarts`: the scheduler restarts the run
+            after a stop; `log_bytes`: the size of its log.
+        report_behind: reports that the rank is behind the others, or (None) no longer.
+    """
+
+    def __init__(
+        self,
+        spec: NodeSpec,
+        rank: int,
+        pid: int,
+        facts: Mapping[str, Any],
+        report_behind: Callable[[dict[str, Any] | None], None],
+    ) -> None:
+        self._spec, self._rank, self._pid = spec, rank, pid
+        self._run, self._report_behind = RunDir(spec.run), report_behind
+        self._log = self._run.rank_log(rank)
+        self._log_bytes, self._restarts = int(facts["log_bytes"]), bool(facts["restarts"])
+        self._signal = signal.Signals[f"SIG{facts['stop_signal']}"]
+        self._place: tuple[str, int] | None = facts["place"] and tuple(facts["place"])
+        self._serves, self._most_s = facts["serves"], max(facts["most_s"], spec.join_s)
+        self._began = self._checked = time.monotonic()
+        self._watchdog = ProgressWatchdog(
+            WatchdogTimeouts(notice_s=spec.join_s, most_s=spec.join_s, hang_s=spec.join_s / 2)
+        )
+        self._warned: set[str] = set()
+        self._reported_behind = False
+        self._hang = ""  # the cause of its failure, if it was ended because it hangs
+        self._asked = str(self._run.stop_asked(spec.attempt))
+        self._stop_name = ""  # of the latest signal
+        self._stop_sent: float | None = None
+        self._sent_to: int | None = None  # None: all processes
+        self._unhandled_since: float | None = None
+
+    # ------------------------------------------------------------------ while it runs
+
+    def check(self, stops: Mapping[str, float]) -> None:
+        """Forward a stop; once a second, check whether the program makes progress.
+
+        Args:
+            stops: monotonic time of the first stop signal of each name that the agent received.
+        """
+        now = time.monotonic()
+        if stops:
+            self._stop_name = max(stops, key=lambda name: stops[name])
+            self._forward_stop(now, latest=stops[self._stop_name])
+        if now - self._checked < CHECK_S:
+            return
+        self._checked = now
+        if self._rank == 0:
+            self.check_all_handle(now)
+        if self._place is not None and not stops and not self._hang:
+            self._check_joins(now, *self._place)
+
+    def _forward_stop(self, now: float, *, latest: float) -> None:
+        """Forward a stop to the program, as the signal that it knows.
+
+        The process that calls `should_stop` gets it, or the whole program if none does: workers of
+        a loader would end by it before the update is done, and the training with them.
+        """
+        handler = self._stop_handler()
+        others_left = self._sent_to is not None and handler is None  # they have not received it
+        sent = self._stop_sent
+        again = sent is not None and latest > sent and now >= sent + STOP_AGAIN_S
+        if sent is not None and not others_left and not again:
+            return
+        first, self._stop_sent, self._sent_to = self._stop_sent is None, now, handler
+        if first and handler is not None and self._agreed_to_stop:
+            return  # it knows from the others, or is done: a Python that ends has no handler left
+        log.info("asked to stop: %s to the program of rank %d", self._signal.name, self._rank)
+        write_number(self._asked, 0)
+        try:
+            if handler is None:
+                os.killpg(self._pid, self._signal)
+            else:
+                os.kill(handler, self._signal)
+        except ProcessLookupError:  # it has just ended
+            return
+
+    def _stop_handler(self) -> int | None:
+        """Return the process that calls `should_stop`, while it lives."""
+        found = read_number(str(self._handler_file(self._rank)))
+        return found if found in self._processes() and state_of(found) not in "ZX" else None
+
+    def _handler_file(self, rank: int) -> Path:
+        return self._run.attempt(self._spec.attempt) / STOP_HANDLER.format(rank)
+
+    @property
+    def _agreed_to_stop(self) -> bool:
+        """Return whether the ranks of the program agreed to stop."""
+        return read_number(str(self._run.stop_after(self._spec.attempt))) != NOT_YET
+
+    def check_all_handle(self, now: float) -> None:
+        """Warn once if a stop was asked for, and only some ranks call `should_stop`."""
+        if "stop" in self._warned or read_number(self._asked) == NOT_YET:
+            return
+        self._unhandled_since = self._unhandled_since or now
+        if now - self._unhandled_since < SHOULD_STOP_S or self._agreed_to_stop:
+            return
+        ranks = range(self._spec.ranks)
+        missing = [str(rank) for rank in ranks if not self._handler_file(rank).exists()]
+        self._warned.add("stop")
+        if 0 < len(missing) < len(ranks):
+            self._warn(
+                f"asked to stop, but rank {', '.join(missing)} never called should_stop, as all "
+                f"ranks must after every update; the stop waits for that"
+            )
+
+    def _check_joins(self, now: float, address: str, port: int) -> None:
+        """End the program once it is certain that the others wait for this rank."""
+        pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
+        idle = self._watchdog.hangs(now, sum(map(processor_s, pids)))
+        if has_joined(pids, port):
+            self._place = None
+            if self._reported_behind:
+                self._report_behind(None)
+        elif waited_s >= patience_s and self._serves:
+            self._report_unserved(f"{address}:{port}", idle=idle)
+        elif waited_s >= patience_s and not is_port_closed(
+            Peer(address, port, 0), REACH_S, unknown=True
+        ):
+            sentence = (
+                f"it has not joined the others, who wait for it at {address}:{port}, "
+                f"in {waited_s:.0f} s"
+            )
+            if idle:
+                self._end_hanging(
+                    f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is "
+                    f"stuck before its group is formed"
+                )
+            elif waited_s >= self._most_s:
+                self._end_hanging(f"{sentence} (cluster.collective_timeout_s)")
+            elif "joins" not in self._warned:
+                self._warned.add("joins")
+                self._warn(f"{sentence}; it is at work, so it is waited for")
+
+    def _report_unserved(self, place: str, *, idle: bool) -> None:
+        """On rank 0: let the coordinator know, in case the others fail; warn if it is idle."""
+        if not self._reported_behind:
+            self._reported_behind = True
+            self._report_behind(
+                {
+                    "where": "the start of its program",
+                    "since": self._began,
+                    "at": "and has not opened the port where the ranks meet",
+                    "stack": [],
+                }
+            )
+        if idle and "serves" not in self._warned:
+            self._warned.add("serves")
+            self._warn(
+                f"the program of rank 0 has not opened {place}, where the ranks meet, in "
+                f"{self._spec.join_s:g} s (cluster.rendezvous_timeout_s), and uses no processor: "
+                f"ranks that wait for it there do so until a time-out of their own"
+            )
+
+    def _end_hanging(self, cause: str) -> None:
+        """End all processes of the program, and describe where they are."""
+        pids = self._processes()
+        self._hang = cause + describe_processes(pids, self._log)
+        for pid in reversed(pids):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+
+    def _processes(self) -> list[int]:
+        return [self._pid, *descendants(self._pid)]
+
+    def _warn(self, sentence: str) -> None:
+        """Warn in the rank's log and in its node's file, as ranks of a job do."""
+        self._write_line(f"warning: {sentence}\n")
+        try:
+            warn_of(self._run.warnings(self._spec.attempt, self._spec.index), self._rank, sentence)
+        except OSError as error:  # a full disk
+            log.warning("%s (not shown elsewhere: %s)", sentence, error)
+
+    def _write_line(self, line: str = "") -> None:
+        """Append a line to the rank's log, after the end of the program's last one."""
+        broken = read_end(self._log, 1) not in (b"", b"\n")
+        descriptor = open_nofollow(self._log, APPENDING)
+        try:
+            os.write(descriptor, ("\n" * broken + line).encode())
+        except OSError:  # a full disk
+            return
+        finally:
+            os.close(descriptor)
+
+    # ------------------------------------------------------------------ its end
+
+    def end(self, status: int) -> tuple[str, dict[str, Any] | None]:
+        """Record the program's end; return its final word, and its failure if it is one.
+
+        Args:
+            status: as of `subprocess`.
+        """
+        spec = self._spec
+        written = self._log.stat().st_size - self._log_bytes
+        output = read_end(self._log, min(written, LOOKED_AT_BYTES)).decode(errors="replace")
+        self._write_line()
+        if self._rank == 0:
+            seconds = time.monotonic() - self._began
+            write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
+        if self._hang:
+            cause, secondary = self._hang, False
+        elif self._stop_sent is not None or (status == 0 and self._agreed_to_stop):
+            if status not in (0, -signal.SIGTERM, -self._signal):
+                self._warn(f"asked to stop, the program {describe_end(status)}")
+            self._note_departure()
+            return STOPPED, None
+        elif status == 0:
+            return FINISHED, None
+        else:
+            error_file = self._run.program_error(spec.attempt, self._rank)
+            cause, secondary = cause_of(status, output, error_file)
+        failure = failure_record(
+            self._rank, spec.name, cause, secondary=secondary, hangs=bool(self._hang)
+        )
+        write_failure(self._run, spec.attempt, failure)
+        self._write_line(f"error: {cause}\n")
+        return FAILED, failure
+
+    def _note_departure(self) -> None:
+        """Note after a stop that the run continues later, if it does."""
+        run, attempt = self._run, self._spec.attempt
+        stale = Fence(run.newest_attempt, attempt).is_stale
+        if self._restarts and not (stale or run.cancel.exists() or run.departure(attempt).exists()):
+            by = f" by {self._stop_name}" if self._stop_name else ""
+            note_departure(run, attempt, f"asked to stop{by}")
+
+
+def has_joined(pids: list[int], port: int) -> bool:
+    """Return whether one of the processes serves the rendezvous port, or is connected to it."""
+    for pid in pids:
+        try:
+            found = psutil.Process(pid).net_connections(kind="tcp")
+        except (psutil.NoSuchProcess, psutil.AccessDenied):  # it has ended, or became another's
+            continue
+        for connection in found:
+            local, remote = connection.laddr, connection.raddr
+            if connection.status == psutil.CONN_LISTEN and local and local.port == port:
+                return True
+            if connection.status == psutil.CONN_ESTABLISHED and remote and remote.port == port:
+                return True
+    return False
+
+
+# ----------------------------------------------------------------------
+# What a program's end means: its exit status in words, what it raised, and whose fault that is.
+
+LOOKED_AT_BYTES = 64 * 1024
+MESSAGE_LINES = 3
+LONGEST_LINE = 500
+RAISED = re.compile(
+    r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
+)
+LOGGED = re.compile(
+    r"\[?(?:rank\d+\]:\[)?(?:(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b|[IWEF]\d{4} \d\d:)"
+)
+"""Beginning of a line of a log, which threads of frameworks write while an exception is printed."""
+RANK_OF_TORCH = re.compile(r"^\[rank[0-9]+\]: ?")  # before each line, once its group is formed
+TRACEBACK = "Traceback (most recent call last):"
+BY_SHELL = 128
+PEER_LOST = re.compile(
+    r"connection (?:closed|reset) by peer|connection reset|broken pipe|connection refused|"
+    r"socket (?:closed|timeout)|pair closure|failed to recv, got 0 bytes|"
+    r"recvvalue failed|remote process exited|ncclremoteerror|nccl.*network error|"
+    r"collective operation timeout|client socket has (?:timed out|failed to connect)|"
+    r"timed out waiting \d+ms for (?:recv|send) operation|the other (?:end|side) closed",
+    re.IGNORECASE,
+)
+"""Messages of frameworks for a rank that was lost, or never came."""
+
+
+def cause_of(status: int, output: str, error_file: Path) -> tuple[str, bool]:
+    """Return what ended the program, and whether another rank's end caused it.
+
+    Args:
+        status: as of `subprocess`, not 0.
+        output: the end of what the program said in this attempt.
+        error_file: what torch's `record` writes, where the script is decorated with it.
+    """
+    raised = _of_error_file(error_file) or raised_in(output)
+    said = describe_end(status)
+    if raised is None:
+        return said, False
+    return f"{raised} ({said})", PEER_LOST.search(raised) is not None
+
+
+def describe_end(status: int) -> str:
+    """Describe an exit status; shells return 128 + n for a child that signal n killed.
+
+    >>> describe_end(-9), describe_end(3)
+    ('killed by signal 9 (SIGKILL)', 'exited with code 3')
+    >>> describe_end(137)
+    'exited with code 137, as a shell does whose program was killed by signal 9 (SIGKILL)'
+    """
+    text = describe_status(status)
+    if status > BY_SHELL and status - BY_SHELL in signal.valid_signals():
+        text += f", as a shell does whose program was {describe_status(BY_SHELL - status)}"
+    return text
+
+
+def raised_in(log: str) -> str | None:
+    r"""Return the last exception in a log: its line, and the further lines of its text.
+
+    >>> raised_in("x\nTraceback (most recent call last):\n  File …\nValueError: no\n")
+    'ValueError: no'
+    >>> raised_in("[rank1]: Traceback (most recent call last):\n[rank1]: OSError: 5")
+    'OSError: 5'
+    >>> raised_in(f"{TRACEBACK}\nValueError: no\nsuch word\n[INFO] DISTRIBUTED(1): Start]\ndone")
+    'ValueError: no such word'
+    >>> raised_in("all is well\n") is None
+    True
+    """
+    _, found, after = log.rpartition(TRACEBACK)
+    if not found:
+        return None
+    lines = [RANK_OF_TORCH.sub("", line) for line in after.splitlines()]
+    place = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
+    if place is None:
+        return None
+    said = takewhile(lambda line: not LOGGED.match(line), lines[place:][:MESSAGE_LINES])
+    words = [line.strip()[:LONGEST_LINE] for line in said]
+    return " ".join(word for word in words if word)
+
+
+def _of_error_file(path: Path) -> str | None:
+    """Return the message that torch.distributed.elastic's error handler wrote, if it did."""
+    try:
+        value: Any = json.loads(read_end(path, LOOKED_AT_BYTES))
+        message = value["message"]
+        return str(message["message"] if isinstance(message, dict) else message)[:LONGEST_LINE]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # another program's file, or none
+        return None
