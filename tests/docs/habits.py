@@ -80,20 +80,6 @@ def _(group):
     ours.load_optimizer_state(whole)
 
 
-@misuse("an optimizer that steps in a hook of its gradient")
-def _():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for parameter in model.parameters():
-
-        def step(parameter):
-            parameter.grad = None
-
-        parameter.register_post_accumulate_grad_hook(step)
-    ours = Accumulator(model, optimizer, TorchGroup.alone())
-    ours.backward(loss_of(model))
-
-
 @misuse("DistributedDataParallel around the model afterwards")
 def _():
     with one_process_group():

@@ -13,13 +13,12 @@ Ranks may have different numbers of micro-steps, and none at all.
 
 The path of a gradient:
 
-1. `backward` runs autograd. Its hooks (`GradHooks`) call `gradient_ready` for each parameter, or
-   only count where nothing else is to be done.
-2. `gradient_ready` has the reduction put the gradient into its place in the flat buffers
-   (`GradientBuffers.take`); in the last backward of a window, full buckets leave for other ranks.
-3. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait:
+1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
+   (`GradientBuffers`). Hooks (`GradHooks`) count what came; in the last backward of a window,
+   the reduction sends full buckets to the other ranks.
+2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait:
    afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
-4. `_step` decides from these totals, multiplies the buffers once by (clip factor / weight), and
+3. `_step` decides from these totals, multiplies the buffers once by (clip factor / weight), and
    lets the optimizer step on them.
 """
 
@@ -60,15 +59,15 @@ from orchestrator.engine.torch.start_checks import (
 )
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
-from orchestrator.engine.torch.window_checks import WindowChecks, checked_loss
+from orchestrator.engine.torch.window_checks import checked_loss, replicas_of
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.job import Loss
 
 # ------------------------------------------------------------------ Choice of the reduction
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
-# a window, `before_backward`, `take` each gradient, `after_backward`, and `finish` at the boundary.
-# Another one (for parameters that are sharded themselves, say) is a class with these five methods.
+# a window, `before_backward`, `after_backward`, and `finish` at the boundary. Another one (for
+# parameters that are sharded themselves, say) is a class with these four methods.
 
 
 _REDUCTIONS = ("fast", "reproducible")
@@ -155,9 +154,8 @@ class Accumulator:
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
-        # Once the shard has put its pieces into the optimizer, which has to stay as it is then.
-        self._checks = WindowChecks(self.model, named, trained, optimizer, group, options)
-        self._window = WindowState([name for name, _ in trained], group.size)
+        self._replicas = replicas_of(named, group)
+        self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[list[Any]] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
         if options.advise:
@@ -166,7 +164,8 @@ class Accumulator:
         self.newcomers_wait = False
         self._mark = group.mark()
         self.clock = Clock()
-        self._hooks = GradHooks(self, trained)
+        self._hooks = GradHooks(self, trained, self.buffers.expected)
+        self._hooks.ready = self._window.stray
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -241,7 +240,6 @@ class Accumulator:
         self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
         self._mark = self.group.mark()
         self.clock.begin()
-        self._checks.begin(self._window.update)
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -261,24 +259,17 @@ class Accumulator:
             last, leaf = self._next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
-                if not self._losses:
-                    self._checks.first_micro_step()
-                self._window.begin_backward(last=last)
+                self._window.begin_micro_step(last=last)
                 self._losses.append(row)
-                self._hooks.counts = self._reduction.before_backward(last=last, leaf=leaf)
+                self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
                 factor = self.precision.scale / self._expected
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
-                    self._hooks.counts = None
+                    self._hooks.ready = self._window.stray
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
-
-    def gradient_ready(self, parameter: int) -> None:
-        """Take in a parameter's gradient, for its hook."""
-        if self._window.accepts(parameter):
-            self._reduction.take(parameter)
 
     def record(self, loss: Loss) -> None:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
@@ -298,9 +289,7 @@ class Accumulator:
                     "is kept apart, by backward()"
                 )
             row = checked_loss(loss, self.options.metric_names)
-            if not self._losses:
-                self._checks.first_micro_step()
-            self._window.record()
+            self._window.begin_micro_step(recorded=True)
             if self._expected != 1.0:
                 raise ValueError("record() is for windows without `expected_weight`")
             self._losses.append(row)
@@ -337,22 +326,20 @@ class Accumulator:
                 stop = stop or tracker.stop()
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
-            self._window.end()
+            agreed = {**self._window.end(), "expected_weight": self._expected}
             update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
             with self.clock.compute:  # the device may still be at it
-                sent = self.group.since(self._mark).collectives
-                # Numbers of this window that have to be the same on all ranks.
-                agreed = {**self._checks.end(update, sent), "expected_weight": self._expected}
+                self.buffers.complete()
                 numbers = iter(to_floats([value for row in self._losses for value in row]))
                 rows = [[next(numbers) for _ in row] for row in self._losses]
                 mine = Trailer.of_losses(rows, len(names))
             with self.clock.wait:
                 mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
                 self._used.flag(mine)
-                self._checks.replicas.write_digest(mine, update, agreed)
+                self._replicas.write_digest(mine, update, agreed)
                 totals = self._reduction.finish(mine, norm_of_sum)
                 self._window.at_stake = ""  # from here on all ranks know the same
-                self._checks.replicas.check(totals, update)
+                self._replicas.check(totals, update)
             with self.clock.optimize:
                 norm = None
                 if self._policy.losses_usable(update, totals, mine):
@@ -466,7 +453,7 @@ class Accumulator:
         Raises:
             ReplicasDiffer: on all ranks alike.
         """
-        self._checks.replicas.check_all()
+        self._replicas.check_all()
 
     def track_windows(self, tracker: MicroBatchTracker) -> None:
         """Take all windows from `run.windows` from now on. Not collective.

@@ -7,8 +7,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import repeat
-from operator import attrgetter, is_
+from operator import attrgetter, is_, ne, or_
 from typing import Any
 
 import torch
@@ -135,13 +134,13 @@ def bucket_slices(
 
 
 # ------------------------------------------------------------------ Gradient buffers
-# A window begins with every `.grad` None. The gradients of its first backward are copied into
-# their places as they come; autograd adds all later ones there itself. So no time goes into zeros,
-# and nothing is copied together to be reduced. The trailer's numbers end the last buffer.
+# In a window every `.grad` is a view into a flat buffer that begins as zero, and autograd adds to
+# it in place. So nothing is copied together to be reduced. The trailer's numbers end the last
+# buffer.
 #
 # Only a backward may write gradients. Each view has its own count of in-place writes (torch's
-# version), which grows by one for each gradient that is added. Any other write, and any other
-# tensor in `.grad`, is found at the next check and refused.
+# version), which grows by one for each gradient that is added; hooks count the same. Any other
+# write, and any other tensor in `.grad`, is found at the next check and refused.
 
 
 _GRADIENT = attrgetter("grad")
@@ -157,8 +156,8 @@ class GradientBuffers:
             gradient and stays zero.
         order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
             a backward comes near to.
-        used: 1 is written there for each parameter that gets a gradient; one for all sets of
-            buffers of a model.
+        same_as: another set of buffers of this model, whose `expected` and `used` are shared:
+            gradients go to one set at a time.
 
     Attributes:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
@@ -166,7 +165,8 @@ class GradientBuffers:
         gradients: their gradients alone.
         places, views: one for each parameter, in the order of `parameters`.
         trailer: the trailer's numbers.
-        versions: what each view's version is to be: a backward that adds to one counts there.
+        expected: the version that each view has if only backwards wrote to it; hooks count here.
+        used: 1 for each parameter that got a gradient, as of the latest `complete`.
     """
 
     def __init__(
@@ -176,10 +176,9 @@ class GradientBuffers:
         metric_count: int | None = 0,
         pad_to: int = 1,
         order: Sequence[int] | None = None,
-        used: bytearray | None = None,
+        same_as: GradientBuffers | None = None,
     ) -> None:
         self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
-        self.used = bytearray(len(parameters)) if used is None else used
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         plans = _buffer_plans(parameters, trailer=trailer > 0, order=order)
         self.flats: list[Tensor] = []
@@ -204,9 +203,9 @@ class GradientBuffers:
         self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
         self._parameters = [parameter for _, parameter in parameters]
         self._addresses = [view.data_ptr() for view in self.views]
-        self.versions = [0] * len(self.views)
-        self._filled = bytearray(len(self.places))  # 1 where a gradient is in its place
-        self._checked = False  # in this backward, what is in no view's place was None before it
+        self.expected = [0] * len(parameters) if same_as is None else same_as.expected
+        self.used = bytearray(len(parameters)) if same_as is None else same_as.used
+        self._at_begin: list[int] = []
 
     def clone_layout(self) -> GradientBuffers:
         """Return further buffers of the same layout, zero."""
@@ -215,123 +214,62 @@ class GradientBuffers:
             metric_count=self.metric_count,
             pad_to=self.pad_to,
             order=self.order,
-            used=self.used,
+            same_as=self,
         )
 
     def begin(self) -> None:
-        """Begin a window or a leaf: every `.grad` is None, trailer and padding are zero."""
-        self._filled[:] = bytes(len(self._filled))
-        for flat, gradient in zip(self.flats, self.gradients, strict=True):
-            flat[gradient.numel() :].zero_()
-        for parameter in self._parameters:
-            parameter.grad = None
-        self.versions[:], self._checked = map(version_of, self.views), False
+        """Begin a window or a leaf: all numbers are zero, and gradients go here."""
+        for flat in self.flats:
+            flat.zero_()
+        self._at_begin = list(map(version_of, self.views))
+        self.expected[:] = self._at_begin
+        self.attach()
 
-    def before_backward(self) -> bool:
-        """Check that every `.grad` is its view, or None; return whether there are gradients
-        already, to which the backward adds.
+    def attach(self) -> None:
+        """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
+        for parameter, view in zip(self._parameters, self.views, strict=True):
+            parameter.grad = view
+
+    def check(self) -> None:
+        """Check that only backwards wrote gradients, before and after one.
 
         A `.grad` of None (after `zero_grad(set_to_none=True)`) takes nothing away from what was
-        accumulated.
-
-        Raises:
-            JobError: another tensor is in its place.
-        """
-        before, begun = map(_GRADIENT, self._parameters), 1 in self._filled
-        if not all(map(is_, before, self.views if begun else repeat(None))):
-            for number, (parameter, view) in enumerate(
-                zip(self._parameters, self.views, strict=True)
-            ):
-                if parameter.grad is not None and parameter.grad is not view:
-                    raise self._foreign_write(number)
-        self._checked = True
-        return begun
-
-    def take(self, number: int) -> None:
-        """Put the gradient of parameter `number`, which a backward has added to, in its place.
-
-        The window's first is copied there; one that found `.grad` to be None later is added; what
-        autograd added in place is there already.
+        accumulated; what another code's backward put in its place is added.
 
         Raises:
             JobError: something else wrote there.
         """
-        parameter, view = self._parameters[number], self.views[number]
-        found = parameter.grad
-        if found is view:
-            version = version_of(view)
-            if version != self.versions[number] + 1 or not self._filled[number]:
-                raise self._foreign_write(number)
-            self.versions[number] = version
-            return
-        if found is None:
-            raise JobError(
-                f"the gradient of {self.places[number].name} was taken away within the backward "
-                "that made it, by a register_post_accumulate_grad_hook() perhaps: an optimizer "
-                "cannot step there, as the update is made at the boundary"
+        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
+            for number, view in enumerate(self.views):
+                self._take(number, self._parameters[number], view)
+        if list(map(version_of, self.views)) != self.expected:
+            versions = zip(self.views, self.expected, strict=True)
+            raise self._foreign_write(
+                next(n for n, (v, due) in enumerate(versions) if version_of(v) != due)
             )
-        if found.requires_grad:
-            return  # `after_backward` refuses it
-        if not self._filled[number]:
-            if found.is_sparse:
-                view.zero_().add_(found)
-            else:
-                view.copy_(found)
-        elif self._checked:
+
+    def _take(self, number: int, parameter: Tensor, view: Tensor) -> None:
+        found = parameter.grad
+        if found is not None and found is not view:
+            if found.requires_grad or self.expected[number] == version_of(view):
+                raise self._foreign_write(number)
             view.add_(found)
-        else:
-            raise self._foreign_write(number)
-        self._filled[number] = self.used[number] = 1
-        self.versions[number] = version_of(view)
+            self.expected[number] = version_of(view)
         parameter.grad = view
 
-    def after_backward(self) -> None:
-        """Take gradients that came in a backward which was only counted, and check that nothing
-        else was written.
+    def complete(self) -> None:
+        """Check once more at the end of a window or a leaf, and note which parameters were used.
 
         Raises:
-            JobError: one is not a backward's, or a backward with `create_graph=True` replaced it.
+            JobError: something else than a backward wrote gradients.
         """
-        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
-            for number, (parameter, view) in enumerate(
-                zip(self._parameters, self.views, strict=True)
-            ):
-                found = parameter.grad
-                came = self.versions[number] > version_of(view)
-                if found is view or (found is None and not (came or self._filled[number])):
-                    continue
-                if found is None and not came:
-                    parameter.grad = view
-                    continue
-                if not came or (found is not None and found.requires_grad):
-                    raise self._foreign_write(number)
-                self.take(number)
-        self._checked = False
-        if list(map(version_of, self.views)) != self.versions:
-            self.verify()
-
-    def verify(self) -> None:
-        """Raise `JobError` unless the last to write in each view was a backward."""
-        now = list(zip(map(version_of, self.views), map(Tensor.data_ptr, self.views), strict=True))
-        before = list(zip(self.versions, self._addresses, strict=True))
-        if now != before:
+        self.check()
+        addresses = list(map(Tensor.data_ptr, self.views))
+        if addresses != self._addresses:
             raise self._foreign_write(
-                next(n for n, (a, b) in enumerate(zip(now, before, strict=True)) if a != b)
+                next(n for n, now in enumerate(addresses) if now != self._addresses[n])
             )
-
-    def complete(self) -> None:
-        """Check as `after_backward`, and write zeros where no gradient came, so buffers can be
-        summed.
-        """
-        self.after_backward()
-        if [view.data_ptr() for view in self.views] != self._addresses:
-            self.verify()
-        if 0 in self._filled:
-            for number, view in enumerate(self.views):
-                if not self._filled[number]:
-                    view.zero_()
-                    self.versions[number] = version_of(view)
-            self.attach()
+        self.used[:] = bytes(map(or_, self.used, map(ne, self.expected, self._at_begin)))
 
     def _foreign_write(self, number: int) -> JobError:
         name, gradient = self.places[number].name, self._parameters[number].grad
@@ -346,13 +284,6 @@ class GradientBuffers:
             "Accumulator(..., clip_norm=...), to scale or mask use parameter.register_hook(...); "
             "zero_grad() is not needed; gradients from torch.func or by hand cannot be accumulated"
         )
-
-    def attach(self) -> None:
-        """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
-        self._filled[:] = bytes([1]) * len(self._filled)
-        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
-            for parameter, view in zip(self._parameters, self.views, strict=True):
-                parameter.grad = view
 
     @contextmanager
     def stepping(self, unused: Iterable[int]) -> Generator[None]:
@@ -373,7 +304,7 @@ class GradientBuffers:
 
 # ------------------------------------------------------------------ Gradient hooks
 # Hooks take most of what an accumulator costs in a micro-step, since they run Python once for each
-# parameter. Where it is enough to know that a gradient came, the hook only counts it.
+# parameter. So they only count, unless something waits for the gradient.
 
 
 _OWNERS: Any = WeakTensorKeyDictionary()
@@ -381,20 +312,21 @@ _OWNERS: Any = WeakTensorKeyDictionary()
 
 
 class GradHooks:
-    """The gradient hooks of one accumulator: they call `owner.gradient_ready(number)`.
+    """The gradient hooks of one accumulator. They keep no accumulator alive.
 
     Args:
-        owner: the accumulator, held weakly: hooks on a model keep no accumulator alive.
+        owner: the accumulator.
         named: its parameters.
+        counts: by parameter, how many backwards came.
 
     Attributes:
-        counts: while set, hooks count gradients there, by parameter, instead of calling the owner.
+        ready: called with the number of a parameter whose gradient has come, where not None.
 
     Raises:
         ConfigError: a parameter has the hook of another accumulator.
     """
 
-    def __init__(self, owner: Any, named: Named) -> None:
+    def __init__(self, owner: Any, named: Named, counts: list[int]) -> None:
         def owned() -> list[str]:
             return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
 
@@ -405,24 +337,23 @@ class GradHooks:
                 f"parameter {names[0]} belongs to another accumulator: one model has one, and each "
                 "parameter's gradient is reduced once. close() the other one first"
             )
-        self.counts: list[int] | None = None
-        self._owner = weakref.ref(owner)
+        self.ready: Callable[[int], None] | None = None
+        self._counts = counts
         self._parameters = [parameter for _, parameter in named]
         for parameter in self._parameters:
-            _OWNERS[parameter] = self._owner
+            _OWNERS[parameter] = weakref.ref(owner)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook_of(number))
             for number, parameter in enumerate(self._parameters)
         ]
 
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
-        def ready(_: Tensor) -> None:
-            if self.counts is not None:
-                self.counts[number] += 1
-            elif (owner := self._owner()) is not None:
-                owner.gradient_ready(number)
+        def came(_: Tensor) -> None:
+            self._counts[number] += 1
+            if self.ready is not None:
+                self.ready(number)
 
-        return ready
+        return came
 
     def remove(self) -> None:
         """Remove the hooks, so that another accumulator may register its own."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import torch
@@ -114,7 +115,7 @@ class FastReduction:
             self._members[number] += waits
         # Buckets leave in their order: where the first one has the trailer, all wait for that.
         self._overlap = overlap and group.size > 1 and bool(self.slices) and not trailer_in[0]
-        self._missing: list[int] | None = None  # gradients of each bucket that did not come yet
+        self._missing: list[int] = []  # gradients of each bucket that did not come yet
         self._seen: set[int] = set()
         self._under_way: list[Work] = []
 
@@ -136,32 +137,28 @@ class FastReduction:
             )
         self.buffers.begin()
 
-    def before_backward(self, *, last: bool, leaf: int | None) -> list[int] | None:
+    def before_backward(self, *, last: bool, leaf: int | None) -> Callable[[int], None] | None:
         """Prepare for a backward.
 
         Returns:
-            Where to count gradients by parameter; None if `take` is to be called for each. In a
-            window's first backward each is copied as it comes, so that none is held twice; in its
-            last one each may complete a bucket, unless no bucket can leave early: on a lone rank,
-            or with one bucket, which waits for the trailer.
+            A function to call for each gradient that has come: in a window's last backward it may
+            complete a bucket, unless no bucket can leave early: on a lone rank, or with one
+            bucket, which waits for the trailer.
         """
         del leaf
-        begun = self.buffers.before_backward()
-        if last and self._overlap:
-            self._missing = list(self._members)
-            self._seen.clear()
+        self.buffers.check()
+        if not (last and self._overlap):
             return None
-        return self.buffers.versions if begun else None
+        self._missing = list(self._members)
+        self._seen.clear()
+        return self._count_down
 
-    def take(self, parameter: int) -> None:
-        """Put a gradient in its place; in the last backward send the buckets that it completes.
+    def _count_down(self, parameter: int) -> None:
+        """Send the buckets that a gradient completes.
 
         Raises:
             JobError: it had been there already, and is on its way to the other ranks.
         """
-        self.buffers.take(parameter)
-        if self._missing is None:
-            return
         if parameter in self._seen:
             if any(number < len(self._under_way) for number in self._buckets_of[parameter]):
                 name = self.buffers.places[parameter].name
@@ -179,7 +176,7 @@ class FastReduction:
 
     def after_backward(self) -> None:
         """Check what the backward wrote. Buckets that are not ready leave at the boundary."""
-        self.buffers.after_backward()
+        self.buffers.check()
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Send the rest, wait for all sums, and return the summed trailer. Collective.
@@ -190,7 +187,6 @@ class FastReduction:
         Raises:
             PeerLost: a rank went away.
         """
-        self.buffers.complete()
         place = self.buffers.trailer
         place.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=place.dtype))
         self._sum_buckets(norm)
@@ -200,7 +196,6 @@ class FastReduction:
         """Send what has not left yet, and wait for all sums."""
         while len(self._under_way) < len(self._buckets):
             self._send_next()
-        self._missing = None
         under_way = zip(self._under_way, self._gradients, strict=True)
         for number, (work, gradients) in enumerate(under_way, start=1):
             with for_others("bucket %d of %d of the gradient", number, len(self._buckets)):

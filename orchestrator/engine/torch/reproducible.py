@@ -169,11 +169,9 @@ class ReproducibleReduction:
         self.buffers.begin()
 
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
-        """Prepare buffers for a leaf, each gradient of which is its first. Raises `ValueError` for
-        one out of turn.
-        """
+        """Prepare buffers for a leaf. Raises `ValueError` for one out of turn."""
         del last
-        self.buffers.before_backward()
+        self.buffers.complete()
         if self._leaves is None:
             if leaf is not None:
                 raise ValueError(
@@ -189,7 +187,6 @@ class ReproducibleReduction:
             )
         self._owned = (leaf if self._owned == _NO_LEAVES else self._owned[0], leaf + 1)
         if self._spent:
-            self.buffers.verify()
             self.buffers, self._spent = self._free_buffers(), False
             self.buffers.begin()
 
@@ -219,10 +216,6 @@ class ReproducibleReduction:
             node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
         self._stack.append(node)
 
-    def take(self, parameter: int) -> None:
-        """Put a gradient in its place; leaves are folded whole."""
-        self.buffers.take(parameter)
-
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Sum over ranks along the tree, and return the summed trailer. Collective.
 
@@ -232,9 +225,6 @@ class ReproducibleReduction:
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
-        if self._spent:
-            self.buffers.after_backward()
-            self.buffers.verify()
         rows = self._exchange_rows(trailer)
         leaves, owned = self._numbered(rows)
         if wrong := gap_in(owned, leaves):
@@ -244,7 +234,6 @@ class ReproducibleReduction:
         if leaves == 0:  # all ranks know from the weights
             empty = self._free_buffers()
             empty.begin()
-            empty.complete()
             self._use(empty)
         elif self._group.size > 1:
             self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))

@@ -128,7 +128,6 @@ class ShardedReduction(FastReduction):
         Args:
             norm: takes in the norms of the ranks' segments, whose norm is the gradient's.
         """
-        self.buffers.complete()
         norm_of_segments = GradientNorm()
         self._sum_buckets(norm_of_segments)
         row = [*trailer.numbers(WIDE), norm_of_segments.value()]

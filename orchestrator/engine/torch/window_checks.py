@@ -1,31 +1,20 @@
-"""Checks of every window, so that no update is silently wrong.
-
-Weights that differ between ranks or change in mid-window, collectives in mid-window, and a mean
-instead of a sum raise an error.
-"""
+"""Checks of each loss (a mean instead of a sum, say), and digests of weights."""
 
 from __future__ import annotations
 
-import warnings
-import zlib
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from numbers import Real
-from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn import Module
-from torch.optim import Optimizer
 
-from orchestrator.engine.api import AccumulationOptions
-from orchestrator.engine.common.job_checks import check_metric_names, norm_advice
+from orchestrator.engine.common.job_checks import check_metric_names
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
 from orchestrator.engine.torch.buffers import Named
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, version_of
-from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of
-from orchestrator.errors import JobError, SilenceError
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
 # ------------------------------------------------------------------ Losses
@@ -171,143 +160,15 @@ def digests_of(
     return torch.stack(sums).tolist()  # one wait for the device, not one a piece
 
 
-# ------------------------------------------------------------------ Checks of a window
-
-
-_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
-_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
-
-
-class WindowChecks:
-    """All checks of one accumulator's windows.
-
-    Args:
-        model: what the accumulator was given.
-        named: all parameters of the model, trained or not.
-        trained: those that are.
-        optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
-            are refused and counted; with `options.advise` batch norms in training mode are warned
-            of, once.
-    """
-
-    def __init__(
-        self,
-        model: Any,
-        named: Named,
-        trained: Named,
-        optimizer: Optimizer,
-        group: BaseGroup,
-        options: AccumulationOptions,
-    ) -> None:
-        self._trained, self._group, self._silent = trained, group, options.silent
-        self._optimizer = optimizer
-        every = [parameter for _, parameter in named]
-        self.replicas = Replicas(
-            [name for name, _ in named],
-            [parameter.numel() for parameter in every],
-            [parameter.element_size() for parameter in every],
-            digests=partial(digests_of, every),
-            gather=partial(gather_numbers, group),
-            ranks=group.size,
-            joint_digests=partial(digests_of, every, joint=True),
-        )
-        self._norms = batch_norms_of(model) if options.advise else {}
-        self._advise()
-        known = {id(parameter) for _, parameter in trained}
-        self._others = [(name, p) for name, p in named if id(p) not in known]
-        self._parameters = [parameter for _, parameter in trained]
-        self._layers = list(model.modules()) if isinstance(model, Module) else []
-        self._settings: dict[tuple[int, str], Any] = {}  # since the first micro-step
-        self._frozen_digest = self._layers_in_training = 0.0  # at this window's start
-        self._versions: list[int] = []
-        self._transport_mark = 0
-
-    def begin(self, update: int) -> None:
-        """Begin a window and its silence.
-
-        Raises:
-            JobError: a parameter was unfrozen that the accumulator does not train.
-        """
-        for name, parameter in self._others:
-            if parameter.requires_grad:
-                raise JobError(
-                    f"parameter {name} began to require gradients after the accumulator was built; "
-                    "build another one, so that its gradients are reduced too"
-                )
-        if self._norms:
-            self._advise()
-        trains = bytes(map(_TRAINS, self._parameters))
-        self._frozen_digest = float(zlib.crc32(trains)) if 0 in trains else 0.0
-        self._layers_in_training = float(sum(map(_TRAINING, self._layers)))
-        self._versions = list(map(version_of, self._parameters))
-        self._settings = {}
-        self._transport_mark = self._group.transport_collectives() or 0
-        if self._silent:
-            self._group.silence.reason = f"in mid-window of update {update}"
-
-    def _advise(self) -> None:
-        if any(layer.training for layer in self._norms.values()):
-            given = norm_advice(list(self._norms), apart=self._group.size > 1)
-            warnings.warn(given + IN_A_LOOP, stacklevel=4)
-            self._norms = {}
-
-    def first_micro_step(self) -> None:
-        """Note the optimizer's settings, which have to last until the boundary."""
-        self._settings = self._settings_now()
-
-    def end(self, update: int, sent: int) -> dict[str, float]:
-        """End the window; collectives are allowed again.
-
-        Args:
-            sent: collectives of the group since the window began.
-
-        Returns:
-            Numbers, with their names, that have to be the same on all ranks.
-
-        Raises:
-            JobError: a parameter or a setting of the optimizer was changed in between.
-            SilenceError: the transport counted collectives that did not go through our group.
-        """
-        self._group.silence.reason = None
-        versions = list(map(version_of, self._parameters))
-        if versions != self._versions:
-            pairs = zip(self._trained, versions, self._versions, strict=True)
-            changed = next(one[0] for one, now, before in pairs if now != before)
-            raise JobError(
-                f"parameter {changed} was changed in mid-window of update {update}; weights change "
-                "at boundaries only, by the optimizer"
-            )
-        if self._silent and self._group.transport in _COUNTED:
-            counted = (self._group.transport_collectives() or 0) - self._transport_mark
-            if counted != sent:
-                raise SilenceError(
-                    f"{counted - sent} collectives ran on this process group in mid-window of "
-                    f"update {update}, besides the {sent} of the gradient's own reduction"
-                )
-        now = self._settings_now() if self._settings else {}
-        for (number, name), before in self._settings.items():
-            if now.get((number, name)) != before:
-                raise JobError(
-                    f"{name} of the optimizer's parameter group {number} was changed in mid-window "
-                    f"of update {update}: it would count for all of its micro-steps, or for none. "
-                    "A scheduler's step() comes after boundary(), once an update"
-                )
-        rate = self._optimizer.param_groups[0].get("lr", 0.0)
-        return {
-            "the number of the update": update,
-            # One that is kept on a device is not looked at, as that would wait.
-            "the learning rate": 0.0 if isinstance(rate, Tensor) else float(rate),
-            "the digest of which parameters are frozen": self._frozen_digest,
-            "the number of layers in training mode": self._layers_in_training,
-        }
-
-    def _settings_now(self) -> dict[tuple[int, str], Any]:
-        """Return the optimizer's settings; of a tensor its identity and version, which takes no
-        wait for its device.
-        """
-        return {
-            (number, name): (id(value), version_of(value)) if isinstance(value, Tensor) else value
-            for number, group in enumerate(self._optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
+def replicas_of(named: Named, group: BaseGroup) -> Replicas:
+    """Return the detector of parameters, trained or not, that differ between ranks."""
+    parameters = [parameter for _, parameter in named]
+    return Replicas(
+        [name for name, _ in named],
+        [parameter.numel() for parameter in parameters],
+        [parameter.element_size() for parameter in parameters],
+        digests=partial(digests_of, parameters),
+        gather=partial(gather_numbers, group),
+        ranks=group.size,
+        joint_digests=partial(digests_of, parameters, joint=True),
+    )

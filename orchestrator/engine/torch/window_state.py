@@ -1,4 +1,4 @@
-"""State machine of an accumulator's window: which call is legal when.
+"""State machine of an accumulator's window: which call is legal when, and what must not change.
 
 A window is open from its begin to its boundary. In between, gradients count only if their backward
 is the accumulator's own or declared with `record`. Calls that would drop a gradient, count one
@@ -7,11 +7,23 @@ twice, or let ranks diverge are refused, with the remedy.
 
 from __future__ import annotations
 
+import warnings
+import zlib
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
+from typing import Any
 
-from orchestrator.engine.api import BoundaryReport
-from orchestrator.errors import JobError, words_of
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import AccumulationOptions, BoundaryReport
+from orchestrator.engine.common.job_checks import norm_advice
+from orchestrator.engine.torch.buffers import Named
+from orchestrator.engine.torch.group import BaseGroup, version_of
+from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of
+from orchestrator.errors import JobError, SilenceError, words_of
 
 _REMEDY = (
     "loss.backward() perhaps: call accumulator.backward(Loss(total, weight)) instead. Where "
@@ -20,14 +32,20 @@ _REMEDY = (
     "loss flows through this one), call begin_window() after it, or freeze these parameters "
     "meanwhile"
 )
+_TRAINS, _TRAINING = attrgetter("requires_grad"), attrgetter("training")
+_COUNTED = ("gloo", "threads")  # transports whose own count of collectives is known to be reliable
 
 
 class WindowState:
     """State of one accumulator's window.
 
     Args:
-        names: of the trained parameters, for messages.
-        ranks: how many take part.
+        model: what the accumulator was given.
+        named: all parameters of the model, trained or not.
+        trained: those that are.
+        optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
+            are refused in a window; with `options.advise` batch norms in training mode are warned
+            of, once.
 
     Attributes:
         update: the number of the window's update; -1 before the first.
@@ -36,8 +54,22 @@ class WindowState:
             where all ranks fail alike.
     """
 
-    def __init__(self, names: Sequence[str], ranks: int) -> None:
-        self._names, self._ranks = names, ranks
+    def __init__(
+        self,
+        model: Any,
+        named: Named,
+        trained: Named,
+        optimizer: Optimizer,
+        group: BaseGroup,
+        options: AccumulationOptions,
+    ) -> None:
+        known = {id(parameter) for _, parameter in trained}
+        self._names = [name for name, _ in trained]
+        self._parameters = [parameter for _, parameter in trained]
+        self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._layers = list(model.modules()) if isinstance(model, Module) else []
+        self._norms = batch_norms_of(model) if options.advise else {}
+        self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self.update, self.open = -1, False
         self._inside: str | None = None  # the call that runs now
         self.at_stake = ""
@@ -46,6 +78,12 @@ class WindowState:
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._stray: int | None = None  # a parameter that an undeclared backward reached
         self._recorded = False
+        # At the window's start, or its first micro-step.
+        self._versions: list[int] = []
+        self._settings: dict[str, Any] = {}
+        self._agreed: dict[str, float] = {}
+        self._mark, self._transport_mark = group.mark(), 0
+        self._advise()
 
     @property
     def unfinished(self) -> bool:
@@ -73,7 +111,7 @@ class WindowState:
             what = f"{type(error).__name__}: {words_of(error)}"
             if self.at_stake == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
-            elif self.at_stake == "accumulator" and self._ranks > 1:
+            elif self.at_stake == "accumulator" and self._group.size > 1:
                 self._unusable = (
                     f"update {self.update} failed on this rank alone, so it is no longer in step "
                     f"with the others and has to end. What failed was {what}"
@@ -83,7 +121,7 @@ class WindowState:
             self._inside, self.at_stake = None, ""
 
     def begin(self, update: int | None, micro_steps: int, *, implied_by: str | None) -> None:
-        """Begin a window, from nothing.
+        """Begin a window, from nothing, and its silence.
 
         Args:
             update: its number; one more than the last by default.
@@ -91,8 +129,8 @@ class WindowState:
             implied_by: the call that begins it where none was begun.
 
         Raises:
-            JobError: the window before it has gradients that no boundary took, or an undeclared
-                backward came before the call.
+            JobError: the window before it has gradients that no boundary took, an undeclared
+                backward came before the call, or a parameter was unfrozen.
         """
         if implied_by is not None and self._stray is not None:
             raise JobError(
@@ -104,22 +142,56 @@ class WindowState:
                 f"begin_window() came in mid-window: update {self.update} has gradients already "
                 f"({micro_steps} micro-steps counted), which would be lost; call boundary() first"
             )
+        for name, parameter in self._others:
+            if parameter.requires_grad:
+                raise JobError(
+                    f"parameter {name} began to require gradients after the accumulator was built; "
+                    "build another one, so that its gradients are reduced too"
+                )
         if update is not None:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
         self.open, self._over, self._recorded = True, False, False
         self._broken, self._stray = None, None
+        if self._norms:
+            self._advise()
+        self._versions, self._settings = list(map(version_of, self._parameters)), {}
+        trains = bytes(map(_TRAINS, self._parameters))
+        self._agreed = {
+            "the number of the update": self.update,
+            "the digest of which parameters are frozen": float(zlib.crc32(trains)),
+            "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
+        }
+        self._mark = self._group.mark()
+        self._transport_mark = self._group.transport_collectives() or 0
+        if self._silent:
+            self._group.silence.reason = f"in mid-window of update {self.update}"
 
-    def begin_backward(self, *, last: bool) -> None:
-        """Begin a backward of the accumulator, `last` for this rank in this window.
+    def _advise(self) -> None:
+        if any(layer.training for layer in self._norms.values()):
+            given = norm_advice(list(self._norms), apart=self._group.size > 1)
+            warnings.warn(given + IN_A_LOOP, stacklevel=5)
+            self._norms = {}
+
+    def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
+        """Begin a backward of the accumulator, or take note of one of other code.
 
         If the call fails from here on, gradients are incomplete and the window has to begin anew.
+
+        Args:
+            last: it is this rank's last in this window.
+            recorded: it ran already.
 
         Raises:
             JobError: the last one was there already, or one failed.
         """
         self._refuse_broken()
+        if not self._settings:
+            self._settings = self._settings_now()
+        if recorded:
+            self._recorded = True
+            return
         if self._over:
             raise JobError(
                 f"backward() came after the micro-step of update {self.update} that was marked "
@@ -128,18 +200,31 @@ class WindowState:
             )
         self._over, self.at_stake = last, "window"
 
-    def record(self) -> None:
-        """Note a declared backward of other code. Raises `JobError` in a window that failed."""
-        self._refuse_broken()
-        self._recorded = True
+    def stray(self, parameter: int) -> None:
+        """Take note of a gradient that comes while no backward of the accumulator runs.
 
-    def end(self) -> None:
-        """End the window at its boundary.
+        Raises:
+            JobError: it came after this rank's last micro-step.
+        """
+        if self.open and self._over:
+            raise JobError(
+                f"a backward reached {self._names[parameter]} after the micro-step of update "
+                f"{self.update} that was marked last=True, {_REMEDY}"
+            )
+        self._stray = parameter
+
+    def end(self) -> dict[str, float]:
+        """End the window and its silence at its boundary.
 
         If the call fails before `at_stake` is reset, it fails on this rank alone, which has to end.
 
+        Returns:
+            Numbers, with their names, that have to be the same on all ranks.
+
         Raises:
-            JobError: a backward was not declared, or one failed. The window stays as it is.
+            JobError: a backward was not declared, or one failed: the window stays as it is. Or a
+                parameter or a setting of the optimizer was changed in between.
+            SilenceError: the transport counted collectives that did not go through our group.
         """
         if self._stray is not None and not self._recorded and self._broken is None:
             self._broken = (
@@ -148,24 +233,47 @@ class WindowState:
             )
         self._refuse_broken()
         self.open, self._stray, self.at_stake = False, None, "accumulator"
-
-    def accepts(self, parameter: int) -> bool:
-        """Return whether a gradient that has just come counts in this window.
-
-        Raises:
-            JobError: it came after this rank's last micro-step.
-        """
-        if not self.open:
-            self._stray = parameter
-            return False
-        if self._inside is None:
-            if self._over:
-                raise JobError(
-                    f"a backward reached {self._names[parameter]} after the micro-step of update "
-                    f"{self.update} that was marked last=True, {_REMEDY}"
+        self._group.silence.reason = None
+        versions = list(map(version_of, self._parameters))
+        if versions != self._versions:
+            both = zip(self._names, versions, self._versions, strict=True)
+            changed = next(name for name, now, before in both if now != before)
+            raise JobError(
+                f"parameter {changed} was changed in mid-window of update {self.update}; weights "
+                "change at boundaries only, by the optimizer"
+            )
+        if self._silent and self._group.transport in _COUNTED:
+            sent = self._group.since(self._mark).collectives
+            counted = (self._group.transport_collectives() or 0) - self._transport_mark
+            if counted != sent:
+                raise SilenceError(
+                    f"{counted - sent} collectives ran on this process group in mid-window of "
+                    f"update {self.update}, besides the {sent} of the gradient's own reduction"
                 )
-            self._stray = parameter
-        return True
+        now = self._settings_now()
+        for setting, before in self._settings.items():
+            if now.get(setting) != before:
+                raise JobError(
+                    f"{setting} was changed in mid-window of update {self.update}: it would count "
+                    "for all of its micro-steps, or for none. A scheduler's step() comes after "
+                    "boundary(), once an update"
+                )
+        rate = self._optimizer.param_groups[0].get("lr", 0.0)
+        # One that is kept on a device is not looked at, as that would wait.
+        return {**self._agreed, "the learning rate": 0.0 if isinstance(rate, Tensor) else rate}
+
+    def _settings_now(self) -> dict[str, Any]:
+        """Return the optimizer's settings; of a tensor its identity and version, which takes no
+        wait for its device.
+        """
+        return {
+            f"{name} of the optimizer's parameter group {number}": (id(value), version_of(value))
+            if isinstance(value, Tensor)
+            else value
+            for number, group in enumerate(self._optimizer.param_groups)
+            for name, value in group.items()
+            if name != "params"
+        }
 
     def close(self) -> None:
         """Refuse all further calls."""
