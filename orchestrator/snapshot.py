@@ -129,6 +129,8 @@ PACKAGE = Path(__file__).resolve().parent
 CODE_VARIABLE = "ORCHESTRATOR_CODE"
 """The copy that a process runs from."""
 RECORD = "copy.json"
+OWN_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
+"""All that a run needs of a checkout of this project, unless its job lies elsewhere in it."""
 
 
 def source_root(module: str) -> tuple[Path, str] | None:
@@ -214,6 +216,8 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     Left out are secrets, and links that lead out of `root`.
     """
     listed = _git_files(root)
+    if listed is not None and root == PACKAGE.parent and tops <= OWN_FOLDERS:
+        listed = [name for name in listed if name.split("/")[0] in OWN_FOLDERS]
     wanted = {*tops, *(f"{top}.py" for top in tops)}
     if listed is None or not any(name in tops or name.split("/")[0] in wanted for name in listed):
         # no repository, or one that ignores this folder
