@@ -36,8 +36,8 @@ from orchestrator.errors import (
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import HarmlessStream, command, say
-from orchestrator.rundir.files import blocks, read_json, write_json
+from orchestrator.report.terminal import LogReader, command, say
+from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -197,8 +197,8 @@ def watch(
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
-    program = is_program(run.read_config()["job"])
-    rank_output = _RankOutput(run.rank_log(0), output.console)
+    shows_output = output.verbose and is_program(run.read_config()["job"])
+    log = LogReader(run.rank_log(0))
     with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
@@ -215,24 +215,12 @@ def watch(
             progress.update(records, micro_steps, warnings.read(now=state.ended))
             for sentence in () if output.quiet else handle.new_messages():
                 say(output.console, sentence, "yellow", prose=True)
-            if program and output.verbose:
-                rank_output.print_new()
+            for text in log.read() if shows_output else ():
+                output.console.out(text, end="", highlight=False)
+            if shows_output and state.ended and (rest := log.rest()):
+                output.console.out(rest, highlight=False)
             if state.ended or stop():
                 return state
-
-
-class _RankOutput:
-    """Output of a program's rank 0, printed as its log grows."""
-
-    def __init__(self, log: Path, console: Console) -> None:
-        self._log, self._console = log, console
-        self._offset, self._harmless = 0, HarmlessStream()
-
-    def print_new(self) -> None:
-        with contextlib.suppress(FileNotFoundError):
-            for block in blocks(self._log, self._offset):
-                self._offset += len(block)
-                self._console.out(self._harmless.feed(block), end="", highlight=False)
 
 
 def follow(

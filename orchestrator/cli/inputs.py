@@ -21,9 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.job_source import copied_script, find_module, once
+from orchestrator.config.job_source import copied_script, find_module, once, origin_of
 from orchestrator.config.program import Program, is_program, program_of, target_of
 from orchestrator.config.schema import Config
+from orchestrator.rundir.checkpoints import digest_of
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_installed, python_files
@@ -144,7 +145,7 @@ def _shown(name: str) -> str:
 def _sha256(path: Path) -> str | None:
     def digest(path: Path) -> str | None:
         try:
-            return hashlib.sha256(path.read_bytes()).hexdigest()
+            return digest_of(path)
         except OSError:
             return None
 
@@ -244,9 +245,7 @@ def _imports(node: ast.AST, package: str) -> list[str]:
         return [alias.name for alias in node.names]
     if not isinstance(node, ast.ImportFrom):
         return []
-    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
-    origin = ".".join([*above, *filter(None, [node.module])])
-    return [f"{origin}.{alias.name}" for alias in node.names]
+    return [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
 
 
 def _imports_dynamically(node: ast.AST) -> bool:

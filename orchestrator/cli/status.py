@@ -17,8 +17,7 @@ from orchestrator.clusters.api import Cluster, Handle, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
-from orchestrator.report.terminal import HarmlessStream
-from orchestrator.rundir.files import blocks, start_of_last
+from orchestrator.report.terminal import LogReader
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import (
     WAITING_REASON,
@@ -214,13 +213,9 @@ def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
     """Yield a log's text, or its last lines, made harmless, in bounded memory; nothing without a
     file.
     """
-    harmless = HarmlessStream()
-    try:
-        for block in blocks(path, 0 if lines is None else start_of_last(path, lines)):
-            yield harmless.feed(block)
-    except FileNotFoundError:
-        return
-    yield harmless.rest()
+    reader = LogReader(path, lines)
+    yield from reader.read()
+    yield reader.rest()
 
 
 def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Iterator[str]:
@@ -230,22 +225,14 @@ def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Itera
     Raises:
         RunFolderError: whether it has ended cannot be known, since it is damaged or private.
     """
-    offset, path, standing = 0, None, _Standing(run)
-    harmless = HarmlessStream()
+    reader, standing = LogReader(run.rank_log(rank or 0), lines), _Standing(run)
     while True:
-        current = run.rank_log(rank or 0)
-        if path is None and current.exists():
-            path = current
-            offset = 0 if lines is None else start_of_last(path, lines)
-        if path is not None:
-            for content in blocks(path, offset):
-                offset += len(content)
-                yield harmless.feed(content)
+        yield from reader.read()
         if standing.over:
-            yield harmless.rest()
+            yield reader.rest()
             return
         standing.look()
-        if path is None and standing.news:
+        if standing.news and not reader.path.exists():
             sys.stderr.write(f"pending ({standing.news})\n")
 
 

@@ -118,11 +118,16 @@ def _load_module(dotted: str) -> SourceModule | None:
                 top = alias.name.partition(".")[0]
                 imports[alias.asname or top] = alias.name if alias.asname else top
         elif isinstance(node, ast.ImportFrom):
-            above = package.split(".")[: len(package.split(".")) - node.level + 1]
-            origin = ".".join([*(above if node.level else []), *filter(None, [node.module])])
+            origin = origin_of(node, package)
             open_ended |= node.names[0].name == "*"
             imports |= {a.asname or a.name: f"{origin}.{a.name}" for a in node.names}
     return SourceModule(path, names, imports, open_ended)
+
+
+def origin_of(node: ast.ImportFrom, package: str) -> str:
+    """Return the dotted name of the module that a `from … import` of this package names."""
+    above = package.split(".")[: len(package.split(".")) - node.level + 1] if node.level else []
+    return ".".join([*above, *filter(None, [node.module])])
 
 
 def _statements(body: Iterable[ast.stmt]) -> Generator[ast.stmt]:

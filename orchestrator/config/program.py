@@ -212,8 +212,8 @@ def program_problems(config: Any) -> list[str]:
         except ConfigError as error:
             wrong.append(str(error))
     return wrong + [
-        f"{key} means nothing to a program, which trains by itself; what it is to be told "
-        f"belongs to job.arguments, or after --"
+        f"{key} means nothing to a program, which trains by itself; what the program "
+        f"needs belongs to job.arguments, or after --"
         for key in _in_vain(config)
     ]
 

@@ -256,9 +256,9 @@ def with_trials(
     """
     of_run: dict[str | None, list[dict[str, Any]]] = {}
     for trial in search["trials"]:
-        told = {key: trial[key] for key in ("number", "state", "value", "why")}
-        told["parameters"] = dict(word.split("=", 1) for word in trial["point"])
-        of_run.setdefault(trial["folder"], []).append(told)
+        shown = {key: trial[key] for key in ("number", "state", "value", "why")}
+        shown["parameters"] = dict(word.split("=", 1) for word in trial["point"])
+        of_run.setdefault(trial["folder"], []).append(shown)
     runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
     return runs + [
         {"folder": None, "state": trial["state"], "trials": [trial]}

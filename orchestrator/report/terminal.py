@@ -25,6 +25,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import OrchestratorError, UsageError
+from orchestrator.rundir.files import blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
@@ -91,6 +92,33 @@ class HarmlessStream:
         """Return the last line, which has no end."""
         rest, self._line = self._line + self._decode.decode(b"", final=True), ""
         return harmless(rest)
+
+
+class LogReader:
+    """Text of a log, made harmless, as the log grows. A log may not exist yet.
+
+    Args:
+        lines: begin with so many of its last lines; None: with all of it.
+    """
+
+    def __init__(self, path: Path, lines: int | None = None) -> None:
+        self.path, self._lines = path, lines
+        self._offset: int | None = None
+        self._harmless = HarmlessStream()
+
+    def read(self) -> Generator[str]:
+        """Yield what was added since the last call, in bounded memory."""
+        if not os.path.lexists(self.path):
+            return
+        if self._offset is None:
+            self._offset = 0 if self._lines is None else start_of_last(self.path, self._lines)
+        for block in blocks(self.path, self._offset):
+            self._offset += len(block)
+            yield self._harmless.feed(block)
+
+    def rest(self) -> str:
+        """Return the last line, which has no end."""
+        return self._harmless.rest()
 
 
 def legible(text: object, console: Console) -> str:

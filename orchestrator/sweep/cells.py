@@ -78,7 +78,6 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-CHANGED = "--changed"
 REPLACED = ".replaced"  # where cells go that are begun anew, in the sweep's folder
 
 
@@ -244,7 +243,7 @@ def refuse_replacing(cells: Sequence[Cell]) -> None:
     if wrong:
         sentences = describe_errors(wrong, cells[0].point.number, len(cells))
         ways = (
-            f"{CHANGED} runs them again (the old results move to {REPLACED}); another run.dir "
+            f"--changed runs them again (the old results move to {REPLACED}); another run.dir "
             f"keeps these results"
         )
         raise ConfigError("\n".join([*sentences, ways]))

@@ -368,7 +368,7 @@ class TrialRuns:
         return [PointEnded(cell=cell, exit_code=0) for cell in ended]
 
     def stop(self, cell: Cell) -> None:
-        """Stop a run at its next boundary, if its scheduler can be told."""
+        """Stop a run at its next boundary, if its scheduler answers."""
         if cell not in self.followed:
             assert self._queue is not None  # noqa: S101
             self._queue.cancel(cell)

@@ -102,7 +102,7 @@ def _reset_process(stop_signal: str, *, scheduled: bool) -> None:
 
 
 class Rendezvous(NamedTuple):
-    """Where the ranks of a program meet."""
+    """Address and port at which the ranks of a program meet."""
 
     address: str
     port: int
@@ -149,7 +149,8 @@ class ProgramStart:
     Attributes:
         place: where the ranks meet; None in plain style.
         error_file: where a program says what it raised, if it is written to.
-        restarts, most_restarts: how often the run began again, and how often it may.
+        most_restarts: how often the run may begin again.
+        timeout_s: for the ranks to meet.
     """
 
     program: Program

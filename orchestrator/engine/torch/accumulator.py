@@ -162,7 +162,6 @@ class Accumulator:
             weakref.finalize(self, _warn_of_unfinished_window, self._window, self._losses)
         self._expected = 1.0
         self.newcomers_wait = False
-        self._mark = group.mark()
         self.clock = Clock()
         self._hooks = GradHooks(self, trained, self.buffers.expected)
         self._hooks.ready = self._window.stray
@@ -238,7 +237,6 @@ class Accumulator:
         self._reduction.begin(leaves)
         self._losses.clear()
         self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
-        self._mark = self.group.mark()
         self.clock.begin()
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
@@ -344,7 +342,7 @@ class Accumulator:
                 norm = None
                 if self._policy.losses_usable(update, totals, mine):
                     norm = self._step(update, totals, norm_of_sum.value())
-            sent = self.group.since(self._mark)
+            sent = self.group.since(self._window.mark)
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
             report = BoundaryReport(

@@ -49,6 +49,7 @@ class WindowState:
 
     Attributes:
         update: the number of the window's update; -1 before the first.
+        mark: of the group's traffic at the window's start.
         open: a window has begun and not ended.
         at_stake: what cannot go on if the call that runs fails now: "window", "accumulator", or ""
             where all ranks fail alike.
@@ -82,7 +83,7 @@ class WindowState:
         self._versions: list[int] = []
         self._settings: dict[str, Any] = {}
         self._agreed: dict[str, float] = {}
-        self._mark, self._transport_mark = group.mark(), 0
+        self.mark, self._transport_mark = group.mark(), 0
         self._advise()
 
     @property
@@ -163,7 +164,7 @@ class WindowState:
             "the digest of which parameters are frozen": float(zlib.crc32(trains)),
             "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
         }
-        self._mark = self._group.mark()
+        self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
             self._group.silence.reason = f"in mid-window of update {self.update}"
@@ -175,7 +176,7 @@ class WindowState:
             self._norms = {}
 
     def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
-        """Begin a backward of the accumulator, or take note of one of other code.
+        """Begin a backward of the accumulator, or note one of other code.
 
         If the call fails from here on, gradients are incomplete and the window has to begin anew.
 
@@ -201,7 +202,7 @@ class WindowState:
         self._over, self.at_stake = last, "window"
 
     def stray(self, parameter: int) -> None:
-        """Take note of a gradient that comes while no backward of the accumulator runs.
+        """Note a gradient that comes while no backward of the accumulator runs.
 
         Raises:
             JobError: it came after this rank's last micro-step.
@@ -243,7 +244,7 @@ class WindowState:
                 "change at boundaries only, by the optimizer"
             )
         if self._silent and self._group.transport in _COUNTED:
-            sent = self._group.since(self._mark).collectives
+            sent = self._group.since(self.mark).collectives
             counted = (self._group.transport_collectives() or 0) - self._transport_mark
             if counted != sent:
                 raise SilenceError(
