@@ -251,6 +251,7 @@ def follow(
     return Ended(run=run, state=state, exit_code=code)
 
 
+INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
 NO_RESULT = Culprit(
     rank=None, node="launcher", cause="all ranks ended in order, but none wrote a result"
 )
@@ -278,8 +279,7 @@ def run_to_end(ready: Ready) -> Ended:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
             say(output.console, ruling.words, "yellow")
     if interrupted:
-        cause = "interrupted twice: every process was ended at once"
-        culprit = Culprit(rank=None, node="launcher", cause=cause)
+        culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = end_of(run, state, culprit, remark=ruling.words)

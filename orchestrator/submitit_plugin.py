@@ -1,0 +1,473 @@
+"""A plug-in of submitit: its scripts run under our agents, on simulated nodes or on SLURM.
+
+With `ORCHESTRATOR_SUBMITIT=local` (or the name of a cluster's configuration, and overrides after
+it) the executor here takes the place of submitit's own for SLURM, so `AutoExecutor(folder)` in an
+unmodified script submits runs of ours. Each rank loads and calls the function as submitit does, so
+results, logs and `checkpoint()` are where submitit's users look for them:
+
+- `submit` writes the function's pickle, and starts a run of `python -m orchestrator.submitit_plugin
+  call FOLDER` on every rank (`call`).
+- On SLURM the job's id is SLURM's. Simulated nodes need a process that follows the run, enforces
+  the time limit and starts it again after a preemption (`follow`); its pid is the job's id.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+import uuid
+from collections.abc import Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import psutil
+from submitit.core.core import InfoWatcher, Job
+from submitit.core.utils import DelayedSubmission, FailedSubmissionError, JobPaths
+from submitit.slurm.slurm import SlurmExecutor, SlurmJobEnvironment
+
+VARIABLE = "ORCHESTRATOR_SUBMITIT"
+"""`local`, or the name of a cluster's configuration; further words are overrides and flags."""
+NAME = "orchestrator"
+MODULE = "orchestrator.submitit_plugin"
+RUN = "{}_run"  # the run's folder in the job's, by the job's id
+LOOK_S = 0.2
+STATES = {
+    "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
+    "finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED", "stopped": "CANCELLED",
+    "lost": "NODE_FAIL",
+}  # fmt: skip
+KEYS = {
+    "ntasks_per_node": "ranks_per_node", "cpus_per_task": "cpus_per_rank", "time": "time_min",
+    "signal_delay_s": "signal_ahead_s", "setup": "preamble", **{
+        name: name for name in (
+            "nodes", "gpus_per_node", "partition", "account", "qos", "constraint", "exclude",
+            "exclusive",
+        )
+    },
+}  # fmt: skip
+"""Parameters of submitit's executor for SLURM, and our keys below `cluster`."""
+FLAGS = (
+    "comment", "cpus_per_gpu", "mem", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
+    "mail_user", "nodelist", "dependency", "wckey",
+)  # fmt: skip
+"""Parameters that become flags of sbatch as they are."""
+NOT_OURS = {
+    "gpus_per_task": "gpus_per_node, of which each rank uses the one of its local rank",
+    "num_gpus": "gpus_per_node",
+    "srun_args": f"cluster.srun_flags in {VARIABLE}",
+    "teardown": "the function itself",
+}
+"""Parameters that are refused, and what takes their place."""
+
+
+class Watcher(InfoWatcher):
+    """The states of the jobs' runs, by their folders and at most one squeue."""
+
+    def __init__(self) -> None:
+        super().__init__(delay_s=15)
+        self._runs: dict[str, Path] = {}
+
+    def register_run(self, job_id: str, run: Path) -> None:
+        self._runs[job_id] = run
+        self.register_job(job_id)
+
+    def update(self) -> None:
+        from orchestrator.cli.follow import INTERRUPTED_TWICE
+        from orchestrator.cli.status import statuses
+        from orchestrator.rundir.folder import RunDir
+
+        asked = {job: self._runs[job] for job in self._registered - self._finished}
+        begun = {job: RunDir(run) for job, run in asked.items() if (run / "config.yaml").exists()}
+        found, _ = statuses(begun.values())
+        states = {
+            job: "CANCELLED" if s.reason == INTERRUPTED_TWICE else STATES.get(s.state, "UNKNOWN")
+            for job, s in zip(begun, found, strict=True)
+        }
+        for job in asked:
+            state = states.get(job, "FAILED")
+            if state != "COMPLETED" and _is_followed(job):
+                state = "RUNNING"
+            self._info_dict[job] = {"State": state, "jobState": state}
+            if self.is_done(job, mode="cache"):
+                self._finished.add(job)
+        self._last_status_check = time.time()
+
+    def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
+        if mode == "standard" and not (self._runs[job_id] / "handle.json").exists():
+            mode = "force"  # it runs on this machine: no scheduler is asked
+        return super().get_info(job_id, mode)
+
+    def get_state(self, job_id: str, mode: str = "standard") -> str:
+        return self.get_info(job_id, mode=mode).get("State", "UNKNOWN")
+
+
+def _is_followed(job_id: str) -> bool:
+    """Return True if `follow` is at work on a job on simulated nodes."""
+    try:
+        return psutil.Process(int(job_id)).cmdline()[2:4] == [MODULE, "follow"]
+    except (psutil.NoSuchProcess, psutil.AccessDenied):
+        return False
+
+
+class OrchestratorJob(Job[Any]):
+    """A submitted function, whose ranks are a run of ours."""
+
+    watcher = Watcher()
+
+    @property
+    def run(self) -> Path:
+        """The run's folder, for `python -m orchestrator status` and the other verbs."""
+        return self.paths.folder / RUN.format(self.job_id)
+
+    def _register_in_watcher(self) -> None:
+        self.watcher.register_run(self.job_id, self.run)
+
+    def cancel(self, check: bool = True) -> None:
+        """End all processes of the job now.
+
+        Args:
+            check: raise where there is nothing to end.
+        """
+        from orchestrator.cli.status import cancel
+        from orchestrator.errors import ClusterError
+        from orchestrator.rundir.folder import RunDir
+
+        try:
+            cancel(RunDir(self.run), now=True)
+        except ClusterError:
+            if check:
+                raise
+
+    def _interrupt(self, timeout: bool = False) -> None:
+        """Preempt the job, as submitit's own tests do. `timeout`: without SIGTERM first."""
+        del timeout  # SIGTERM does nothing to submitit's functions
+        if _is_followed(self.job_id):
+            os.kill(int(self.job_id), signal.SIGUSR2)
+        else:
+            subprocess.check_call(["scancel", self.job_id, "--signal", "USR2"])
+
+
+class OrchestratorExecutor(SlurmExecutor):
+    """Submit functions as runs of ours. Takes the parameters of submitit's executor for SLURM."""
+
+    job_class = OrchestratorJob
+
+    @classmethod
+    def name(cls) -> str:
+        return "slurm" if os.environ.get(VARIABLE) else NAME
+
+    @classmethod
+    def affinity(cls) -> int:
+        return 3 if os.environ.get(VARIABLE) else 0
+
+    def __init__(
+        self,
+        folder: str | Path,
+        max_num_timeout: int = 3,
+        max_pickle_size_gb: float = 1.0,
+        python: str | None = None,
+    ) -> None:
+        if python is not None:
+            raise ValueError(
+                f"python={python!r}: ranks run under {sys.executable}; for a container, put "
+                f"cluster.container=… into {VARIABLE}"
+            )
+        super(SlurmExecutor, self).__init__(folder, max_num_timeout, max_pickle_size_gb)
+        self._cluster, *self._words = shlex.split(os.environ.get(VARIABLE) or "local")
+
+    def _internal_update_parameters(self, **kwargs: Any) -> None:
+        for name, instead in NOT_OURS.items():
+            if kwargs.get(name) is not None:
+                raise ValueError(f"{name}={kwargs[name]!r} does not work here; use {instead}")
+        if kwargs.get("use_srun", True) is not True:
+            raise ValueError("use_srun=False does not work here: agents start the ranks")
+        super()._internal_update_parameters(**kwargs)
+
+    def _internal_process_submissions(
+        self, delayed_submissions: list[DelayedSubmission]
+    ) -> list[Job[Any]]:
+        folder = JobPaths.get_first_id_independent_folder(self.folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        minutes = self.parameters.get("time", 5)
+        pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
+        size = 0.0
+        for delayed, path in zip(delayed_submissions, pickles, strict=True):
+            delayed.set_timeout(minutes, self.max_num_timeout)
+            delayed.dump(path)
+            size += path.stat().st_size / 1024**3
+            if size > self.max_pickle_size_gb:
+                _remove(pickles)
+                raise RuntimeError(
+                    f"the functions and their arguments have over {self.max_pickle_size_gb} GB; "
+                    f"raise max_pickle_size_gb if that is meant"
+                )
+        try:
+            ids = (
+                self._follow(len(pickles)) if self._is_local else self._queue(folder, len(pickles))
+            )
+        except FailedSubmissionError:
+            _remove(pickles)
+            raise
+        ranks = range(self._num_tasks())
+        jobs: list[Job[Any]] = []
+        for job_id, path in zip(ids, pickles, strict=True):
+            jobs.append(self.job_class(folder=self.folder, job_id=job_id, tasks=ranks))
+            jobs[-1].paths.move_temporary_file(path, "submitted_pickle")
+        return jobs
+
+    def _overrides(self) -> list[str]:
+        """Return the command line of a run with this executor's parameters."""
+        from orchestrator.config.command_line import literally
+
+        words = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
+        asked: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
+        for name, value in {**asked, **self.parameters}.items():
+            if value is None or (self._is_local and name not in ("nodes", "ntasks_per_node")):
+                continue
+            if name in KEYS:
+                listed = isinstance(value, list | tuple)
+                text = f"[{','.join(map(literally, value))}]" if listed else literally(str(value))
+                bare = isinstance(value, int | bool)
+                words.append(f"cluster.{KEYS[name]}={value if bare else text}")
+            elif name in FLAGS:
+                flag = name.replace("_", "-")
+                words.append(f"+cluster.slurm_flags.{flag}={literally(str(value))}")
+            elif name == "additional_parameters":
+                for flag, its in value.items():
+                    words.append(f"+cluster.slurm_flags.{flag}={literally(str(its))}")
+        if name := self.parameters.get("job_name"):
+            words.append(f"run.name={literally(name)}")
+        return [*words, *self._words]
+
+    @property
+    def _is_local(self) -> bool:
+        return self._cluster == "local"
+
+    def _follow(self, count: int) -> list[str]:
+        """Start the runs on simulated nodes, each with a process that follows it."""
+        minutes, ahead_s = self.parameters.get("time", 5), self.parameters.get("signal_delay_s", 90)
+        limits = [str(minutes * 60), str(min(ahead_s, minutes * 30))]
+        command = [sys.executable, "-m", MODULE, "follow", str(self.folder), *limits]
+        started = [
+            subprocess.Popen(
+                [*command, *self._overrides()],
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # it survives the script, and its Ctrl-C
+            )
+            for _ in range(count)
+        ]
+        for process in started:
+            threading.Thread(target=process.wait, daemon=True).start()  # no zombie is left
+        return [str(process.pid) for process in started]
+
+    def _queue(self, folder: Path, count: int) -> list[str]:
+        """Submit the runs to SLURM: all, or none.
+
+        Raises:
+            FailedSubmissionError: with the message of `orchestrator launch`.
+        """
+        runs = [folder / RUN.format(uuid.uuid4().hex) for _ in range(count)]
+        done = subprocess.run(
+            [sys.executable, "-m", MODULE, "queue", str(self.folder), *map(str, runs), "--",
+             *self._overrides()],
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False,
+        )  # fmt: skip
+        if done.returncode:
+            raise FailedSubmissionError((done.stderr + done.stdout).strip())
+        ids = [str(json.loads((run / "handle.json").read_text())["job_id"]) for run in runs]
+        for job_id, run in zip(ids, runs, strict=True):
+            link = JobPaths(self.folder, job_id=job_id).folder / RUN.format(job_id)
+            link.parent.mkdir(parents=True, exist_ok=True)
+            link.symlink_to(run)
+        return ids
+
+
+def _remove(files: Sequence[Path]) -> None:
+    for file in files:
+        file.unlink(missing_ok=True)
+
+
+# ----------------------------------------------------------------------
+# The processes that a job consists of.
+
+
+class OrchestratorJobEnvironment(SlurmJobEnvironment):
+    """Where a function finds itself: in SLURM's variables, which our agents set for each rank.
+
+    The agents start the job again, so a requeue only ends the ranks.
+    """
+
+    def activated(self) -> bool:
+        return os.environ.get("SUBMITIT_EXECUTOR") == NAME
+
+    @classmethod
+    def name(cls) -> str:
+        return NAME
+
+    @property
+    def _saved(self) -> Path:
+        """A file that is there once rank 0 has saved what `checkpoint()` returned."""
+        attempt = os.environ.get("SLURM_RESTART_COUNT", "0")
+        return self.paths.folder / f"{self.job_id}_saved_{attempt}"
+
+    def _requeue(self, countdown: int) -> None:
+        del countdown
+        self._saved.touch()
+
+    def _handle_signals(self, paths: JobPaths, submission: DelayedSubmission) -> None:
+        super()._handle_signals(paths, submission)
+        number = self._usr_sig()
+        save = signal.getsignal(number)
+
+        def stop(number: int, frame: FrameType | None) -> None:
+            signal.signal(number, signal.SIG_IGN)  # SLURM and the agent both send it
+            if self.global_rank == 0 and callable(save):
+                save(number, frame)
+            # The others must not end while rank 0 may still need them in a collective. SLURM would
+            # end them at the requeue.
+            threading.Thread(target=self._leave_after_rank_0, args=(paths,), daemon=True).start()
+
+        signal.signal(number, stop)
+
+    def _leave_after_rank_0(self, paths: JobPaths) -> None:
+        result = JobPaths(paths.folder, job_id=self.job_id, task_id=0).result_pickle
+        while not (self._saved.exists() or result.exists()):
+            time.sleep(LOOK_S)
+        os._exit(0)
+
+
+def call(folder: Path, job_id: str | None) -> None:
+    """Call the submitted function on this rank.
+
+    Args:
+        job_id: of a job on simulated nodes; SLURM's own otherwise.
+    """
+    from submitit.core.submission import process_job
+
+    from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.program_link import RUN as RUN_VARIABLE
+
+    os.environ |= {"SUBMITIT_EXECUTOR": NAME, "SUBMITIT_FOLDER": str(folder)}
+    if job_id is not None:
+        os.environ["SLURM_JOB_ID"] = job_id
+    _name_first_node()
+    paths = OrchestratorJobEnvironment().paths
+    log = os.fdopen(os.dup(2), "w", buffering=1)  # the rank's own, of which a failure's cause comes
+    log.write(f"output: {paths.stdout} and {paths.stderr}\n")
+    for path, standard in ((paths.stdout, 1), (paths.stderr, 2)):
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        os.dup2(descriptor, standard)
+        os.close(descriptor)
+    try:
+        process_job(folder)
+    except Exception:
+        # It is over, even if it was asked to stop: it must not be requeued.
+        RunDir(Path(os.environ[RUN_VARIABLE])).cancel.touch()
+        traceback.print_exc(file=log)
+        raise
+
+
+def _name_first_node() -> None:
+    """Replace the first node's name by its address where the name does not resolve.
+
+    Functions give it to torch as MASTER_ADDR. Simulated nodes have no names that resolve.
+    """
+    from orchestrator.agent.node_spec import agent_file
+    from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.program_link import ATTEMPT
+    from orchestrator.rundir.program_link import RUN as RUN_VARIABLE
+
+    first, *others = OrchestratorJobEnvironment().hostnames
+    try:
+        socket.getaddrinfo(first, None)
+    except socket.gaierror:
+        agent = agent_file(RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT]), 0)
+        if agent is not None:
+            os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.peer.address, *others])
+
+
+def follow(folder: Path, limit_s: float, ahead_s: float, words: Sequence[str]) -> int:
+    """Run a job on simulated nodes to its end; start it again after each preemption.
+
+    Args:
+        limit_s: of the job's time, `ahead_s` before which it is preempted.
+    """
+    from rich.console import Console
+
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.start import resumed, runner_of
+    from orchestrator.errors import EXIT_STOPPED
+    from orchestrator.launch import main as launch
+
+    job_id, preempted = str(os.getpid()), False
+    paths = JobPaths(folder, job_id=job_id, task_id=0)
+    paths.folder.mkdir(parents=True, exist_ok=True)
+    run = paths.folder / RUN.format(job_id)
+    with paths.stderr.open("ab") as log:  # why a run failed, or could not begin
+        os.dup2(log.fileno(), 1)
+        os.dup2(log.fileno(), 2)
+
+    def preempt(*_: object) -> None:
+        nonlocal preempted
+        preempted = True
+        signal.alarm(max(1, round(ahead_s)))
+        os.kill(os.getpid(), signal.SIGTERM)  # a second time: every process is ended at once
+
+    signal.signal(signal.SIGUSR2, preempt)
+    signal.signal(signal.SIGALRM, preempt)
+    signal.alarm(max(1, round(limit_s - ahead_s)))
+    program = ["-m", MODULE, "call", str(folder), job_id]
+    code = launch(["-q", *words, *_of_run(run), "--", *program])
+    while code == EXIT_STOPPED and preempted and not paths.result_pickle.exists():
+        preempted = False
+        signal.alarm(max(1, round(limit_s - ahead_s)))
+        with resumed(run, OutputOptions(console=Console(), quiet=True), changed=True) as ready:
+            code = runner_of(ready.cluster)(ready).exit_code if ready else 0
+    return code
+
+
+def queue(folder: Path, runs: Sequence[Path], words: Sequence[str]) -> int:
+    """Submit runs to SLURM; if one is refused, cancel those before it."""
+    from orchestrator.cli.status import cancel
+    from orchestrator.launch import main as launch
+    from orchestrator.rundir.folder import RunDir
+
+    for number, run in enumerate(runs):
+        line = ["-q", *words, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]
+        if code := launch(line):
+            for queued in runs[:number]:
+                cancel(RunDir(queued), now=True)
+            return code
+    return 0
+
+
+def _of_run(run: Path) -> list[str]:
+    from orchestrator.config.command_line import literally
+
+    return [f"run.dir={literally(str(run))}", "job.style=plain", "job.stop_signal=USR2"]
+
+
+def main(words: Sequence[str]) -> int:
+    """Run what one process of a job does; see `call`, `follow` and `queue`."""
+    role, folder, *rest = words
+    if role == "call":
+        call(Path(folder), *(rest or [None]))
+        return 0
+    if role == "follow":
+        limit_s, ahead_s, *line = rest
+        return follow(Path(folder), float(limit_s), float(ahead_s), line)
+    dashes = rest.index("--")
+    return queue(Path(folder), list(map(Path, rest[:dashes])), rest[dashes + 1 :])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,95 @@
+"""An unmodified script of submitit on simulated nodes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from submitit.core.utils import FailedSubmissionError
+
+from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor
+from tests.helpers import environment, verb
+
+SCRIPT = [sys.executable, "-m", "tests.submitit_script"]
+
+
+def run_script(folder, overrides, **env):
+    done = subprocess.run(
+        [*SCRIPT, str(folder)],
+        env=environment(**{VARIABLE: overrides, **env}),
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def check(lines, folder):
+    array, log, failed, summed, preempted, cancelled = lines
+    assert array["results"] == [0, 2, 4, 6, 8, 10]
+    assert array["states"] == ["COMPLETED"] * 6
+    assert "adding 2 and 2" in log["stdout"]
+    assert log["stderr"] == "to the error stream\n"
+    assert log["path"].startswith(str(folder))
+    assert log["path"].endswith("_0_log.out")
+    assert "ValueError: nothing can be done" in failed["error"]
+    assert failed["state"] == "FAILED"
+    assert summed["results"] == [[10.0, 0], [10.0, 1], [10.0, 0], [10.0, 1]]
+    assert preempted["results"] == [[60, 2, 0], [60, 2, 1]]
+    assert preempted["state"] == "COMPLETED"
+    assert cancelled["state"] == "CANCELLED"
+    assert not list(folder.glob("*.pkl")), "a pickle without its job"
+
+
+def test_an_unmodified_script_runs_on_simulated_nodes(tmp_path):
+    logs = tmp_path / "logs of %j"
+    check(run_script(logs, "local"), tmp_path)
+    [failed] = [
+        run
+        for run in tmp_path.glob("logs of */*_run")
+        if (json.loads((run / "result.json").read_text())["culprit"] or {}).get("rank") == 0
+    ]
+    assert "ValueError: nothing can be done" in verb("status", failed).stdout
+
+
+def test_the_executor_takes_the_place_of_submitit_s_own_only_when_asked_for(monkeypatch):
+    monkeypatch.delenv(VARIABLE, raising=False)
+    assert (OrchestratorExecutor.name(), OrchestratorExecutor.affinity()) == ("orchestrator", 0)
+    monkeypatch.setenv(VARIABLE, "local")
+    assert OrchestratorExecutor.name() == "slurm"
+
+
+@pytest.mark.parametrize(
+    ("parameters", "instead"),
+    [
+        ({"gpus_per_task": 1}, "gpus_per_node"),
+        ({"teardown": ["rm x"]}, "the function itself"),
+        ({"srun_args": ["--mpi=pmix"]}, "cluster.srun_flags"),
+        ({"use_srun": False}, "agents start the ranks"),
+    ],
+)
+def test_parameters_that_have_no_meaning_here_are_refused(parameters, instead, tmp_path):
+    with pytest.raises(ValueError, match=instead):
+        OrchestratorExecutor(tmp_path).update_parameters(**parameters)
+
+
+def test_another_python_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"cluster\.container"):
+        OrchestratorExecutor(tmp_path, python="singularity exec x python")
+
+
+def test_a_refused_submission_leaves_nothing(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "slurm cluster.slurm_conf=/nowhere/slurm.conf")
+    executor = OrchestratorExecutor(tmp_path)
+    with pytest.raises(FailedSubmissionError, match=r"error: .*slurm"):
+        executor.map_array(abs, [1, 2])
+    assert not list(tmp_path.iterdir())
+
+
+def test_too_large_arguments_are_refused(tmp_path):
+    executor = OrchestratorExecutor(tmp_path, max_pickle_size_gb=1e-6)
+    with pytest.raises(RuntimeError, match="max_pickle_size_gb"):
+        executor.submit(len, "x" * 2000)
+    assert not list(tmp_path.iterdir())

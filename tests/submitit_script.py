@@ -1,0 +1,86 @@
+"""A script of submitit that knows nothing of us; it prints a line of JSON for each job."""
+
+import json
+import sys
+import time
+
+import submitit
+
+
+def add(a, b):
+    print(f"adding {a} and {b}")
+    print("to the error stream", file=sys.stderr)
+    return a + b
+
+
+def summed():
+    import torch
+    import torch.distributed as dist
+
+    place = submitit.helpers.TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    dist.init_process_group("gloo")
+    total = torch.tensor([place.rank + 1.0])
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return [total.item(), place.local_rank]
+
+
+def fail():
+    raise ValueError("nothing can be done")
+
+
+class Count:
+    """Counts up to a number; what it has counted survives a preemption."""
+
+    def __init__(self, end):
+        self.end, self.done, self.calls = end, 0, 0
+
+    def __call__(self):
+        self.calls += 1
+        print("at work", flush=True)
+        while self.done < self.end:
+            time.sleep(0.1)
+            self.done += 1
+        return [self.done, self.calls, submitit.JobEnvironment().global_rank]
+
+    def checkpoint(self):
+        return submitit.helpers.DelayedSubmission(self)
+
+
+def say(**found):
+    print(json.dumps(found), flush=True)
+
+
+def wait_for(condition):
+    while not condition():
+        time.sleep(0.1)
+
+
+def ended(job):
+    wait_for(lambda: job.state not in ("RUNNING", "PENDING", "UNKNOWN"))
+    return job.state
+
+
+def main(folder):
+    executor = submitit.AutoExecutor(folder=folder)
+    executor.update_parameters(timeout_min=5, nodes=1, tasks_per_node=1, name="array")
+    jobs = executor.map_array(add, range(6), range(6))
+    say(results=[job.result() for job in jobs], states=[ended(job) for job in jobs])
+    say(stdout=jobs[2].stdout(), stderr=jobs[2].stderr(), path=str(jobs[2].paths.stdout))
+    job = executor.submit(fail)
+    say(error=str(job.exception()), state=ended(job))
+    executor.update_parameters(nodes=2, tasks_per_node=2)
+    say(results=executor.submit(summed).results())
+    executor.update_parameters(tasks_per_node=1)
+    job = executor.submit(Count(60))
+    wait_for(lambda: "at work" in (job.stdout() or ""))
+    job._interrupt()
+    say(results=job.results(), state=ended(job))
+    job = executor.submit(Count(6000))
+    wait_for(lambda: "at work" in (job.stdout() or ""))
+    job.cancel()
+    say(state=ended(job))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
