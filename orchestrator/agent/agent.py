@@ -33,6 +33,7 @@ from orchestrator.agent.node_spec import (
 from orchestrator.agent.programs import host_rendezvous
 from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
+from orchestrator.notify import Notifier
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 
@@ -71,6 +72,7 @@ class Agent:
         self._on_beat, self._settle = on_beat, settle
         self._spec, self._control, self._report_to = spec, control, report
         self._run = RunDir(spec.run)
+        self._notifier = Notifier(self._run)
         self._selector = selectors.DefaultSelector()
         self._secret = secret_of(self._run, spec.attempt)
         self._listener = listen(spec.address)
@@ -213,6 +215,8 @@ class Agent:
             self._over = True
             return
         self._workers.report_unresponsive()
+        if self._coordinator is not None:
+            self._notifier.send()
         for link in self._links():
             if link.rank is not None:
                 link.send()

@@ -33,6 +33,7 @@ from orchestrator.errors import (
     RunFolderError,
     UsageError,
 )
+from orchestrator.notify import Notifier
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
@@ -275,6 +276,7 @@ def run_to_end(ready: Ready) -> Ended:
             ruling = rule(run, number, culprit, first=ready.attempt, most=most)
         if culprit is None or not ruling.again:
             break
+        Notifier(run).send()
         if not output.quiet:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
             say(output.console, ruling.words, "yellow")
@@ -287,6 +289,7 @@ def run_to_end(ready: Ready) -> Ended:
             write_json(run.result, result)
         except OSError as error:
             say(output.console, f"{run.result} cannot be written: {error.strerror}", "bold red")
+    Notifier(run).send()
     code = EXIT_INTERRUPTED if interrupted else EXIT_CODES[state]
     if culprit is not None and culprit.usage and not run.metrics.exists():
         raise UsageError(culprit.cause)

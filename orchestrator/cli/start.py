@@ -37,6 +37,7 @@ from orchestrator.errors import (
     UsageError,
     expand_user,
 )
+from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
@@ -76,6 +77,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     Args:
         new: the run begins; one that goes on has its initial weights in its folder.
     """
+    check_recipients(config.notify)
     if is_program(config.job):
         check_program(program_of(config.job))
         return plan_of_program(config)

@@ -34,6 +34,7 @@ KINDS: dict[str, Kind] = {
     "run.name": Kind.NUMBERS,
     "sweep": Kind.FREE,
     "tracker": Kind.FREE,
+    "notify": Kind.FREE,
     "facts": Kind.FREE,
     "transport": Kind.ROUNDING,
     "accumulation": Kind.NUMBERS,

@@ -308,6 +308,14 @@ class TrackerConfig:
 
 
 @dataclass
+class NotifyConfig:
+    """Recipients of messages at the first update, a requeue, a failure and the end of a run."""
+
+    command: str | None = None
+    webhook: str | None = None
+
+
+@dataclass
 class FactsConfig:
     """Facts about job and data for the planner, which the workers check; null: not known."""
 
@@ -329,6 +337,7 @@ class Config:
     run: RunConfig = field(default_factory=RunConfig)
     sweep: SweepConfig = field(default_factory=SweepConfig)
     tracker: TrackerConfig = field(default_factory=TrackerConfig)
+    notify: NotifyConfig = field(default_factory=NotifyConfig)
     facts: FactsConfig = field(default_factory=FactsConfig)
     transport: str = registered(TRANSPORTS, "auto")
 

@@ -261,3 +261,17 @@ def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued_and_no
     assert queued(mended, sweep) == {job.split("_")[0] for job in jobs}
     assert len(queued(mended, sweep)) == 2
     assert runs.verb("cancel", sweep).returncode == 0
+
+
+def test_a_requeue_and_the_end_are_said_to_a_command(slurm, tmp_path):
+    script, notes, run = tmp_path / "note.sh", tmp_path / "notes", tmp_path / "run"
+    script.write_text(f'#!/bin/sh\necho "$ORCHESTRATOR_EVENT" >> "{notes}"\n')
+    script.chmod(0o700)
+    hold = runs.submit_long(slurm, run, f"notify.command={script}")
+    until(notes.exists, 60, "the first update's message")
+    slurm.command("scontrol", "requeue", runs.job_of(run))
+    until(lambda: "requeue" in notes.read_text(), 60, "the requeue's message")
+    hold.release()
+    assert runs.wait_over(slurm, run)["state"] == "finished"
+    until(lambda: "end" in notes.read_text(), 30, "the end's message")
+    assert notes.read_text().split() == ["first_update", "requeue", "end"]

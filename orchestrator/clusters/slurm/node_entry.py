@@ -45,9 +45,11 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     """
     from orchestrator.clusters.slurm.outcome import Next, finish
     from orchestrator.errors import START_AGAIN
+    from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
     follows = finish(Path(run), int(attempt), int(code), stop_signal)
+    Notifier(RunDir(Path(run))).send(wait=True)
     if follows is Next.NEW_SRUN:
         sys.exit(START_AGAIN)
     ended = RunDir(Path(run)).read_result()

@@ -32,6 +32,7 @@ from orchestrator.clusters.slurm.root_cause import (
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
@@ -290,7 +291,9 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
         return None
     try:
         with held(run):
-            return _settle(run, job)
+            said = _settle(run, job)
+            Notifier(run).send()
+            return said
     except RunFolderError:  # its holder sees to it
         return None
 

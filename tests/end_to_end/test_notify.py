@@ -1,0 +1,97 @@
+"""Messages of real runs, to a command and to a web hook."""
+
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
+
+import pytest
+
+from tests.helpers import LIGHT, SMALL, call, until, verb
+
+TWO = (LIGHT, SMALL, "train.updates=2", "-q")
+
+
+@pytest.fixture
+def hook():
+    """A web server on loopback, and the messages that it has got."""
+    got = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self):
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *arguments):
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Handler) as server:
+        thread = threading.Thread(target=server.serve_forever)
+        thread.start()
+        yield f"http://127.0.0.1:{server.server_port}/secret", got
+        server.shutdown()
+        thread.join()
+
+
+def test_a_run_says_that_it_has_begun_and_ended(tmp_path, hook):
+    address, got = hook
+    run = tmp_path / "run"
+    done = call(*TWO, f"run.dir={run}", "notify.webhook=HOOK", HOOK=address)
+    assert done.returncode == 0, done.stderr
+    until(lambda: len(got) == 2, 20, "both messages")
+    assert {one["event"] for one in got} == {"first_update", "end"}
+    assert {one["text"] for one in got} == {
+        "run: the first update is done",
+        "run: finished after 2 updates",
+    }
+    written = [path for path in run.rglob("*") if path.is_file()]
+    assert not [path for path in written if b"/secret" in path.read_bytes()]
+
+
+def test_each_restart_and_the_failure_are_said_once(tmp_path):
+    notes, run = tmp_path / "notes", tmp_path / "run"
+    script = tmp_path / "note.sh"
+    script.write_text(f'#!/bin/sh\necho "$ORCHESTRATOR_EVENT" >> "{notes}"\n')
+    script.chmod(0o700)
+    program = ("--", "false")
+    flags = (SMALL, "run.max_restarts=1", f"notify.command={script}", f"run.dir={run}", "-q")
+    assert verb("run", *flags, *program).returncode == 1
+    until(lambda: notes.exists() and len(notes.read_text().split()) == 2, 20, "both messages")
+    assert sorted(notes.read_text().split()) == ["failure", "requeue"]
+    assert verb("resume", run, "-q").returncode == 1  # once more, with its own allowance
+    until(lambda: len(notes.read_text().split()) >= 4, 20, "the messages of the resumed run")
+    assert sorted(notes.read_text().split()) == ["failure", "failure", "requeue", "requeue"]
+
+
+def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
+    run = tmp_path / "run"
+    done = call(
+        *TWO, f"run.dir={run}", "notify.webhook=HOOK", "notify.command='cat /nowhere'",
+        HOOK="http://127.0.0.1:9/secret",
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    log = run / "logs" / "notify.log"
+    until(lambda: log.read_text().count("notify.webhook=HOOK: ") == 2, 20, "both failures")
+    assert "notify.command: " in log.read_text()
+    assert "/secret" not in log.read_text()
+
+
+@pytest.mark.parametrize(
+    ("override", "env", "message"),
+    [
+        (
+            "notify.command='nosuchprogram x'",
+            {},
+            "notify.command=nosuchprogram x: there is no such",
+        ),
+        ("notify.webhook=https://example.org/secret", {}, "try notify.webhook=NOTIFY_URL"),
+        ("notify.webhook=HOOK", {}, "export HOOK before the start"),
+        ("notify.webhook=HOOK", {"HOOK": "file:///etc/passwd"}, "must hold an address"),
+    ],
+)
+def test_a_recipient_that_cannot_be_reached_is_refused_at_once(tmp_path, override, env, message):
+    run = tmp_path / "run"
+    done = call(*TWO, f"run.dir={run}", override, **env)
+    assert done.returncode == 2
+    assert message in " ".join(done.stderr.split())
+    assert not run.exists()
