@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.errors import did_you_mean
+from orchestrator.errors import SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
 
 _RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
@@ -121,28 +121,39 @@ class Counters:
     bytes_on_wire: int = 0
 
 
-class Group(Protocol):
+Mark = tuple[int, int, int]
+"""Counts of a group at one moment: collectives, bytes handed, share of the wire."""
+
+
+class Group(ABC):
     """Ranks that communicate. Not the framework's global default group.
 
-    Every method but the properties is collective: all ranks call it in the same order. A peer that
-    went away raises `PeerLost`.
+    Abstract methods are collective: all ranks call them in the same order. A peer that went away
+    raises `PeerLost`. Every collective of a subclass begins with `_admit`.
+
+    Args:
+        rank, size: this rank, and how many there are.
+        generation: number of this group among those of its attempt.
+        transport: name of what carries the bytes.
+
+    Attributes:
+        counters: of the traffic so far.
+        silence: while set, collectives are refused with `SilenceError`; it says when: "in
+            mid-window of update 3".
     """
 
-    @property
-    def rank(self) -> int: ...
-    @property
-    def size(self) -> int: ...
-    @property
-    def generation(self) -> int: ...
-    @property
-    def transport(self) -> str: ...
-    @property
-    def counters(self) -> Counters: ...
+    def __init__(self, *, rank: int, size: int, generation: int = 0, transport: str) -> None:
+        self.rank, self.size, self.generation = rank, size, generation
+        self.transport = transport
+        self.counters = Counters()
+        self.silence: str | None = None
+        self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
 
+    @abstractmethod
     def all_reduce_sum(self, tensor: Tensor) -> None:
         """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
-        ...
 
+    @abstractmethod
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0.
 
@@ -150,15 +161,71 @@ class Group(Protocol):
             tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
             sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
         """
-        ...
 
+    @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
         """Replace `tensor` by rank `source`'s, in place."""
-        ...
 
+    @abstractmethod
     def barrier(self) -> None:
         """Return once every rank has called."""
-        ...
+
+    def mark(self) -> Mark:
+        """Return the current counts, for `since`."""
+        return self.counters.collectives, self.counters.bytes_handed, self._share
+
+    def since(self, mark: Mark) -> Counters:
+        """Return the traffic since `mark`; bytes on the wire are rounded up once."""
+        collectives, bytes_handed, share = mark
+        return Counters(
+            collectives=self.counters.collectives - collectives,
+            bytes_handed=self.counters.bytes_handed - bytes_handed,
+            bytes_on_wire=-(-(self._share - share) // self.size),
+        )
+
+    def _admit(
+        self, operation: str, bytes_handed: int, share: int, *, in_window: bool = False
+    ) -> None:
+        """Check that a collective may run now, and count it; a lone rank sends nothing.
+
+        Args:
+            share: bytes that all ranks together have to send for it.
+            in_window: it is the engine's own, which silence is not for.
+
+        Raises:
+            SilenceError: ranks are to be silent.
+        """
+        if self.silence is not None and not in_window:
+            raise SilenceError(
+                f"the collective '{operation}' was called {self.silence}; ranks talk only at the "
+                "boundary. Move it there, or set `talks_in_window = True` in the job's class when "
+                "every rank calls it equally often"
+            )
+        if self.size == 1:
+            return
+        self._share += share
+        self.counters.collectives += 1
+        self.counters.bytes_handed += bytes_handed
+        self.counters.bytes_on_wire = -(-self._share // self.size)
+
+    def _leading_sizes(self, shape: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
+        """Return the leading sizes of all ranks' tensors, this one's being of `shape`.
+
+        Raises:
+            ValueError: they cannot be right.
+        """
+        if not shape:
+            raise ValueError(
+                "a tensor to gather needs an axis 0, but has none; use tensor.reshape(1)"
+            )
+        if sizes is None:
+            return (shape[0],) * self.size
+        if len(sizes) != self.size or sizes[self.rank] != shape[0] or min(sizes) < 0:
+            raise ValueError(
+                f"`sizes` must be the {self.size} ranks' leading sizes, with {shape[0]} for rank "
+                f"{self.rank}, but is {list(sizes)}"
+            )
+        return tuple(sizes)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

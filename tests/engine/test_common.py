@@ -35,8 +35,8 @@ def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
 
 
 def _losses(policy, *rows):
-    trailer = Trailer.of_losses(rows, 0)
-    return policy.losses_usable(3, trailer, trailer)
+    trailer = Trailer.of_losses([number for row in rows for number in row], 0)
+    return policy.decide(3, trailer, trailer, 8.0, list)
 
 
 @pytest.mark.parametrize(
@@ -54,21 +54,27 @@ def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, sa
         _losses(_policy(on_non_finite), *rows)
 
 
+def _decide(policy, weight, norm, named=list, **more):
+    totals = Trailer.of_losses([weight, 1.0], 0)
+    return policy.decide(3, totals, Trailer(), norm, named, **more)
+
+
 def test_a_gradient_that_is_not_finite_stops_skips_or_is_an_overflow():
     for norm in (math.nan, math.inf):
-        assert _policy("skip").factor(3, 2.0, norm, list) is None
+        assert _decide(_policy("skip"), 2.0, norm) is None
         with pytest.raises(NonFiniteError, match=r"infinite, in a, b, c and 1 more;"):
-            _policy("stop").factor(3, 2.0, norm, lambda: ["a", "b", "c", "d"])
+            _decide(_policy("stop"), 2.0, norm, lambda: ["a", "b", "c", "d"])
         scale = LossScale(scales=True)
         before = scale.scale
         policy = UpdatePolicy(AccumulationOptions(), scale, lambda mine: [mine])
-        assert policy.factor(3, 2.0, norm, list) is None
+        assert _decide(policy, 2.0, norm) is None
         assert scale.scale == before / 2
 
 
 def test_a_gradient_is_averaged_unscaled_and_clipped_at_once():
-    assert _policy().factor(0, 4.0, 8.0, list) == (2.0, 0.25)
-    norm, factor = _policy(clip_norm=1.0).factor(0, 4.0, 8.0, list)
+    assert _decide(_policy(), 4.0, 8.0) == (2.0, 0.25)
+    assert _decide(_policy(), 4.0, 8.0, divided_by=4.0) == (8.0, 1.0)
+    norm, factor = _decide(_policy(clip_norm=1.0), 4.0, 8.0)
     assert (norm, factor) == (2.0, pytest.approx(0.125, rel=1e-6))
 
 

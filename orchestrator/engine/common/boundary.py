@@ -15,17 +15,20 @@ the loss do not depend on which rank computed what.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from struct import Struct
 from typing import Any
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
-from orchestrator.plan.wire import FLAGS, LIMBS, trailer_numbers
+from orchestrator.plan.wire import FLAGS, LIMBS, SUMS
 
 UNIT_BITS = 96
-"""An `ExactSum` counts in units of 2**-96."""
+"""Sums count in units of 2**-96."""
+
+Units = int | float
+"""A sum in units: an int, which adds up without rounding; a float once a part was NaN or infinite.
+Both are added with `+`."""
 
 WIDE, NARROW = 16, 8
 """Bits of a limb."""
@@ -34,7 +37,10 @@ MOST_RANKS = 65536
 _UNIT_BITS_OF = {WIDE: UNIT_BITS, NARROW: 40}
 _PLACES_OF = {WIDE: Struct(f"<{LIMBS}H"), NARROW: Struct(f"<{LIMBS}B")}
 
-STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED, NEWCOMERS = range(6)
+WEIGHT, LOSS, DIGEST, DIGEST_SQUARED = range(SUMS)
+"""Places of a trailer's sums; those of the metrics follow."""
+
+STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED, NEWCOMERS = range(FLAGS)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
 negative or not finite; every parameter had a gradient; the set of those that had differs from the
 last exchanged one; new ranks wait to join."""
@@ -52,82 +58,69 @@ def limb_bits(mantissa_bits: int, ranks: int) -> int:
     return WIDE if WIDE + (ranks - 1).bit_length() <= mantissa_bits else NARROW
 
 
-@dataclass(slots=True)
-class ExactSum:
-    """A sum of floats, each rounded to a multiple of 2**-96 once; adding up never rounds.
+def to_units(value: float) -> Units:
+    """Return `value` in units, rounded once; NaN, infinite or as large as 2**900 it stays a float.
 
-    `odd` takes what is not finite: it wins over the units, and travels too.
-
-    >>> total = ExactSum()
-    >>> for value in (2.0**24, 1.0, 0.5, -0.25):
-    ...     total.add(value)
-    >>> total.value
+    >>> to_float(sum(map(to_units, (2.0**24, 1.0, 0.5, -0.25))))
     16777217.25
     """
+    if abs(value) < 2.0**900:  # beyond, its units would not be a float any more
+        return round(math.ldexp(value, UNIT_BITS))
+    return math.nan if math.isnan(value) else math.copysign(math.inf, value)
 
-    units: int = 0
-    odd: float = 0.0
 
-    def add(self, value: float) -> None:
-        """Add `value`. One that is NaN, infinite or as large as 2**900 makes the sum so."""
-        if not abs(value) < 2.0**900:  # its units would not be a float any more
-            self.odd += math.nan if math.isnan(value) else math.copysign(math.inf, value)
-        else:
-            self.units += round(math.ldexp(value, UNIT_BITS))
+def to_float(units: Units) -> float:
+    """Return a sum, correctly rounded; NaN or infinite when a part was."""
+    return units / (1 << UNIT_BITS) if isinstance(units, int) else units
 
-    @property
-    def value(self) -> float:
-        """The sum, correctly rounded; NaN or infinite when a part was."""
-        return self.units / (1 << UNIT_BITS) if self.odd == 0 else self.odd
 
-    def limbs(self, bits: int = NARROW) -> list[float]:
-        """Return the sum as `LIMBS` whole numbers below 2**bits in size, the least significant
-        first.
+def to_limbs(units: Units, bits: int = NARROW) -> list[float]:
+    """Return a sum as `LIMBS` whole numbers below 2**bits in size, the least significant first.
 
-        It is rounded to the unit that goes with `bits`, and infinite where it reaches too far.
-        """
+    It is rounded to the unit that goes with `bits`, and infinite where it reaches too far.
+    """
+    if isinstance(units, int):
         drop = UNIT_BITS - _UNIT_BITS_OF[bits]
-        rounded = (self.units + (1 << drop >> 1)) >> drop
-        odd = self.odd
-        if odd == 0 and abs(rounded) >> (bits * LIMBS):
-            odd = math.copysign(math.inf, rounded)
-        if odd != 0:
-            return [odd] + [0.0] * (LIMBS - 1)
+        rounded = (units + (1 << drop >> 1)) >> drop
         sign, places = (-1.0 if rounded < 0 else 1.0), _PLACES_OF[bits]
-        return [sign * limb for limb in places.unpack(abs(rounded).to_bytes(places.size, "little"))]
-
-    @classmethod
-    def of(cls, limbs: Sequence[float], bits: int = NARROW) -> ExactSum:
-        """Build the sum of `limbs`, also of limbs that were added up over ranks."""
-        odd = [limb for limb in limbs if not math.isfinite(limb)]
-        if odd:
-            return cls(0, odd[0])
-        units = sum(int(limb) << (bits * place) for place, limb in enumerate(limbs))
-        return cls(units << (UNIT_BITS - _UNIT_BITS_OF[bits]))
+        if not abs(rounded) >> (bits * LIMBS):
+            limbs = places.unpack(abs(rounded).to_bytes(places.size, "little"))
+            return [sign * limb for limb in limbs]
+        units = sign * math.inf
+    return [units] + [0.0] * (LIMBS - 1)
 
 
-@dataclass(slots=True)
+def from_limbs(limbs: Sequence[float], bits: int = NARROW) -> Units:
+    """Return the sum of `limbs`, also of limbs that were added up over ranks."""
+    if not math.isfinite(limbs[0]):
+        return limbs[0]
+    units = 0
+    for limb in reversed(limbs):
+        units = (units << bits) + int(limb)
+    return units << (UNIT_BITS - _UNIT_BITS_OF[bits])
+
+
 class Trailer:
     """Sums and flags of one rank's window, or after the reduction of all ranks'.
 
     Attributes:
+        sums: in units; see `WEIGHT` and those beside it, then one for each metric.
+        flags: see `STOP` and those beside it.
         first_bad_weight, first_non_finite: this rank's first micro-steps with unusable values.
     """
 
-    weight: ExactSum = field(default_factory=ExactSum)
-    loss: ExactSum = field(default_factory=ExactSum)
-    metrics: tuple[ExactSum, ...] = ()
-    flags: list[int] = field(default_factory=lambda: [0] * FLAGS)
-    digest: ExactSum = field(default_factory=ExactSum)
-    digest_squared: ExactSum = field(default_factory=ExactSum)
-    first_bad_weight: int | None = None
-    first_non_finite: int | None = None
+    def __init__(self, metric_count: int = 0) -> None:
+        self.sums: list[Units] = [0] * (SUMS + metric_count)
+        self.flags = [0] * FLAGS
+        self.first_bad_weight: int | None = None
+        self.first_non_finite: int | None = None
 
     @classmethod
-    def of_losses(cls, losses: Iterable[Sequence[float]], metric_count: int) -> Trailer:
+    def of_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
         """Sum the micro-steps of a window: weight, total and metrics of each, in their order."""
-        trailer = cls(metrics=tuple(ExactSum() for _ in range(metric_count)))
-        for step, (weight, total, *metrics) in enumerate(losses):
+        trailer, width = cls(metric_count), 2 + metric_count
+        for step in range(len(losses) // width):
+            weight, total, *metrics = losses[step * width : (step + 1) * width]
             if not (math.isfinite(weight) and weight >= 0):
                 trailer.flags[BAD_WEIGHT] = 1
                 if trailer.first_bad_weight is None:
@@ -137,16 +130,16 @@ class Trailer:
                 trailer.flags[NON_FINITE] = 1
                 if trailer.first_non_finite is None:
                     trailer.first_non_finite = step
-            trailer.weight.add(weight)
-            trailer.loss.add(total)
-            for metric, value in zip(trailer.metrics, metrics, strict=True):
-                metric.add(value)
+            trailer.sums[WEIGHT] += to_units(weight)
+            trailer.sums[LOSS] += to_units(total)
+            for place, metric in enumerate(metrics, start=SUMS):
+                trailer.sums[place] += to_units(metric)
         return trailer
 
     def add_digest(self, digest: int) -> None:
         """Add a digest of `DIGEST_BITS` bits; every rank does, or none."""
-        self.digest.add(digest)
-        self.digest_squared.add(digest**2)
+        self.sums[DIGEST] += digest << UNIT_BITS
+        self.sums[DIGEST_SQUARED] += digest**2 << UNIT_BITS
 
     def digests_agree(self, ranks: int) -> bool:
         """Return whether all `ranks` ranks added the same digest; equal on all ranks.
@@ -154,41 +147,34 @@ class Trailer:
         By the sums alone: R times the sum of squares is the square of the sum where all numbers are
         equal, and more than that where they are not (Cauchy and Schwarz).
         """
-        total, squares = self.digest.units >> UNIT_BITS, self.digest_squared.units >> UNIT_BITS
-        return ranks * squares == total**2
+        total = int(self.sums[DIGEST]) >> UNIT_BITS
+        return ranks * (int(self.sums[DIGEST_SQUARED]) >> UNIT_BITS) == total**2
 
     def numbers(self, bits: int = NARROW) -> list[float]:
-        """Return `trailer_numbers(metric_count)` numbers; those of several ranks add up."""
+        """Return `plan.wire.trailer_numbers` numbers; those of several ranks add up."""
         numbers: list[float] = []
-        for one in (self.weight, self.loss, self.digest, self.digest_squared, *self.metrics):
-            numbers += one.limbs(bits)
-        return numbers + [float(flag) for flag in self.flags]
+        for units in self.sums:
+            numbers += to_limbs(units, bits)
+        return numbers + list(map(float, self.flags))
 
     @classmethod
-    def of(cls, numbers: Sequence[float], metric_count: int, bits: int = NARROW) -> Trailer:
-        """Build the trailer of `numbers`. Raises `ValueError` unless there are as many as
-        expected.
-        """
-        if len(numbers) != trailer_numbers(metric_count):
-            raise ValueError(
-                f"a trailer with {metric_count} metrics has {trailer_numbers(metric_count)} "
-                f"numbers, but {len(numbers)} are given"
-            )
-        weight, loss, digest, squared, *metrics = [
-            ExactSum.of(numbers[place : place + LIMBS], bits)
-            for place in range(0, len(numbers) - FLAGS, LIMBS)
+    def of(cls, numbers: Sequence[float], bits: int = NARROW) -> Trailer:
+        """Build the trailer of `numbers`, also of those of several ranks, added up."""
+        trailer, limbs = cls(), numbers[:-FLAGS]
+        trailer.sums = [
+            from_limbs(limbs[place : place + LIMBS], bits) for place in range(0, len(limbs), LIMBS)
         ]
-        flags = [int(flag) for flag in numbers[-FLAGS:]]
-        return cls(weight, loss, tuple(metrics), flags, digest, squared)
+        trailer.flags = list(map(int, numbers[-FLAGS:]))
+        return trailer
 
     def report(self, metric_names: Sequence[str]) -> dict[str, Any]:
         """Return the fields of a `BoundaryReport` that all ranks share, from the summed trailer."""
-        weight = self.weight.value
-        metrics = zip(metric_names, self.metrics, strict=True)
+        weight, loss, _, _, *metrics = map(to_float, self.sums)
+        metrics = [metric / weight for metric in metrics]
         return {
-            "loss": self.loss.value / weight,
+            "loss": loss / weight,
             "weight": weight,
-            "metrics": {name: total.value / weight for name, total in metrics},
+            "metrics": dict(zip(metric_names, metrics, strict=True)),
             "stop_requested": self.flags[STOP] > 0,
             "newcomers": self.flags[NEWCOMERS] > 0,
         }
@@ -274,55 +260,53 @@ class UpdatePolicy:
             raise ConfigError(f"train.on_non_finite must be stop or skip, but is {self._policy!r}")
         self._scale, self._gather = scale, gather
 
-    def losses_usable(self, update: int, totals: Trailer, mine: Trailer) -> bool:
-        """Return whether the losses are usable; False skips the update.
+    def decide(
+        self,
+        update: int,
+        totals: Trailer,
+        mine: Trailer,
+        norm: float,
+        named: Callable[[], list[str]],
+        *,
+        divided_by: float = 1.0,
+    ) -> tuple[float, float] | None:
+        """Return the averaged gradient's norm, and the factor for the summed one; None skips.
 
         Args:
             update: its number.
             totals: of all ranks.
             mine: of this rank; it knows where its micro-steps went wrong.
+            norm: of the summed gradient.
+            named: gives the names of parameters with a gradient that is not finite, where they are
+                known; called only when needed.
+            divided_by: what the losses were divided by already.
 
         Raises:
             JobError: weights that cannot be divided by.
-            NonFiniteError: a loss is not finite, and the policy is "stop".
+            NonFiniteError: a loss or the gradient is not finite, that is no overflow under float16,
+                and the policy is "stop".
         """
         if totals.flags[BAD_WEIGHT]:
             raise JobError(
                 f"Loss.weight was negative or not finite in update {update}, first on "
                 f"{self._where(mine.first_bad_weight)}; it must be 0 or more"
             )
-        if totals.weight.value <= 0:
+        weight = to_float(totals.sums[WEIGHT])
+        if weight <= 0:
             raise JobError(
-                f"the weights of update {update} add up to {totals.weight.value:g} over all ranks, "
+                f"the weights of update {update} add up to {weight:g} over all ranks, "
                 "and the gradient cannot be divided by that; is every token masked, or was "
                 "there no micro-step?"
             )
-        if totals.flags[NON_FINITE] and self._policy == "stop":
+        if totals.flags[NON_FINITE]:
+            if self._policy == "skip":
+                return None
             raise NonFiniteError(
                 f"the loss became NaN or infinite in update {update}, first on "
                 f"{self._where(mine.first_non_finite)}; {_REMEDIES}"
             )
-        return not totals.flags[NON_FINITE]
-
-    def factor(
-        self, update: int, weight: float, norm: float, named: Callable[[], list[str]]
-    ) -> tuple[float, float] | None:
-        """Return the averaged gradient's norm, and what the summed one is multiplied with; None
-        skips.
-
-        Args:
-            update: its number.
-            weight: what the sum is to be divided by, the loss scale aside.
-            norm: of the summed gradient.
-            named: gives the names of parameters with a gradient that is not finite, where they are
-                known; called only when needed.
-
-        Raises:
-            NonFiniteError: the gradient is not finite, that is no overflow under float16, and the
-                policy is "stop".
-        """
         if norm < float("inf"):
-            divisor = weight * self._scale.scale
+            divisor = weight / divided_by * self._scale.scale
             averaged = norm / divisor
             if self._clip_norm is None:
                 return averaged, 1.0 / divisor

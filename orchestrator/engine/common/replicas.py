@@ -13,7 +13,6 @@ No framework is imported here: an engine says how a piece of a parameter is dige
 from __future__ import annotations
 
 import hashlib
-import struct
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -72,10 +71,10 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece
     return shares
 
 
-def folded(words: Sequence[int], bits: int = WORD_BITS) -> int:
-    """Return one digest of `bits` bits out of several of up to 64."""
-    packed = b"".join((word % 2**64).to_bytes(8, "little") for word in words)
-    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> (64 - bits)
+def folded(words: Sequence[float], bits: int = WORD_BITS) -> int:
+    """Return one digest of `bits` bits of several digests and other numbers."""
+    digest = hashlib.blake2b(repr(list(words)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> (64 - bits)
 
 
 class Replicas:
@@ -123,11 +122,8 @@ class Replicas:
         """
         self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
-            numbers = self._agreed.values()
-            words = list(
-                struct.unpack(f"<{len(numbers)}Q", struct.pack(f"<{len(numbers)}d", *numbers))
-            )
-            words += self._joint_digests(self._shares[update % len(self._shares)])
+            digests = self._joint_digests(self._shares[update % len(self._shares)])
+            words = [*map(float, self._agreed.values()), *digests]
             trailer.add_digest(folded(words, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:

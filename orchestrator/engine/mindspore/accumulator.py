@@ -340,7 +340,7 @@ class Accumulator:
         """Forward and backward of one micro-batch; its gradient is added up. Nothing is sent.
 
         Returns:
-            A tensor [total, weight, *metrics], not waited for.
+            A tensor [weight, total, *metrics], not waited for.
         """
         form, leaves = _flatten(batch)
         if form in self._steps:
@@ -384,9 +384,9 @@ class Accumulator:
             (_, (total, weight, metrics)), parts = gradients(*leaves)
             for held, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
                 ops.assign_add(held, part)
-            figures: Any = (total.reshape(()),)
-            zero: Any = ops.zeros_like(figures[0])
-            for figure in (weight, *metrics):
+            figures: Any = ()
+            zero: Any = ops.zeros_like(total.reshape(()))
+            for figure in (weight, total, *metrics):
                 if isinstance(figure, Tensor):
                     figures = (*figures, figure.astype(total.dtype).reshape(()))
                 else:

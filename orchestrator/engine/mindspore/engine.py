@@ -189,13 +189,6 @@ def as_float(value: Any) -> float:
     return float(value.asnumpy()) if isinstance(value, Tensor) else float(value)
 
 
-def to_floats(rows: Sequence[Tensor]) -> Iterator[list[float]]:
-    """Yield weight, total and metrics of tensors [total, weight, *metrics], and wait for each."""
-    for figures in rows:
-        total, weight, *metrics = figures.asnumpy().tolist()
-        yield [weight, total, *metrics]
-
-
 # ------------------------------------------------------------------ Engine
 
 
@@ -238,7 +231,7 @@ class MindSporeEngine:
         self._step = self._accumulator.step_with(self._optimizer)
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
-        self._losses: list[Tensor] = []  # [total, weight, *metrics] of each micro-step
+        self._losses: list[Tensor] = []  # [weight, total, *metrics] of each micro-step
         self._window: Window | None = None
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
@@ -258,7 +251,7 @@ class MindSporeEngine:
         self._hyperparameters.check(f"before update {window.update}")
         set_rate(self._optimizer, window.learning_rate)
         self._hyperparameters.keep()
-        self._group.silence.reason = f"in mid-window of update {window.update}"
+        self._group.silence = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -276,15 +269,16 @@ class MindSporeEngine:
         self._hyperparameters.check("inside a window")
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
-            trailer = Trailer.of_losses(to_floats(self._losses), len(self._names))
+            losses = [number for row in self._losses for number in row.asnumpy().tolist()]
+            trailer = Trailer.of_losses(losses, len(self._names))
             trailer.flags[STOP] = int(stop)
             self._replicas.write_digest(trailer, window.update)
-        with self._clock.wait, self._group.silence.suspended():
+        self._group.silence = None
+        with self._clock.wait:
             buckets = self._accumulator.reduce(trailer.numbers())
-        self._group.silence.reason = None
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
-            totals = Trailer.of(self._accumulator.trailer_of(buckets), len(self._names))
+            totals = Trailer.of(self._accumulator.trailer_of(buckets))
             self._replicas.check(totals, window.update)
             norm = self._apply(window.update, totals, trailer, buckets)
         self._window = None
@@ -333,11 +327,9 @@ class MindSporeEngine:
             NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
                 overflow under float16 is neither: the window is skipped, the loss scale halved.
         """
-        if not self._policy.losses_usable(update, totals, mine):
-            return None
         norm_of_sum = self._accumulator.norm_of(buckets)
         # Which parameters are not finite is unknown: their sums lie in compiled buckets.
-        found = self._policy.factor(update, totals.weight.value, norm_of_sum, list)
+        found = self._policy.decide(update, totals, mine, norm_of_sum, list)
         if found is None:
             return None
         norm, factor = found

@@ -12,8 +12,7 @@ import mindspore as ms
 import numpy as np
 from mindspore import Tensor, communication, nn, ops
 
-from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.group import Member, checked_sizes
+from orchestrator.engine.api import Group, GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.mindspore.rendezvous import (
     Scheduler,
@@ -131,7 +130,7 @@ GATHERED_BY_MCCL = (ms.float32, ms.int32)
 TIMED_OUT = ("timeout", "timed out", "time out")
 
 
-class MindSporeGroup(Member):
+class MindSporeGroup(Group):
     """Ranks in processes. With one rank nothing is sent and nothing is counted.
 
     Args:
@@ -172,7 +171,7 @@ class MindSporeGroup(Member):
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
-        every = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        every = self._leading_sizes(tensor.shape, sizes)
         size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
         self._admit("all_gather", _bytes(tensor), (self.size - 1) * size)
         if self.size == 1:

@@ -141,6 +141,7 @@ class Accumulator:
         self.model, self.group = check_arguments(model, group, options), group
         self.optimizer = check_optimizer(optimizer, "the optimizer")
         named, trained = check_supported(self.model, self.optimizer)
+        _refuse_shared(trained)
         check_same_start(group, self.model, named, optimizer, options)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
@@ -156,14 +157,14 @@ class Accumulator:
             self._shard = OptimizerShard(optimizer, self._reduction, group)
         self._replicas = replicas_of(named, group)
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
-        self._losses: list[list[Any]] = []  # weight, total and metrics of each micro-step
+        self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
         if options.advise:
-            weakref.finalize(self, _warn_of_unfinished_window, self._window, self._losses)
+            weakref.finalize(self, _warn_of_unfinished_window, self._window)
         self._expected = 1.0
         self.newcomers_wait = False
         self.clock = Clock()
-        self._hooks = GradHooks(self, trained, self.buffers.expected)
+        self._hooks = GradHooks([p for _, p in trained], self.buffers.expected)
         self._hooks.ready = self._window.stray
         _living.add(self)
 
@@ -231,7 +232,7 @@ class Accumulator:
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected = float(expected_weight or 1.0) if early else 1.0
-        self._window.begin(update, len(self._losses), implied_by=implied_by)
+        self._window.begin(update, implied_by=implied_by)
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
@@ -258,7 +259,7 @@ class Accumulator:
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
                 self._window.begin_micro_step(last=last)
-                self._losses.append(row)
+                self._losses += row
                 self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
                 factor = self.precision.scale / self._expected
                 try:
@@ -290,7 +291,7 @@ class Accumulator:
             self._window.begin_micro_step(recorded=True)
             if self._expected != 1.0:
                 raise ValueError("record() is for windows without `expected_weight`")
-            self._losses.append(row)
+            self._losses += row
             if self._tracker is not None:
                 self._tracker.computed += 1
 
@@ -327,10 +328,8 @@ class Accumulator:
             agreed = {**self._window.end(), "expected_weight": self._expected}
             update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
             with self.clock.compute:  # the device may still be at it
-                self.buffers.complete()
-                numbers = iter(to_floats([value for row in self._losses for value in row]))
-                rows = [[next(numbers) for _ in row] for row in self._losses]
-                mine = Trailer.of_losses(rows, len(names))
+                self._reduction.buffers.complete()
+                mine = Trailer.of_losses(to_floats(self._losses), len(names))
             with self.clock.wait:
                 mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
                 self._used.flag(mine)
@@ -339,9 +338,7 @@ class Accumulator:
                 self._window.at_stake = ""  # from here on all ranks know the same
                 self._replicas.check(totals, update)
             with self.clock.optimize:
-                norm = None
-                if self._policy.losses_usable(update, totals, mine):
-                    norm = self._step(update, totals, norm_of_sum.value())
+                norm = self._step(update, totals, mine, norm_of_sum.value())
             sent = self.group.since(self._window.mark)
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
@@ -350,7 +347,7 @@ class Accumulator:
                 applied=norm is not None,
                 gradient_norm=norm,
                 loss_scale=scale,
-                micro_steps=len(self._losses),
+                micro_steps=self._window.micro_steps,
                 collectives=sent.collectives,
                 exchanges=self._used.exchanges,
                 bytes_on_wire=sent.bytes_on_wire,
@@ -362,7 +359,9 @@ class Accumulator:
                 tracker.ended(report)
             return report
 
-    def _step(self, update: int, totals: Trailer, norm_of_sum: float) -> float | None:
+    def _step(
+        self, update: int, totals: Trailer, mine: Trailer, norm_of_sum: float
+    ) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.
 
         Collective where it refuses, or where the set of used parameters changed.
@@ -371,8 +370,9 @@ class Accumulator:
             The averaged gradient's norm; None where the update is skipped.
         """
         summed = self._shard or self._reduction.buffers
-        weight = totals.weight.value / self._expected
-        found = self._policy.factor(update, weight, norm_of_sum, summed.non_finite)
+        found = self._policy.decide(
+            update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected
+        )
         if found is None:
             return None
         norm, factor = found
@@ -465,7 +465,7 @@ class Accumulator:
                     "run.windows() was called before for this accumulator: one call is the whole "
                     "training, all its epochs (epochs=3, say); it goes on where it stopped"
                 )
-            if self._window.open and self._losses:
+            if self._window.open and self._window.micro_steps:
                 raise JobError(
                     f"run.windows() came in mid-window: update {self._window.update} has micro-"
                     "steps already, which would be lost; call boundary() first"
@@ -518,6 +518,20 @@ def _refuse_other_steps(accumulator: Accumulator) -> Any:
 _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()
 
 
+def _refuse_shared(trained: Named) -> None:
+    """Raise `ConfigError` for a parameter that a living accumulator has."""
+    for collected in (False, True):
+        taken = {id(place.parameter) for one in _living for place in one.buffers.places}
+        shared = [name for name, parameter in trained if id(parameter) in taken]
+        if shared and collected:
+            raise ConfigError(
+                f"parameter {shared[0]} belongs to another accumulator: one model has one, and "
+                "each parameter's gradient is reduced once. close() the other one first"
+            )
+        if shared:
+            gc.collect()  # an accumulator without references may be part of a cycle
+
+
 def only_accumulator() -> Accumulator:
     """Return the accumulator of this process that was built and not closed.
 
@@ -525,7 +539,7 @@ def only_accumulator() -> Accumulator:
         ConfigError: there is none, or more than one.
     """
     if len(_living) > 1:
-        gc.collect()  # one without references may be part of a cycle
+        gc.collect()  # as in `_refuse_shared`
     if len(_living) == 1:
         return next(iter(_living))
     raise ConfigError(
@@ -536,12 +550,12 @@ def only_accumulator() -> Accumulator:
     )
 
 
-def _warn_of_unfinished_window(window: WindowState, losses: Sequence[Any]) -> None:
+def _warn_of_unfinished_window(window: WindowState) -> None:
     """Warn of an accumulator that is collected with micro-steps but without a boundary."""
-    if window.unfinished and losses and sys.exc_info()[1] is None:
+    if window.unfinished and window.micro_steps and sys.exc_info()[1] is None:
         if getattr(sys, "last_value", None) is not None:
             return  # the program ends because of that
         sys.stderr.write(
-            f"warning: micro-steps of update {window.update} ({len(losses)}) were "
+            f"warning: micro-steps of update {window.update} ({window.micro_steps}) were "
             "accumulated and trained nothing: boundary() was not called after them\n"
         )

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import gc
-import weakref
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from orchestrator.engine.common.boundary import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.group import BaseGroup, version_of
@@ -307,44 +303,23 @@ class GradientBuffers:
 # parameter. So they only count, unless something waits for the gradient.
 
 
-_OWNERS: Any = WeakTensorKeyDictionary()
-"""By parameter a weak reference to the accumulator whose hook it has."""
-
-
 class GradHooks:
-    """The gradient hooks of one accumulator. They keep no accumulator alive.
+    """The gradient hooks of one accumulator's parameters. They keep no accumulator alive.
 
     Args:
-        owner: the accumulator.
-        named: its parameters.
+        parameters: the trained ones.
         counts: by parameter, how many backwards came.
 
     Attributes:
         ready: called with the number of a parameter whose gradient has come, where not None.
-
-    Raises:
-        ConfigError: a parameter has the hook of another accumulator.
     """
 
-    def __init__(self, owner: Any, named: Named, counts: list[int]) -> None:
-        def owned() -> list[str]:
-            return [name for name, p in named if p in _OWNERS and _OWNERS[p]() is not None]
-
-        if owned():
-            gc.collect()  # an accumulator without references may only wait for collection
-        if names := owned():
-            raise ConfigError(
-                f"parameter {names[0]} belongs to another accumulator: one model has one, and each "
-                "parameter's gradient is reduced once. close() the other one first"
-            )
+    def __init__(self, parameters: Iterable[Tensor], counts: list[int]) -> None:
         self.ready: Callable[[int], None] | None = None
         self._counts = counts
-        self._parameters = [parameter for _, parameter in named]
-        for parameter in self._parameters:
-            _OWNERS[parameter] = weakref.ref(owner)
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook_of(number))
-            for number, parameter in enumerate(self._parameters)
+            for number, parameter in enumerate(parameters)
         ]
 
     def _hook_of(self, number: int) -> Callable[[Tensor], None]:
@@ -359,8 +334,6 @@ class GradHooks:
         """Remove the hooks, so that another accumulator may register its own."""
         for handle in self._handles:
             handle.remove()
-        for parameter in self._parameters:
-            _OWNERS.pop(parameter, None)
 
 
 # ------------------------------------------------------------------ Unused parameters

@@ -130,8 +130,8 @@ class CoupledWindows:
             JobError: the job's methods do not give what the contract says.
         """
         layout, mine = self._own_rows()
-        with self._clock.wait, self._group.silence.suspended():
-            rows = self._group.all_gather(mine, window.samples_per_rank or None)
+        with self._clock.wait:
+            rows = self._group.all_gather(mine, window.samples_per_rank or None, in_window=True)
         with self._clock.compute:
             loss, gradient = self._loss(layout, rows.requires_grad_(), window)
         for number, (batch, micro_batch, before) in enumerate(self._kept, start=1):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from orchestrator.engine.common.group import Member, checked_sizes
+from orchestrator.engine.api import Group
 from orchestrator.errors import PeerLost
 
 version_of = attrgetter("_version")
@@ -85,11 +85,11 @@ class CompletedWork:
         self.before = self.after = None
 
 
-class BaseGroup(Member, ABC):
+class BaseGroup(Group):
     """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
 
     Args:
-        rank, size, generation: see `Member`.
+        rank, size, generation: see `Group`.
         transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
         device: where the transport takes its tensors from.
     """
@@ -126,12 +126,16 @@ class BaseGroup(Member, ABC):
         """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
         self.all_reduce_sum_async(tensor).wait()
 
-    def all_reduce_sum_async(self, tensor: Tensor) -> Work:
+    def all_reduce_sum_async(self, tensor: Tensor, *, in_window: bool = False) -> Work:
         """Start `all_reduce_sum`. The sum is in `tensor` after `wait()`; leave it alone till then.
 
         Collectives are matched in the order in which they are started.
+
+        Args:
+            in_window: see `Group._admit`.
         """
-        self._admit("all_reduce_sum", tensor.nbytes, 2 * (self.size - 1) * tensor.nbytes)
+        share = 2 * (self.size - 1) * tensor.nbytes
+        self._admit("all_reduce_sum", tensor.nbytes, share, in_window=in_window)
         if self.size == 1:
             return CompletedWork()
         flat = flatten(tensor)
@@ -140,12 +144,15 @@ class BaseGroup(Member, ABC):
             return work
         return CompletedWork(work, lambda: tensor.copy_(unflatten(flat, tensor)))
 
-    def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
+    def all_gather(
+        self, tensor: Tensor, sizes: Sequence[int] | None = None, *, in_window: bool = False
+    ) -> Tensor:
         """Concatenate the ranks' tensors along axis 0.
 
         Args:
             tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
             sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
+            in_window: see `Group._admit`.
 
         Returns:
             A new tensor of shape (sum of sizes, ...), the same on all ranks.
@@ -153,9 +160,10 @@ class BaseGroup(Member, ABC):
         Raises:
             ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
         """
-        sizes = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        sizes = self._leading_sizes(tensor.shape, sizes)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        self._admit("all_gather", tensor.nbytes, (self.size - 1) * out.nbytes)
+        share = (self.size - 1) * out.nbytes
+        self._admit("all_gather", tensor.nbytes, share, in_window=in_window)
         if self.size == 1:
             return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
@@ -185,15 +193,19 @@ class BaseGroup(Member, ABC):
             return CompletedWork()
         return self._start_gather_in_place(tensor, pieces)
 
-    def reduce_scatter_sum_async(self, out: Tensor, tensor: Tensor) -> Work:
+    def reduce_scatter_sum_async(
+        self, out: Tensor, tensor: Tensor, *, in_window: bool = False
+    ) -> Work:
         """Start to fill `out` with the sum over ranks of this rank's piece of their `tensor`.
 
         Args:
             out: one piece; it may be the one of this rank's number in `tensor` itself.
             tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
                 until `wait()`; what `tensor` holds then, outside of `out`, is not said.
+            in_window: see `Group._admit`.
         """
-        self._admit("reduce_scatter_sum", tensor.nbytes, (self.size - 1) * tensor.nbytes)
+        share = (self.size - 1) * tensor.nbytes
+        self._admit("reduce_scatter_sum", tensor.nbytes, share, in_window=in_window)
         if self.size == 1:
             return CompletedWork(after=lambda: out.copy_(tensor))
         return self._start_reduce_scatter(out, tensor)
@@ -290,16 +302,16 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def to_floats(numbers: Sequence[Any]) -> list[float]:
     """Return numbers, some of them tensors of one, with one transfer from each device."""
-    devices = {n.device for n in numbers if isinstance(n, Tensor) and not n.is_cpu}
-    if not devices:
-        return [float(number) for number in numbers]
-    moved: dict[int, float] = {}
-    for device in devices:
-        there = [n for n, t in enumerate(numbers) if isinstance(t, Tensor) and t.device == device]
+    found, places_on = list(numbers), dict[torch.device, list[int]]()
+    for place, number in enumerate(numbers):
+        if isinstance(number, Tensor) and not number.is_cpu:
+            places_on.setdefault(number.device, []).append(place)
+    for places in places_on.values():
         # float64 holds all others exactly; a count above 2**53 is out of reach.
-        stacked = torch.stack([numbers[n].reshape(()).to(torch.float64) for n in there])
-        moved.update(zip(there, stacked.tolist(), strict=True))
-    return [moved[n] if n in moved else float(number) for n, number in enumerate(numbers)]
+        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in places])
+        for place, number in zip(places, stacked.tolist(), strict=True):
+            found[place] = number
+    return list(map(float, found))
 
 
 # ------------------------------------------------------------------ Differentiable collectives
@@ -363,8 +375,9 @@ class AllGather(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: BaseGroup, sizes: Sequence[int] | None) -> Tensor:
         """Shape (n_r, *) -> (sum n_q, *)."""
-        ctx.group, ctx.sizes = group, checked_sizes(x.shape, sizes, group.rank, group.size)
-        return group.all_gather(x, sizes)
+        gathered = group.all_gather(x, sizes)
+        ctx.group, ctx.sizes = group, sizes or (x.shape[0],) * group.size
+        return gathered
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:

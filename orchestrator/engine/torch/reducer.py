@@ -190,7 +190,7 @@ class FastReduction:
         place = self.buffers.trailer
         place.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=place.dtype))
         self._sum_buckets(norm)
-        return Trailer.of(place.tolist(), self.buffers.metric_count or 0, self._limb_bits)
+        return Trailer.of(place.tolist(), self._limb_bits)
 
     def _sum_buckets(self, norm: GradientNorm) -> None:
         """Send what has not left yet, and wait for all sums."""
@@ -204,8 +204,5 @@ class FastReduction:
         self._under_way.clear()
 
     def _send_next(self) -> None:
-        with self._group.silence.suspended():
-            self._under_way.append(self._start(len(self._under_way)))
-
-    def _start(self, number: int) -> Work:
-        return self._group.all_reduce_sum_async(self._buckets[number])
+        bucket = self._buckets[len(self._under_way)]
+        self._under_way.append(self._group.all_reduce_sum_async(bucket, in_window=True))

@@ -243,7 +243,7 @@ class ReproducibleReduction:
             norm.add(gradient)
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
         totals = [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
-        return Trailer.of(totals, len(trailer.metrics), WIDE)
+        return Trailer.of(totals, WIDE)
 
     def _numbered(self, rows: list[list[float]]) -> tuple[int, list[Range]]:
         """Return the update's leaves, and those of each rank; this rank's nodes are folded with

@@ -26,7 +26,6 @@ from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import Named, Place, Slice, bucket_slices
 from orchestrator.engine.torch.group import (
     BaseGroup,
-    Work,
     broadcast_tensors,
     gather_numbers,
     gather_texts,
@@ -117,10 +116,13 @@ class ShardedReduction(FastReduction):
         ]
         return self.owned
 
-    def _start(self, number: int) -> Work:
+    def _send_next(self) -> None:
+        number = len(self._under_way)
         buffer, start, end = self.owned[number]
-        segment = self.buffers.flats[buffer][start:end]
-        return self._group.reduce_scatter_sum_async(segment, self._buckets[number])
+        segment, bucket = self.buffers.flats[buffer][start:end], self._buckets[number]
+        self._under_way.append(
+            self._group.reduce_scatter_sum_async(segment, bucket, in_window=True)
+        )
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Send the rest, wait for this rank's sums, exchange rows. Collective.
@@ -136,7 +138,7 @@ class ShardedReduction(FastReduction):
         )
         norm.add(rows[:, -1])
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        return Trailer.of(rows[:, :-1].sum(0).tolist(), len(trailer.metrics), WIDE)
+        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE)
 
 
 # ------------------------------------------------------------------ Shard of one rank

@@ -245,16 +245,14 @@ class TorchGroup(BaseGroup):
                 if "Timed out" in str(error):
                     return
 
-    def _start(self, operation: str, call: Callable[..., Any], *tensors: Tensor) -> Work:
+    def _start(self, operation: str, call: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Work:
         views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held_by_gloo`
         with peer_lost_during(operation, self.rank):
-            work = call(*views)
+            work = call(views)
         return TransportWork(work, operation, self.rank, views, self.transport == "gloo")
 
     def _start_sum(self, flat: Tensor) -> Work:
-        return self._start(
-            "all_reduce_sum", lambda mine: self._group.allreduce([mine], dist.ReduceOp.SUM), flat
-        )
+        return self._start("all_reduce_sum", self._group.allreduce, flat)  # sums by default
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         # Equally large on all ranks, so all choose alike.
@@ -264,7 +262,7 @@ class TorchGroup(BaseGroup):
             return self._start_pairwise("all_gather", parts, [flat] * self.size)
         return self._start(
             "all_gather",
-            lambda mine, *all_parts: self._group.allgather([list(all_parts)], [mine]),
+            lambda views: self._group.allgather([views[1:]], views[:1]),
             flat,
             *parts,
         )
@@ -273,11 +271,18 @@ class TorchGroup(BaseGroup):
         mine = pieces[self.rank]
         if self.transport == "gloo":
             return self._start_gather(pieces, mine)
-        return self._start("all_gather", self._group._allgather_base, tensor, mine)
+        return self._start(
+            "all_gather", lambda both: self._group._allgather_base(*both), tensor, mine
+        )
 
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
         if self.transport != "gloo":
-            return self._start("reduce_scatter_sum", self._group._reduce_scatter_base, out, tensor)
+            return self._start(
+                "reduce_scatter_sum",
+                lambda both: self._group._reduce_scatter_base(*both),
+                out,
+                tensor,
+            )
         # Gloo's own sends as many bytes as an all-reduce and takes longer. Here each rank sends the
         # others their pieces, and adds up what it receives in rank order. That needs extra memory,
         # of two tensors at most, which is kept: a third exchange waits for the oldest.
@@ -316,7 +321,7 @@ class TorchGroup(BaseGroup):
         self._parts_of_one += len(travel) - 1
         return self._start(
             operation,
-            lambda: PairwiseExchange(self._group, self.rank, into, pieces, at_once=at_once),
+            lambda _: PairwiseExchange(self._group, self.rank, into, pieces, at_once=at_once),
         )
 
     def _start_exchange(
@@ -328,16 +333,16 @@ class TorchGroup(BaseGroup):
             return self._start_pairwise("all_to_all", into, pieces)
         return self._start(
             "all_to_all",
-            lambda *both: self._group.alltoall_base(*both, receive_counts, send_counts),
+            lambda both: self._group.alltoall_base(*both, receive_counts, send_counts),
             received,
             sent,
         )
 
     def _start_broadcast(self, flat: Tensor, source: int) -> Work:
-        return self._start("broadcast", lambda mine: self._group.broadcast(mine, source), flat)
+        return self._start("broadcast", lambda views: self._group.broadcast(views[0], source), flat)
 
     def _start_barrier(self) -> Work:
-        return self._start("barrier", self._group.barrier)
+        return self._start("barrier", lambda _: self._group.barrier())
 
 
 def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:

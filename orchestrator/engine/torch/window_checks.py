@@ -91,32 +91,35 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
         )
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
         raise JobError(f"Loss.metrics must be a dictionary, but is {metrics!r:.40}")
+    row = [loss.weight, total.detach()]
     if type(loss.weight) not in _PLAIN:  # a look at an abstract class takes longer than the rest
-        _refuse_value("weight", loss.weight)
-    for name, value in metrics.items():
-        if type(value) not in _PLAIN:
-            _refuse_value(f"metrics['{name}']", value)
+        row[0] = _real_number("weight", loss.weight)
     made_by = averaged_by(total.grad_fn)
     # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
-    if made_by is not None and float(loss.weight) != 1.0:
+    if made_by is not None and float(row[0]) != 1.0:
         raise JobError(
-            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(loss.weight):g}: "
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(row[0]):g}: "
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
     if metrics or names:
         check_metric_names(metrics, names)
-    row = [loss.weight, total, *[metrics[name] for name in names]]
-    return [value.detach() if isinstance(value, Tensor) else value for value in row]
+    for name in names:
+        value = metrics[name]
+        row.append(value if type(value) in _PLAIN else _real_number(f"metrics['{name}']", value))
+    return row
 
 
-def _refuse_value(what: str, value: Any) -> None:
-    """Raise `JobError` unless `value` is a real number, or a tensor of one."""
-    tensor = isinstance(value, Tensor)
-    if (value.numel() == 1 and not value.is_complex()) if tensor else isinstance(value, Real):
-        return
-    found = f"a {value.dtype} tensor of shape {tuple(value.shape)}" if tensor else repr(value)
-    raise JobError(f"Loss.{what} must be a real number, but is {found}")
+def _real_number(what: str, value: Any) -> Any:
+    """Return a real number, or a tensor of one without its graph. Raises `JobError` for others."""
+    if not isinstance(value, Tensor):
+        if isinstance(value, Real):
+            return value
+        raise JobError(f"Loss.{what} must be a real number, but is {value!r}")
+    if value.numel() != 1 or value.is_complex():
+        found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
+        raise JobError(f"Loss.{what} must be a real number, but is {found}")
+    return value.detach()
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -147,17 +150,18 @@ def digests_of(
         joint: pieces that are small and alike may have one digest together, which takes less time.
     """
     parts: list[Tensor] = []
+    kinds: set[tuple[torch.device, torch.dtype]] = set()
     for piece in pieces:
         flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
         numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
         parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
-    small = sum([piece.end - piece.start for piece in pieces]) <= LARGEST_PIECE
-    if joint and small and len({(part.device, part.dtype) for part in parts}) == 1:
+        kinds.add((numbers.device, parts[-1].dtype))
+    if joint and len(kinds) == 1 and sum(map(len, parts)) <= LARGEST_PIECE:
         parts = [torch.cat(parts)]
     sums = [(part * _multipliers(part.device)[: len(part)]).sum() for part in parts]
-    if len({one.device for one in sums}) > 1:
-        return [int(one) for one in sums]
-    return torch.stack(sums).tolist()  # one wait for the device, not one a piece
+    if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
+        return torch.stack(sums).tolist()  # one wait for the device, not one a piece
+    return list(map(int, sums))
 
 
 def replicas_of(named: Named, group: BaseGroup) -> Replicas:

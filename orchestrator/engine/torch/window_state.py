@@ -50,6 +50,7 @@ class WindowState:
     Attributes:
         update: the number of the window's update; -1 before the first.
         mark: of the group's traffic at the window's start.
+        micro_steps: since the window began.
         open: a window has begun and not ended.
         at_stake: what cannot go on if the call that runs fails now: "window", "accumulator", or ""
             where all ranks fail alike.
@@ -71,7 +72,7 @@ class WindowState:
         self._layers = list(model.modules()) if isinstance(model, Module) else []
         self._norms = batch_norms_of(model) if options.advise else {}
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
-        self.update, self.open = -1, False
+        self.update, self.open, self.micro_steps = -1, False, 0
         self._inside: str | None = None  # the call that runs now
         self.at_stake = ""
         self._over = False  # this rank's last micro-step was there
@@ -121,12 +122,11 @@ class WindowState:
         finally:
             self._inside, self.at_stake = None, ""
 
-    def begin(self, update: int | None, micro_steps: int, *, implied_by: str | None) -> None:
+    def begin(self, update: int | None, *, implied_by: str | None) -> None:
         """Begin a window, from nothing, and its silence.
 
         Args:
             update: its number; one more than the last by default.
-            micro_steps: that were added since the last one began.
             implied_by: the call that begins it where none was begun.
 
         Raises:
@@ -138,10 +138,11 @@ class WindowState:
                 f"before {implied_by} a backward reached {self._names[self._stray]} outside of any "
                 f"window, {_REMEDY}"
             )
-        if self.open and self._broken is None and (micro_steps or self._recorded):
+        if self.open and self._broken is None and self.micro_steps:
             raise JobError(
                 f"begin_window() came in mid-window: update {self.update} has gradients already "
-                f"({micro_steps} micro-steps counted), which would be lost; call boundary() first"
+                f"({self.micro_steps} micro-steps counted), which would be lost; call boundary() "
+                f"first"
             )
         for name, parameter in self._others:
             if parameter.requires_grad:
@@ -153,7 +154,7 @@ class WindowState:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
-        self.open, self._over, self._recorded = True, False, False
+        self.open, self._over, self._recorded, self.micro_steps = True, False, False, 0
         self._broken, self._stray = None, None
         if self._norms:
             self._advise()
@@ -167,7 +168,7 @@ class WindowState:
         self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
-            self._group.silence.reason = f"in mid-window of update {self.update}"
+            self._group.silence = f"in mid-window of update {self.update}"
 
     def _advise(self) -> None:
         if any(layer.training for layer in self._norms.values()):
@@ -190,16 +191,17 @@ class WindowState:
         self._refuse_broken()
         if not self._settings:
             self._settings = self._settings_now()
-        if recorded:
-            self._recorded = True
-            return
-        if self._over:
+        if self._over and not recorded:
             raise JobError(
                 f"backward() came after the micro-step of update {self.update} that was marked "
                 "last=True, whose gradients may be with the other ranks already: last=True belongs "
                 "to a rank's last micro-step of the window, and leaving it out is always right"
             )
-        self._over, self.at_stake = last, "window"
+        self.micro_steps += 1
+        if recorded:
+            self._recorded = True
+        else:
+            self._over, self.at_stake = last, "window"
 
     def stray(self, parameter: int) -> None:
         """Note a gradient that comes while no backward of the accumulator runs.
@@ -234,7 +236,7 @@ class WindowState:
             )
         self._refuse_broken()
         self.open, self._stray, self.at_stake = False, None, "accumulator"
-        self._group.silence.reason = None
+        self._group.silence = None
         versions = list(map(version_of, self._parameters))
         if versions != self._versions:
             both = zip(self._names, versions, self._versions, strict=True)
@@ -267,14 +269,14 @@ class WindowState:
         """Return the optimizer's settings; of a tensor its identity and version, which takes no
         wait for its device.
         """
-        return {
-            f"{name} of the optimizer's parameter group {number}": (id(value), version_of(value))
-            if isinstance(value, Tensor)
-            else value
-            for number, group in enumerate(self._optimizer.param_groups)
-            for name, value in group.items()
-            if name != "params"
-        }
+        found: dict[str, Any] = {}
+        for number, group in enumerate(self._optimizer.param_groups):
+            for name, value in group.items():
+                if isinstance(value, Tensor):
+                    value = id(value), version_of(value)  # noqa: PLW2901
+                if name != "params":
+                    found[f"{name} of the optimizer's parameter group {number}"] = value
+        return found
 
     def close(self) -> None:
         """Refuse all further calls."""

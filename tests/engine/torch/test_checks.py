@@ -296,7 +296,7 @@ def test_digests_agree_exactly_if_they_are_equal(told, digest, same):
         mine = Trailer()
         mine.add_digest(one)
         travelled += torch.tensor(mine.numbers(bits), dtype=dtype)
-    assert Trailer.of(travelled.tolist(), 0, bits).digests_agree(len(told)) == (len(set(told)) == 1)
+    assert Trailer.of(travelled.tolist(), bits).digests_agree(len(told)) == (len(set(told)) == 1)
 
 
 @given(

@@ -84,9 +84,10 @@ class NumpyEngine:
         self._window, self._mark = window, self._group.mark()
         self._clock.begin()
         self._losses.clear()
+        self._micro_steps = 0
         for gradient in self._model.gradient.values():
             gradient[...] = 0
-        self._group.silence.reason = f"in mid-window of update {window.update}"
+        self._group.silence = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch, micro_batch):
         with self._clock.compute:
@@ -94,7 +95,8 @@ class NumpyEngine:
             loss = self._job.loss(self._model, batch)
             check_metric_names(loss.metrics, self._names)
             metrics = [float(loss.metrics[name]) for name in self._names]
-            self._losses.append((float(loss.weight), float(loss.total), *metrics))
+            self._losses += [float(loss.weight), float(loss.total), *metrics]
+            self._micro_steps += 1
 
     def boundary(self, *, stop=False):
         window, self._window = self._window, None
@@ -103,17 +105,15 @@ class NumpyEngine:
         self._replicas.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
         with self._clock.wait:
-            self._group.silence.reason = None
+            self._group.silence = None
             self._group.all_reduce_sum(flat)
         gradient, told = np.split(flat, [self.parameter_count()])
-        totals = Trailer.of(told.tolist(), len(self._names))
+        totals = Trailer.of(told.tolist())
         self._replicas.check(totals, window.update)
         stepped = None
         with self._clock.optimize:
-            if self._policy.losses_usable(window.update, totals, trailer):
-                norm = float(np.linalg.norm(gradient))
-                weight = totals.weight.value
-                stepped = self._policy.factor(window.update, weight, norm, list)
+            norm = float(np.linalg.norm(gradient))
+            stepped = self._policy.decide(window.update, totals, trailer, norm, list)
             if stepped is not None:
                 self._step(gradient * np.float32(stepped[1]), window.learning_rate)
         if stepped is not None:
@@ -123,7 +123,7 @@ class NumpyEngine:
             update=window.update,
             applied=stepped is not None,
             gradient_norm=stepped[0] if stepped else None,
-            micro_steps=len(self._losses),
+            micro_steps=self._micro_steps,
             collectives=sent.collectives,
             bytes_on_wire=sent.bytes_on_wire,
             **totals.report(self._names),

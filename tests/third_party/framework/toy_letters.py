@@ -6,14 +6,14 @@ import time
 
 import numpy as np
 
-from orchestrator.engine.common.group import Member, checked_sizes
+from orchestrator.engine.api import Group
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import PeerLost, RanksMissing, StopRequested
 from orchestrator.plan.plan_warnings import named_ranks
 
 
-class Letters(Member):
-    """A `Group` of NumPy arrays; forming it waits for all ranks. See `orchestrator.engine.api`."""
+class Letters(Group):
+    """A group of NumPy arrays; forming it waits for all ranks."""
 
     def __init__(self, spec):
         place = {"rank": spec.rank, "size": spec.size, "generation": spec.generation}
@@ -33,7 +33,7 @@ class Letters(Member):
         tensor[...] = sum(parts[1:], parts[0]).reshape(tensor.shape)
 
     def all_gather(self, tensor, sizes=None):
-        sizes = checked_sizes(tensor.shape, sizes, self.rank, self.size)
+        sizes = self._leading_sizes(tensor.shape, sizes)
         row = tensor.shape[1:]
         gathered = sum(sizes) * math.prod(row) * tensor.itemsize
         self._admit("all_gather", tensor.nbytes, (self.size - 1) * gathered)
