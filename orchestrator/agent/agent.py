@@ -20,9 +20,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
-from orchestrator.agent.generations import GenerationRecord
+from orchestrator.agent.generations import GenerationRecord, message_of
 from orchestrator.agent.links import Link, authenticate, connect
-from orchestrator.agent.liveness import BEAT_S
+from orchestrator.agent.liveness import BEAT_S, AwakeClock
 from orchestrator.agent.node_spec import (
     AgentFile,
     NodeSpec,
@@ -40,8 +40,6 @@ from orchestrator.rundir.folder import RunDir
 log = logging.getLogger(__name__)
 
 LOOK_S = 0.1
-STOOD_STILL_S = 3.0
-"""Above this, the process itself stood still between two looks, and cannot judge others by time."""
 RETRY_S = 0.05
 MAX_UNAUTHENTICATED = 64
 MOST_ERRORS = 100  # in a row
@@ -82,22 +80,27 @@ class Agent:
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
         self._up: Link | None = None
-        self._began = time.monotonic()
+        self._clock = AwakeClock()
+        self._began = self._clock()
         self._tried_since = 0.0
         self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
         self._over = False
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
-        self._wake, wake_write = self._pipe = os.pipe()
+        self._pipe = os.pipe()  # written to by signals
         for end in self._pipe:
             os.set_blocking(end, False)
-        self._wake_write = wake_write
-        self._selector.register(self._wake, selectors.EVENT_READ, self._drain)
+        self._selector.register(self._pipe[0], selectors.EVENT_READ, self._drain)
         if control is not None:
             self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
-        self._workers = Workers(spec=spec, selector=self._selector, report=self._report)
-        self._workers.on_fork(self._close_in_fork)
+        self._workers = Workers(
+            spec=spec,
+            selector=self._selector,
+            report=self._report,
+            clock=self._clock,
+            on_fork=self._close_in_fork,
+        )
         publish_agent(spec, int(self._listener.getsockname()[1]))
 
     def _close_in_fork(self) -> None:
@@ -106,10 +109,8 @@ class Agent:
             if descriptor is not None:
                 os.close(descriptor)
         self._listener.close()
-        for link in [*self._unauthenticated, *self._followers.values()]:
+        for link in self._links():
             link.close()
-        if self._up is not None:
-            self._up.close()
 
     # ------------------------------------------------------------------ the loop
 
@@ -126,7 +127,7 @@ class Agent:
             ranks = self._spec.ranks_of(self._spec.index)
             self._workers.start(dict.fromkeys(ranks, 0))
         errors = 0
-        self._looked = self._beat_at = time.monotonic()
+        self._beat_at = self._clock()
         while not self._over:
             try:
                 self._turn()
@@ -150,10 +151,7 @@ class Agent:
             key.data(key.fileobj)
         self._workers.reap()
         self._workers.check_programs()
-        now = time.monotonic()
-        if now - self._looked > STOOD_STILL_S:
-            self._discount_suspension(now - self._looked)
-        self._looked = now
+        now = self._clock()
         if now - self._beat_at >= BEAT_S:
             self._beat_at = now
             self._beat()
@@ -179,7 +177,7 @@ class Agent:
 
     def _handle_signals(self) -> None:
         """Handle stop signals here only; workers ignore them and receive a message."""
-        signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
             signal.signal(number, self._on_stop_signal)
@@ -198,18 +196,12 @@ class Agent:
         if not os.read(descriptor, 64):
             self._over = True
 
-    def _discount_suspension(self, seconds: float) -> None:
-        if self._coordinator is not None:
-            self._coordinator.discount_suspension(seconds)
-        for link in self._links():
-            link.heard += seconds
-
     def _links(self) -> list[Link]:
         up = [self._up] if self._up is not None else []
         return [*self._followers.values(), *self._unauthenticated, *up]
 
     def _beat(self) -> None:
-        now = time.monotonic()
+        now = self._clock()
         if self._on_beat():
             log.info("a newer attempt has begun; this one ends")
             self._over = True
@@ -267,8 +259,8 @@ class Agent:
         elif kind == "tell":
             ranks = None if command["rank"] is None else [command["rank"]]
             self._workers.send(ranks, **command["message"])
-        elif kind == "where":
-            self._workers.report_places(stacks=command["stacks"])
+        elif kind == "keep places":
+            self._workers.keep_places(stacks=command["stacks"])
         elif kind == "die":
             self._workers.kill_all()
         elif kind == "end":
@@ -289,7 +281,7 @@ class Agent:
         if self._coordinator is not None or self._up is not None:
             return
         mine = self._spec.incarnation, self._spec.index
-        now = time.monotonic()
+        now = self._clock()
         # The first node's agent coordinates at the start, however late it comes; until then the
         # files of the other nodes need not be read.
         at_start = not self._gone and self._spec.index > 0
@@ -319,6 +311,7 @@ class Agent:
             return
         self._tried_since = 0.0
         self._up, self._up_is = link, first
+        link.heard = self._clock()
         link.socket.setblocking(True)
         self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
         link.send(workers=self._state_of_workers())
@@ -335,7 +328,7 @@ class Agent:
     def _take_over(self) -> None:
         gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}
         log.info("this agent coordinates; lost before it: %s", sorted(gone) or "none")
-        self._coordinator = Coordinator(self._spec, gone)
+        self._coordinator = Coordinator(self._spec, gone, self._clock)
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
@@ -354,6 +347,7 @@ class Agent:
         if messages is None:
             self._coordinator_gone()
             return
+        self._up.heard = self._clock()
         for message in messages:
             if "command" in message:
                 self._obey(message)
@@ -371,7 +365,7 @@ class Agent:
 
     def _accept(self, listener: socket.socket) -> None:
         try:
-            link = Link(listener.accept()[0])
+            link = Link(listener.accept()[0], heard=self._clock())
         except OSError:  # it has closed again, or no descriptor is left
             link = None
         if self._unauthenticated and (
@@ -391,6 +385,7 @@ class Agent:
         if messages is None:
             self._close(link)
             return
+        link.heard = self._clock()
         for message in messages:
             if link.socket.fileno() < 0:
                 return
@@ -415,8 +410,7 @@ class Agent:
         self._early.setdefault(link.rank, []).append(message)
         newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
         if "workers" in message and newest is not None:
-            newer = {"generation": newest["generation"], "members": newest["members"]}
-            link.send(command="tell", rank=None, message=newer)
+            link.send(command="tell", rank=None, message=message_of(newest))
 
     def _from_follower(self, index: int, message: dict[str, Any]) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one

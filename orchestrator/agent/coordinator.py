@@ -13,12 +13,13 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.agent.generations import (
     GenerationRecord,
     member_of,
+    message_of,
     process_of,
     rank_of,
     to_blame,
@@ -35,11 +36,16 @@ from orchestrator.agent.liveness import (
     STOPPED_PROCESS,
 )
 from orchestrator.agent.node_spec import NodeSpec, agent_file
-from orchestrator.agent.positions import Positions
-from orchestrator.agent.replacements import Replacements
-from orchestrator.agent.root_cause import EXTERNAL_KILL_SIGNALS, End, Straggler, find_root_cause
+from orchestrator.agent.root_cause import (
+    EXTERNAL_KILL_SIGNALS,
+    NODE_WENT_AWAY,
+    End,
+    Positions,
+    find_root_cause,
+)
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
 from orchestrator.rundir.warnings import warn_of
 
@@ -56,12 +62,16 @@ COME_S = 2.0
 ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S
-AGENT_GONE = "the node went away: its agent is gone"
+AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 AGENT_SILENT = (
-    "the node went away: its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
+    NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
     "is stopped, or cut off"
 )
 NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
+REST_S = 0.5
+"""From a worker's end to its next process: the others agree on the loss meanwhile."""
+MOST_IN_VAIN = 2
+"""So many processes of a rank in a row may end before they have done an update with the others."""
 
 
 @dataclass(slots=True)
@@ -70,10 +80,13 @@ class WorkerState:
 
     Attributes:
         state: "expected" until its agent has connected.
+        word: its final message, "" without one; None while it runs, or if the others survived its
+            loss.
         waits: a new worker that asks to join.
         begun: it is ready to train; trains: its loop has begun.
         ready: it is at a boundary of this generation, after so many updates, and waits for new
             workers.
+        given_up: why it was, if it is ended because it hangs.
     """
 
     rank: int
@@ -84,8 +97,9 @@ class WorkerState:
     trains: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
     ready: tuple[int, int] | None = None
+    word: str | None = None
     silence_reported: bool = False
-    given_up: bool = False
+    given_up: str = ""
 
 
 @dataclass(slots=True)
@@ -122,6 +136,7 @@ class Coordinator:
         newest = self._record.newest()
         self._generation: int = newest["generation"] if newest else -1
         self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
+        self._message = message_of(newest) if newest else {}
         for member in self._members:
             self.workers[rank_of(member, spec.ranks)].process = process_of(member, spec.ranks)
         self._gone: set[int] = set()  # members lost since the newest generation
@@ -130,15 +145,15 @@ class Coordinator:
         self._looked_for_room = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
-        self._replacements = Replacements(self._run, spec, self._record, clock)
+        self._restarts_left = spec.replacements
+        self._restart_at: dict[int, float] = {}  # by rank
+        self._in_vain: Counter[int] = Counter()  # a rank's processes in a row without an update
         self._positions = Positions(self._run, spec.hang_s)
-        self._words: dict[int, str] = {}
         self._ends: list[End] = []
         self._losses: list[tuple[End, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
         self._culprit: Culprit | None = None
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
-        self._causes: dict[str, str] = {}  # why a node counts as lost
         self._give_up_at: float | None = None
         self._saving: int | None = None  # rank
         self._killed = False
@@ -175,7 +190,7 @@ class Coordinator:
             for one in event["events"]:
                 self.handle_event(index, one)
         if self._generation >= 0:
-            self._command(index, "tell", rank=None, message=self._newest_message())
+            self._command(index, "tell", rank=None, message=self._message)
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
@@ -183,13 +198,6 @@ class Coordinator:
 
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
-
-    def discount_suspension(self, seconds: float) -> None:
-        """Discount a period in which this process was suspended and could not receive."""
-        for agent in self.agents.values():
-            agent.heard = agent.heard + seconds if agent.heard is not None else None
-        self._noticed += seconds if self._noticed else 0.0
-        self._began += seconds
 
     def agent_disconnected(self, index: int) -> None:
         """Handle an agent whose link is closed: it ended, or follows another coordinator."""
@@ -206,13 +214,15 @@ class Coordinator:
         """Mark workers as lost together with their agent, with a cause that names the node."""
         if not ranks:
             return
-        node = self._spec.name_of(index)
-        self._causes.setdefault(node, cause)
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
-        status = -signal.SIGKILL  # the others treat it as killed
         end = End(
-            time=self._clock(), node=node, log=self._spec.log_of(index), rank=None, status=status
+            time=self._clock(),
+            node=self._spec.name_of(index),
+            log=self._spec.log_of(index),
+            rank=None,
+            status=-signal.SIGKILL,  # the others treat it as killed
+            why=cause,
         )
         self._ended_badly(end, ranks)
 
@@ -225,7 +235,6 @@ class Coordinator:
         node = self._spec.name_of(index)
         self._positions.handle_event(node, event)
         if kind == "started":
-            self._replacements.know(worker.rank, event["process"])
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
         elif kind == "exit":
             if worker.state != "ended" and worker.process == event["process"]:
@@ -246,8 +255,6 @@ class Coordinator:
             worker.ready = event["generation"], event["updates"]
         elif kind == "saving":
             self._wait_for_checkpoint(worker.rank)
-        elif kind == "leaving":
-            self._end_in_order()
 
     def _check_unresponsive(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
@@ -260,8 +267,8 @@ class Coordinator:
         elif state == SILENT and worker.trains:  # before, it may wait for others in C code
             limit_s = self._spec.heartbeat_s
         if seconds >= limit_s and not worker.given_up:
-            worker.given_up = True
             culprit = self._positions.unresponsive(worker.rank, node, event, limit_s)
+            worker.given_up = culprit.cause
             self._lose(culprit, stalled=state in (STOPPED_PROCESS, ASLEEP))
         elif self._survived and seconds > self._spec.silence_s and not worker.silence_reported:
             worker.silence_reported = True
@@ -274,7 +281,7 @@ class Coordinator:
     def _ended(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, word = event["rank"], event["word"]
-        self._words[rank] = word
+        self.workers[rank].word = word
         if event["failure"] is not None and word != EVICTED:
             self._failures.append(event["failure"])
         if word in (FINISHED, STOPPED):
@@ -287,6 +294,7 @@ class Coordinator:
             rank=rank,
             status=event["status"],
             out_of_memory=event.get("out_of_memory", False),
+            why=self.workers[rank].given_up,
         )
         self._ended_badly(end, [rank], word)
 
@@ -305,9 +313,8 @@ class Coordinator:
             self._gone |= lost
             self._noticed = self._clock()
         for rank in ranks:
-            self._words.pop(rank, None)
-            if why_not := self._replacements.lost(rank):
-                self._warn(rank, why_not)
+            self.workers[rank].word = None
+            self._schedule_restart(rank)
         if not any(self._trains(worker) for worker in self.workers.values()):
             self._end_in_order()
 
@@ -318,7 +325,7 @@ class Coordinator:
         """Form no further generation and restart no worker, since a worker has ended."""
         if not self._over:
             self._over = True
-            self._replacements.stop()
+            self._restart_at.clear()
             self._to_worker(None, left=True)
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._trains(worker):
@@ -332,7 +339,7 @@ class Coordinator:
         self._ends.append(end)
         if self._give_up_at is None:
             hangs = any(failure.get("hangs") for failure in self._failures)
-            self._command(None, "where", stacks=hangs)
+            self._command(None, "keep places", stacks=hangs)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
 
@@ -353,7 +360,7 @@ class Coordinator:
             self._command(self._spec.node_of(culprit.rank), "kill", rank=culprit.rank)
         elif self._culprit is None and not self._ends:
             self._culprit, self._stalled = culprit, stalled
-            self._command(None, "where", stacks=True)
+            self._command(None, "keep places", stacks=True)
             self._give_up_at = self._clock() + self._positions.answer_s
             self._end_in_order()
 
@@ -363,6 +370,46 @@ class Coordinator:
             warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
         except OSError as error:  # a full disk
             log.warning("%s (not shown elsewhere: %s)", sentence, error)
+
+    # ------------------------------------------------------------------ restarts of workers
+    # A new process asks the training workers to join at a boundary. None is started where none
+    # could admit it: at the run's end, or when no worker still trains (`run.max_replacements`).
+
+    def _schedule_restart(self, rank: int) -> None:
+        """Schedule a lost rank's next process; warn if none is started though it is expected."""
+        self._in_vain[rank] = self._in_vain[rank] + 1 if self._was_in_vain(rank) else 0
+        most = self._spec.replacements
+        if self._over or not most:
+            return
+        if self._restarts_left <= len(self._restart_at):
+            self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
+        elif self._in_vain[rank] >= MOST_IN_VAIN:
+            why_not = f"its last {MOST_IN_VAIN} processes did no update"
+            self._warn(rank, f"it is not started again: {why_not}")
+        else:
+            self._restart_at[rank] = self._clock() + REST_S
+
+    def _was_in_vain(self, rank: int) -> bool:
+        """Return whether this replacement process has completed no update."""
+        if not self.workers[rank].process:
+            return False
+        member = str(self._member(rank))
+        let_in = [
+            found["updates"] for found in self._record.since() if member in found.get("joined", {})
+        ]
+        place = read_progress(self._run.progress(self._spec.attempt))
+        return not let_in or place is None or place.update <= let_in[0]
+
+    def _restart(self, now: float) -> None:
+        """Start the next processes of the ranks that are due, where an agent can."""
+        for rank in sorted(self._restart_at):
+            agent = self.agents[self._spec.node_of(rank)]
+            if now >= self._restart_at[rank] and agent.heard is not None and not agent.gone:
+                del self._restart_at[rank]
+                self._restarts_left -= 1
+                process = self.workers[rank].process + 1
+                self._command(agent.index, "start", rank=rank, process=process)
+                self.workers[rank] = WorkerState(rank, process)
 
     # ------------------------------------------------------------------ generations
 
@@ -389,9 +436,7 @@ class Coordinator:
             self._first_generation()
             self._next_generation(now)
             self._grow(now)
-            for rank, process in self._replacements.due(self._agent_is_there):
-                self._command(self._spec.node_of(rank), "start", rank=rank, process=process)
-                self.workers[rank] = WorkerState(rank, process)
+            self._restart(now)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             if self._only_lost_peers() and self._awaits_agent(now):
                 return
@@ -411,10 +456,6 @@ class Coordinator:
             for agent in self.agents.values()
             if agent.index != self._spec.index
         )
-
-    def _agent_is_there(self, rank: int) -> bool:
-        agent = self.agents[self._spec.node_of(rank)]
-        return agent.heard is not None and not agent.gone
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
@@ -456,8 +497,9 @@ class Coordinator:
             if found is not None:
                 self._accept(found)
             return
-        gone = sorted(self._gone)
-        self._publish(self._generation + 1, left, gone=gone)
+        why = [end.in_words() for end, members in self._losses if self._gone.intersection(members)]
+        gone, why = sorted(self._gone), list(dict.fromkeys(why))
+        self._publish(self._generation + 1, left, gone=gone, why=why)
 
     def _all_known(self) -> bool:
         """Return whether every other agent has connected or is lost."""
@@ -515,22 +557,22 @@ class Coordinator:
 
     def _publish(self, number: int, members: list[int], **more: Any) -> None:
         """Publish a generation; without disk space, retry at the next tick."""
-        found = self._record.proposed(number, members, **more, time=time.time())
-        if found is not None:
-            self._accept(found)
+        try:
+            found = self._record.publish(number, members, **more, time=time.time())
+        except OSError:
+            return
+        self._accept(found)
 
     def _accept(self, found: Mapping[str, Any]) -> None:
         """Adopt the recorded generation and send it to all workers."""
+        self._message = message_of(found)
         self._generation, self._members = found["generation"], list(found["members"])
         self._gone &= set(self._members)
         self._noticed = self._clock() if self._gone else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
             worker.waits = worker.waits and self._member(worker.rank) not in self._members
-        self._to_worker(None, **self._newest_message())
-
-    def _newest_message(self) -> dict[str, Any]:
-        return {"generation": self._generation, "members": self._members}
+        self._to_worker(None, **self._message)
 
     # ------------------------------------------------------------------ the end
 
@@ -538,7 +580,7 @@ class Coordinator:
         """Write the outcome once all workers have ended and none will be restarted."""
         if any(worker.state != "ended" for worker in self.workers.values()):
             return
-        if self._replacements.pending:
+        if self._restart_at:
             return
         if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
             log.info("the other nodes continue without this one; its agent ends")
@@ -573,19 +615,17 @@ class Coordinator:
 
     def _settled(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
-        words = set(self._words.values())
+        words = {worker.word for worker in self.workers.values()} - {None}
         blamed = [
             end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
         ]
         ends = [*self._ends, *blamed]
         culprit = self._culprit
         if culprit is None and ends and (self._ends or not words):  # without messages all are lost
-            behind: list[Straggler] = list(self._positions.behind.values())
+            behind = list(self._positions.behind.values())
             records = [*self._run.failures(self._spec.attempt), *self._failures]
-            done = [rank for rank, word in self._words.items() if word == FINISHED]
+            done = [worker.rank for worker in self.workers.values() if worker.word == FINISHED]
             culprit = find_root_cause(self._run, records, ends, behind, done)
-            if culprit.rank is None:
-                culprit = replace(culprit, cause=self._causes[culprit.node])
         culprit = culprit and self._positions.describe(culprit)
         if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
             return State.FAILED, culprit

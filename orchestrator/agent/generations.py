@@ -3,7 +3,8 @@
 | in a file | what |
 |---|---|
 | `generation`, `members` | its number, and its members in order (`member_of`) |
-| `gone`, `joined` | lost members; newcomers |
+| `gone`, `why` | lost members, and how they were lost, in words |
+| `joined` | newcomers |
 | `updates` | with newcomers: updates completed when they joined |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |
 
@@ -16,7 +17,7 @@ from __future__ import annotations
 import os
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -51,19 +52,20 @@ def to_blame(
     return alone or [end for end, ranks in of if ranks & last]
 
 
+def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return what workers need to know of a generation."""
+    return {name: record.get(name, []) for name in ("generation", "members", "why")}
+
+
 class GenerationRecord:
     """Members of each generation of an attempt.
 
     Args:
         folder: the attempt's, on storage that every rank sees.
-
-    Attributes:
-        no_room: why this process's newest write failed, if it did: a full disk.
     """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.no_room: OSError | None = None
 
     def path(self, generation: int) -> Path:
         return self._folder / f"generation-{generation:04d}.json"
@@ -77,7 +79,7 @@ class GenerationRecord:
         path = self.path(generation)
         content = {"generation": generation, "members": list(members), **more}
         own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        self._write(own, to_json_text(path.name, content))
+        write_atomically(own, to_json_text(path.name, content))
         try:
             os.link(own, path)
         except FileExistsError:
@@ -89,30 +91,15 @@ class GenerationRecord:
             own.unlink(missing_ok=True)
         return content
 
-    def proposed(self, generation: int, members: Iterable[int], **more: Any) -> Any | None:
-        """Call `publish`; return None if it cannot be written now (`no_room`)."""
-        try:
-            return self.publish(generation, members, **more)
-        except OSError:
-            return None
-
     def has_room(self) -> bool:
         """Return whether a generation could be written now; only a write can detect a quota."""
         own = self._folder / f".room.{secrets.token_hex(8)}"
         try:
-            self._write(own, ROOM)
+            write_atomically(own, ROOM)
         except OSError:
             return False
         own.unlink()
         return True
-
-    def _write(self, path: Path, content: str | bytes) -> None:
-        self.no_room = None
-        try:
-            write_atomically(path, content)
-        except OSError as error:
-            self.no_room = error
-            raise
 
     def read(self, generation: int) -> dict[str, Any] | None:
         """Return the record of a generation; None before there is one."""

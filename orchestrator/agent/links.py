@@ -10,10 +10,9 @@ import hashlib
 import hmac
 import json
 import socket
-import time
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 HELLO_BYTES = 1 << 16
@@ -43,12 +42,12 @@ class Link:
 
     Attributes:
         rank: the peer's, once known.
-        heard: monotonic time of the last data.
+        heard: when the last data came, by its owner's clock.
     """
 
     socket: socket.socket
     rank: int | None = None
-    heard: float = field(default_factory=time.monotonic)
+    heard: float = 0.0
     unread: bytes = b""
 
     def send(self, **message: Any) -> bool:
@@ -68,7 +67,6 @@ class Link:
             return None
         if not content:
             return None
-        self.heard = time.monotonic()
         *lines, self.unread = (self.unread + content).split(b"\n")
         most = HELLO_BYTES if self.rank is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:

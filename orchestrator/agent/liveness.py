@@ -21,6 +21,8 @@ from orchestrator.rundir.files import open_nofollow
 log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
+SUSPENDED_S = 3.0
+"""Above this, the process itself stood still between two looks."""
 LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that sends nothing is at work."""
@@ -78,13 +80,34 @@ class WorkerSigns:
     seen: Seen = Seen()
 
 
-class NodeWatch:
-    """Watch over the workers of one node. `clock` returns monotonic seconds."""
+class AwakeClock:
+    """Monotonic seconds without those in which this process was suspended: it heard nothing then,
+    and cannot hold that against others. It must be asked more often than every `SUSPENDED_S`.
+    """
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._asked, self._suspended = monotonic(), 0.0
+
+    def __call__(self) -> float:
+        now = self._monotonic()
+        if now - self._asked > SUSPENDED_S:
+            self._suspended += now - self._asked
+        self._asked = now
+        return now - self._suspended
+
+
+class NodeWatch:
+    """Watch over the workers of one node. `clock` returns seconds.
+
+    Attributes:
+        frozen: positions that workers report are ignored from now on.
+    """
+
+    def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        self._checked = clock()
         self.ranks: dict[int, WorkerSigns] = {}
+        self.frozen = False
 
     def add(self, rank: int, pid: int) -> None:
         self.ranks[rank] = WorkerSigns(pid=pid)
@@ -98,23 +121,17 @@ class NodeWatch:
         signs.failure = message.get("failure", signs.failure)
         if "program" in message:
             signs.program, signs.seen = True, Seen()
-        elif "seen" in message and not signs.program:
+        elif "seen" in message and not signs.program and not self.frozen:
             signs.seen = Seen.from_json(message["seen"])
 
     def unresponsive(self) -> dict[int, tuple[str, float]]:
         """Return the workers that send nothing, each with its state and for how long, in seconds.
 
-        Time during which this process itself was suspended does not count. Before its first message
-        and after its last, only a stopped worker counts.
+        Before its first message and after its last, only a stopped worker counts.
         """
         now = self._clock()
-        suspended = max(0.0, now - self._checked - 3 * BEAT_S)
-        self._checked = now
         found: dict[int, tuple[str, float]] = {}
         for rank, signs in self.ranks.items():
-            signs.received += suspended if signs.received else 0.0
-            signs.active += suspended
-            signs.stopped += suspended if signs.stopped else 0.0
             letter, used_s = stat_of(signs.pid)
             if signs.program and "T" in map(state_of, descendants(signs.pid)):
                 letter = "T"
@@ -141,7 +158,35 @@ class NodeWatch:
 
 
 # ----------------------------------------------------------------------
-# ProgressWatchdog detection: a main thread at one place longer than usual, without doing work.
+# Hangs: processes that do no work; a main thread at one place longer than usual.
+
+
+class IdleTimer:
+    """Time for which processes have left the processors unused.
+
+    Args:
+        hang_s: for how long they may.
+    """
+
+    def __init__(self, hang_s: float) -> None:
+        self._hang_s, self._at_work = hang_s, 0.0
+        self._used_s: float | None = None
+
+    def reset(self) -> None:
+        """Begin again with the next sample."""
+        self._used_s = None
+
+    def hangs(self, now: float, used_s: float) -> bool:
+        """Return whether the processors were unused for `hang_s`.
+
+        Args:
+            used_s: processor time of the processes so far.
+        """
+        before, elapsed = self._used_s, max(BEAT_S, now - self._at_work)
+        if before is None or used_s - before > AT_WORK * elapsed:
+            self._used_s, self._at_work = used_s, now
+        return now - self._at_work > self._hang_s
+
 
 USUAL = 3.0
 LATEST = 3.0  # times heartbeat_timeout_s: when a standstill is reported at the latest
@@ -180,14 +225,13 @@ class ProgressWatchdog:
 
     Attributes:
         reported: the standstill at the present place was reported.
+        idle: the rank's and its children's work at that place.
     """
 
     def __init__(self, patience: WatchdogTimeouts) -> None:
         self._patience = patience
-        self._since = self._stood = self._longest = 0.0
-        self.reported = False
-        self._due = self._at_work = 0.0
-        self._used_s: float | None = None
+        self._since = self._stood = self._longest = self._due = 0.0
+        self.reported, self.idle = False, IdleTimer(patience.hang_s)
 
     def look(self, now: float, since: float, *, waits: bool) -> str:
         """Return what to report: "behind", "moves", or nothing.
@@ -200,7 +244,8 @@ class ProgressWatchdog:
             self._longest = max(self._longest, self._stood)
             self._since, self._stood = since, 0.0
             before, self.reported = self.reported, False
-            self._used_s, self._due = None, since + self._patience.notice_s
+            self.idle.reset()
+            self._due = since + self._patience.notice_s
             return "moves" if before else ""
         self._stood = now - since
         limit = max(self._patience.notice_s, USUAL * self._longest)
@@ -215,17 +260,6 @@ class ProgressWatchdog:
             return False
         self._due = now + min(self._patience.hang_s, self._patience.notice_s) / LOOKS
         return True
-
-    def hangs(self, now: float, used_s: float) -> bool:
-        """Return whether the processors were unused for `hang_s`.
-
-        Args:
-            used_s: processor time of the process and its children so far.
-        """
-        before, elapsed = self._used_s, max(BEAT_S, now - self._at_work)
-        if before is None or used_s - before > AT_WORK * elapsed:
-            self._used_s, self._at_work = used_s, now
-        return now - self._at_work > self._patience.hang_s
 
 
 # ----------------------------------------------------------------------

@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
+from orchestrator.agent.liveness import IdleTimer
 from orchestrator.agent.local_nodes import NodeProcesses
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import ending, processor_s, set_parent_death_signal
@@ -100,11 +100,11 @@ def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = A
 def _import_framework(run: RunDir, hang_s: float) -> None:
     """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
     done = threading.Event()
-    standstill = ProgressWatchdog(WatchdogTimeouts(notice_s=hang_s, most_s=hang_s, hang_s=hang_s))
+    idle = IdleTimer(hang_s)
 
     def look() -> None:
         while not done.wait(LOOK_S):
-            if standstill.hangs(time.monotonic(), processor_s(os.getpid())):
+            if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
                 print(
                     f"error: the import of the framework has used no processor for {hang_s:g} s "

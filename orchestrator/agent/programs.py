@@ -35,8 +35,7 @@ from orchestrator.agent.liveness import (
     FAILED,
     FINISHED,
     STOPPED,
-    ProgressWatchdog,
-    WatchdogTimeouts,
+    IdleTimer,
 )
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import descendants, processor_s, state_of
@@ -119,9 +118,7 @@ class Program:
         self._place: tuple[str, int] | None = facts["place"] and tuple(facts["place"])
         self._serves, self._most_s = facts["serves"], max(facts["most_s"], spec.join_s)
         self._began = self._checked = time.monotonic()
-        self._watchdog = ProgressWatchdog(
-            WatchdogTimeouts(notice_s=spec.join_s, most_s=spec.join_s, hang_s=spec.join_s / 2)
-        )
+        self._idle = IdleTimer(spec.join_s / 2)
         self._warned: set[str] = set()
         self._reported_behind = False
         self._hang = ""  # the cause of its failure, if it was ended because it hangs
@@ -208,7 +205,7 @@ class Program:
     def _check_joins(self, now: float, address: str, port: int) -> None:
         """End the program once it is certain that the others wait for this rank."""
         pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
-        idle = self._watchdog.hangs(now, sum(map(processor_s, pids)))
+        idle = self._idle.hangs(now, sum(map(processor_s, pids)))
         if has_joined(pids, port):
             self._place = None
             if self._reported_behind:

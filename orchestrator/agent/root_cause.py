@@ -9,6 +9,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, Seen
+from orchestrator.agent.stacks import (
+    DUMP_BYTES,
+    STACK_S,
+    Frame,
+    as_lines,
+    in_words,
+    of_main_thread,
+)
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
 from orchestrator.rundir.files import read_end
 from orchestrator.rundir.folder import RunDir
@@ -26,6 +35,7 @@ MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
 OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
+NODE_WENT_AWAY = "the node went away: "
 LAST_WORD = "error: "
 """Prefix of the last line of a rank whose main thread was stuck in the framework."""
 
@@ -39,6 +49,7 @@ class End:
         log: of the node.
         status: as of `subprocess`; 0 of a rank that ended without its final message.
         out_of_memory: the kernel killed processes of the node for lack of memory meanwhile.
+        why: where it is known: why a node counts as lost, or a rank was killed.
     """
 
     time: float
@@ -47,6 +58,21 @@ class End:
     rank: int | None
     status: int
     out_of_memory: bool = False
+    why: str = ""
+
+    def in_words(self) -> str:
+        """Return where the rank, or the ranks of the node, ended, and why.
+
+        >>> End(time=0.0, node="n1", log=Path("n1.log"), rank=2, status=-9).in_words()
+        'on n1: killed by signal 9 (SIGKILL)'
+        """
+        return f"on {self.node}: {self.why.removeprefix(NODE_WENT_AWAY) or self.status_in_words()}"
+
+    def status_in_words(self) -> str:
+        cause = describe_status(self.status)
+        if self.out_of_memory and -self.status == signal.SIGKILL:
+            return f"out of memory, killed by the kernel ({cause})"
+        return cause
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,18 +85,6 @@ class Straggler:
     where: str
     at: str
     stack: tuple[str, ...] = ()
-
-
-def read_straggler(rank: int, node: str, said: Mapping[str, Any]) -> Straggler:
-    """Parse a rank's own report; see `trainer/agent_link.py`."""
-    return Straggler(
-        rank=rank,
-        node=node,
-        since=said["since"],
-        where=said["where"],
-        at=said["at"],
-        stack=tuple(said["stack"]),
-    )
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
@@ -162,12 +176,11 @@ def _gave_up(run: RunDir, end: End) -> bool:
 
 def _of_end(run: RunDir, end: End) -> Culprit:
     if end.rank is None:
-        cause = f"the node went away: its agent was {describe_status(end.status)}"
-        return Culprit(rank=None, node=end.node, cause=cause, log_tail=tail(end.log))
+        return Culprit(rank=None, node=end.node, cause=end.why, log_tail=tail(end.log))
     log = tail(run.rank_log(end.rank)) or tail(end.log)
-    cause = describe_status(end.status)
-    if end.out_of_memory and -end.status == signal.SIGKILL:
-        cause = f"out of memory, killed by the kernel ({cause}); {MEMORY_REMEDY}"
+    cause = end.status_in_words()
+    if cause.startswith("out of memory"):
+        cause += f"; {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
         cause += NO_EXIT_REPORT
     elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
@@ -193,3 +206,84 @@ def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
         usage=failure["usage"],
         hangs=failure.get("hangs", False),
     )
+
+
+# ----------------------------------------------------------------------
+# Positions of workers, as their agents report them: which hang, which wait.
+
+CAUSES = {
+    STOPPED_PROCESS: FROZEN,
+    ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
+    "a file system does not answer",
+    SILENT: "it gave no sign of life for {0} s ({2}): code that holds Python's interpreter waits "
+    "there for something",
+    BUSY: "it said nothing for {0} s (cluster.hang_timeout_s), although its process lives: code "
+    "that holds Python's interpreter",
+}
+
+
+class Positions:
+    """Positions of one attempt's workers.
+
+    Attributes:
+        behind: workers that report that they have not reached where the others wait.
+    """
+
+    answer_s = STACK_S
+
+    def __init__(self, run: RunDir, hang_s: float) -> None:
+        self._run, self._hang_s = run, hang_s
+        self._seen: dict[int, Seen] = {}
+        self._unanswered: dict[int, int] = {}  # rank: the size of its log at the request
+        self.behind: dict[int, Straggler] = {}
+
+    def handle_event(self, node: str, event: Mapping[str, Any]) -> None:
+        """Record an agent's report of a worker."""
+        kind, rank = event["event"], event["rank"]
+        if "seen" in event:
+            self._seen[rank] = Seen.from_json(event["seen"])
+        if kind == "started" or (kind == "behind" and event["behind"] is None):
+            self.behind.pop(rank, None)
+        elif kind == "behind":
+            said: dict[str, Any] = event["behind"]
+            self.behind[rank] = Straggler(
+                rank=rank,
+                node=node,
+                since=said["since"],
+                where=said["where"],
+                at=said["at"],
+                stack=tuple(said["stack"]),
+            )
+
+    def unresponsive(
+        self, rank: int, node: str, event: Mapping[str, Any], limit_s: float
+    ) -> Culprit:
+        """Blame a worker that sent nothing for `limit_s`."""
+        key = f"cluster.{'hang' if limit_s == self._hang_s else 'heartbeat'}_timeout_s"
+        cause = CAUSES[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
+        log = self._run.rank_log(rank)
+        self._unanswered[rank] = log.stat().st_size if log.exists() else 0
+        return Culprit(rank=rank, node=node, cause=cause, hangs=True)
+
+    def describe(self, culprit: Culprit) -> Culprit:
+        """Describe where a hanging culprit is, and what the others wait for.
+
+        The place is the stack written to its log since the request, else its last report.
+        """
+        rank = culprit.rank
+        if not culprit.hangs or rank is None:
+            return culprit
+        if rank in self._unanswered:
+            log = self._run.rank_log(rank)
+            stack: list[Frame] = []
+            if log.exists():
+                with log.open("rb") as file:
+                    file.seek(self._unanswered[rank])
+                    stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
+            seen = self._seen.get(rank, Seen())
+            cause = (
+                f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
+            )
+            lines = as_lines(stack or [Frame(*frame) for frame in seen.stack]) or tail(log)
+            culprit = replace(culprit, cause=cause, log_tail=tuple(lines))
+        return add_waits(culprit, {of: seen.waits for of, seen in self._seen.items()})

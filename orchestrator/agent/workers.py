@@ -92,22 +92,28 @@ class Workers:
         spec: of the node.
         selector: of the agent's loop; each key's data is called with the socket.
         report: called with each event about a worker.
+        clock: returns seconds for judging workers.
+        on_fork: called in each new worker, to release what belongs to the agent.
     """
 
-    def __init__(self, *, spec: NodeSpec, selector: selectors.BaseSelector, report: Report) -> None:
+    def __init__(
+        self,
+        *,
+        spec: NodeSpec,
+        selector: selectors.BaseSelector,
+        report: Report,
+        clock: Callable[[], float] = time.monotonic,
+        on_fork: Callable[[], None] = lambda: None,
+    ) -> None:
         adopt_orphans()
         self._spec, self._selector, self._report = spec, selector, report
+        self._on_fork = on_fork
         self._ranks = spec.ranks_of(spec.index)
-        self._watch, self._programs = NodeWatch(), dict[int, Program]()
+        self._watch, self._programs = NodeWatch(clock), dict[int, Program]()
         self._stops: dict[str, float] = {}  # monotonic time of the first stop signal of each name
         self._cpus = cpus_in_order()
         self._kills_for_memory, self._killing = kills_for_memory(), False
         self.all: dict[int, Worker] = {}
-        self._before_fork: list[Callable[[], None]] = []
-
-    def on_fork(self, close: Callable[[], None]) -> None:
-        """Call `close` in each new worker, to release what belongs to the agent."""
-        self._before_fork.append(close)
 
     @property
     def alive(self) -> list[Worker]:
@@ -160,8 +166,7 @@ class Workers:
             signal.signal(number, signal.SIG_IGN)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._selector.close()
-        for close in self._before_fork:
-            close()
+        self._on_fork()
         for sibling in self.all.values():
             sibling.link.close()
         nothing = os.open(os.devnull, os.O_RDONLY)
@@ -295,11 +300,15 @@ class Workers:
             "seen": asdict(Seen()),
         }
 
-    def report_places(self, *, stacks: bool) -> None:
-        """Report each worker's last position; with `stacks`, have them write their stacks."""
-        for worker in self.alive:
-            self._report({"event": "seen", "rank": worker.rank, "seen": self._seen(worker.rank)})
-            if stacks and catches(worker.pid):  # without the handler the signal would end it
+    def keep_places(self, *, stacks: bool) -> None:
+        """Keep each worker's present position as its last; with `stacks`, have them write theirs.
+
+        What workers report after the failure of another, or after the signal that requests a stack
+        and may wake a sleeper, does not count.
+        """
+        self._watch.frozen = True
+        for worker in self.alive if stacks else ():
+            if catches(worker.pid):  # without the handler the signal would end it
                 os.kill(worker.pid, ASKS)
 
     def _seen(self, rank: int) -> dict[str, Any]:

@@ -304,15 +304,20 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
     notes, joined = result.get("survived") or [], result.get("joined") or []
     if not notes:
         return []
-    gone = [str(rank) for note in notes for rank in note["gone"]]
-    came = [str(rank) for note in joined for rank in note["came"]]
-    lost = f"rank{'s' * (len(gone) > 1)} {', '.join(gone)} lost"
-    again = f"; rank{'s' * (len(came) > 1)} {', '.join(came)} came back" if came else ""
+    gone = [rank for note in notes for rank in note["gone"]]
+    came = [rank for note in joined for rank in note["came"]]
+    lost = f"{_named(gone)} lost"
+    again = f"; {_named(came)} came back" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
     told = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
-    return [("survived", told, "yellow")]
+    why = [f"{_named(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
+    return [("survived", told, "yellow"), *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:])]
+
+
+def _named(numbers: Sequence[int]) -> str:
+    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> list[Row]:
@@ -383,12 +388,13 @@ def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Con
         say(console, "which rank failed first is unknown; the logs are in the run folder", "red")
     else:
         say(console, describe_culprit(culprit), "bold red")
-        lines = log_lines(culprit.get("log_tail"))
+        lines, rank = log_lines(culprit.get("log_tail")), culprit.get("rank")
+        whose = culprit.get("node") or "the log" if rank is None else f"rank {rank}"
         if lines:
             console.print(
                 Panel(
                     literal("\n".join(lines), console),
-                    title=literal(f"last lines of rank {culprit.get('rank')}", console),
+                    title=literal(f"last lines of {whose}", console),
                     title_align="left",
                     border_style="red",
                     box=box.HORIZONTALS,

@@ -15,8 +15,8 @@ follows it. Marking one costs an assignment; the main thread makes no system cal
 the place, so that it is known even after the rank cannot report any more (`Seen`).
 
 A worker asks nothing of other workers. It reports when it is ready to train, when it waits at a
-boundary for newcomers, and when it ends; and it receives each new generation, whatever its main
-thread does.
+boundary for newcomers, and when it ends; and it receives each new generation (`survival.py`),
+whatever its main thread does.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ from __future__ import annotations
 import json
 import logging
 import os
-import signal
 import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -50,12 +49,10 @@ from orchestrator.agent.stacks import (
 )
 from orchestrator.client.loop import Callback, Done
 from orchestrator.engine.common import waiting
-from orchestrator.errors import Evicted, PeerLost
+from orchestrator.errors import PeerLost
 from orchestrator.rundir.warnings import warn
 
 log = logging.getLogger(__name__)
-
-POLL_S = 0.2
 
 
 class AgentLink:
@@ -70,6 +67,8 @@ class AgentLink:
     Attributes:
         saves_on_failure: this worker writes a checkpoint if another one fails.
         run_failed: another worker failed, and the run ends.
+        on_message: called with each message, from the thread that receives them.
+        on_beat: called once a second, from the thread that sends heartbeats.
     """
 
     def __init__(
@@ -85,7 +84,8 @@ class AgentLink:
         self._broken = False
         self._ended = threading.Event()
         self._standstill: ProgressWatchdog | None = None
-        self._membership: Membership | None = None
+        self.on_message: Callable[[Mapping[str, Any]], None] = lambda _: None
+        self.on_beat: Callable[[], None] = lambda: None
         self._place: tuple[float, str, tuple[int, ...], bool] = (0.0, "", (), False)
         self.saves_on_failure = self.run_failed = False
         answer_when_asked()
@@ -138,13 +138,7 @@ class AgentLink:
                     self.run_failed = True
                     if self.saves_on_failure:
                         self.send_event("saving")
-                if self._membership is not None:
-                    self._membership.receive(message)
-
-    def join_membership(self, me: int, silence_s: float) -> Membership:
-        """Take part in generations from now on, as member `me`."""
-        self._membership = Membership(self, me, silence_s)
-        return self._membership
+                self.on_message(message)
 
     # ------------------------------------------------------------------ progress
 
@@ -163,8 +157,7 @@ class AgentLink:
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
             self._send({"seen": asdict(self._seen())})
-            if self._membership is not None:
-                self._membership.end_if_unresponsive()
+            self.on_beat()
             if self._standstill is not None:
                 self._check_progress(self._standstill)
 
@@ -201,7 +194,7 @@ class AgentLink:
         children = descendants(os.getpid())
         stopped = [pid for pid in children if state_of(pid) == "T"]
         used_s = sum(map(processor_s, [os.getpid(), *children]))
-        if not standstill.hangs(time.monotonic(), used_s) and not stopped:
+        if not standstill.idle.hangs(time.monotonic(), used_s) and not stopped:
             return
         why = "without using a processor (cluster.hang_timeout_s)"
         if stopped:
@@ -239,129 +232,3 @@ class PlaceMarks(Callback):
     def on_boundary(self, done: Done) -> None:
         after = done.window.update + 1
         self._link.mark("what follows update %d (records, evaluation, checkpoint)", after)
-
-
-# ----------------------------------------------------------------------
-# Membership: the current generation, as the coordinator decided it.
-
-Members = tuple[int, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class Generation:
-    """Members that train together. `noticed`: monotonic time at which this worker received it."""
-
-    number: int
-    members: Members
-    noticed: float
-
-
-class Membership:
-    """Membership of one worker; see `AgentLink.join_membership`.
-
-    Args:
-        me: its number among the members (`agent/generations.py`).
-        silence_s: how long the agents take to find a silent node.
-
-    Attributes:
-        latest: the newest generation that this worker has received.
-        newcomers_wait: the coordinator asks this worker to let newcomers in.
-    """
-
-    def __init__(self, link: AgentLink, me: int, silence_s: float) -> None:
-        self._link, self._me, self._silence_s = link, me, silence_s
-        self._changed = threading.Condition()
-        self.latest = self._taken = self._kept = Generation(-1, (), time.monotonic())
-        self._left = False
-        self._interrupt: Callable[[], None] = lambda: None
-        self.newcomers_wait = False
-
-    def receive(self, message: Mapping[str, Any]) -> None:
-        """Handle a message, from the thread that reads the link."""
-        newer = message.get("generation", -1) > self.latest.number
-        with self._changed:
-            if newer:
-                members = tuple(message["members"])
-                self.latest = Generation(message["generation"], members, time.monotonic())
-                self.newcomers_wait = False
-            self._left = self._left or message.get("left", False)
-            self.newcomers_wait = message.get("newcomers", self.newcomers_wait)
-            self._changed.notify_all()
-        if newer and self.latest.number > 0:
-            self._interrupt()  # the main thread may wait for a lost worker
-
-    def begin(self, code: Mapping[str, str]) -> None:
-        """Report that this worker is ready to train; wait for the first generation. Collective.
-
-        Args:
-            code: digests of the job's own modules, by name.
-        """
-        self._link.send_event("begins", code=dict(code))
-        with self._changed:
-            self._changed.wait_for(lambda: self.latest.number >= 0)
-            self._taken = self.latest
-
-    def join(self, stopped: Callable[[], bool]) -> Generation:
-        """Ask to join, and wait for the generation that includes this worker.
-
-        Raises:
-            Evicted: the run ends, or is asked to stop, before that.
-        """
-        log.info("this rank asks to join the others")
-        self._link.send_event("joins")
-        with self._changed:
-            while self._me not in self.latest.members:
-                if self._left:
-                    raise Evicted("the run came to its end before this rank was let in")
-                if stopped():
-                    raise Evicted("the run is to stop, and this rank was not let in yet")
-                self._changed.wait(POLL_S)
-            self._taken = self.latest
-        return self.latest
-
-    def await_newer(self, than: int, timeout_s: float) -> Generation | None:
-        """Wait for a generation after `than`; return None at the timeout, or if none will come."""
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self.latest.number > than or self._left,
-                max(timeout_s, 3 * self._silence_s),
-            )
-            self._taken = self.latest
-        return self._taken if self._taken.number > than else None
-
-    def ready(self, generation: int, updates: int) -> None:
-        """Mark this worker ready at the boundary of `generation`, where it waits for newcomers."""
-        self._link.send_event("ready", generation=generation, updates=updates)
-
-    def on_newer(self, interrupt: Callable[[], None]) -> None:
-        """Call `interrupt`, from another thread, when a newer generation comes."""
-        self._interrupt = interrupt
-
-    def leave(self, word: str) -> None:
-        """Report that this worker ends, in order or because it failed: no generation follows."""
-        self._link.send_event("leaving", word=word)
-
-    def end_if_unresponsive(self) -> None:
-        """End this process if its main thread does not return from an interrupted collective.
-
-        gloo can lose a send whose connection breaks as it begins, and the others would wait. The
-        only remaining worker holds the run's only state, so it waits for the collective's timeout.
-        """
-        wait = waiting.under_way() if waiting.waits() else None
-        if wait is None or self._taken is self.latest or self._kept is self.latest:
-            return
-        since, words = wait
-        received = self.latest.noticed
-        if not words or since > received or time.monotonic() - received <= self._silence_s:
-            return
-        message = (
-            f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"
-        )
-        if len(self.latest.members) == 1:
-            self._kept = self.latest
-            warn(f"{message}; no other rank is left, so cluster.collective_timeout_s is waited out")
-            return
-        try:
-            warn(f"{message}; it is ended, and the others go on without it")
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)

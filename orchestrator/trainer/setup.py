@@ -195,7 +195,6 @@ def _set_up(worker: WorkerProcess) -> Training:
         )  # fmt: skip
     if alone and training.survivors is not None:
         training.changes = training.survivors.join(job, progress, lambda: stop.requested)
-        worker.membership = training.survivors.membership
         return training
     training.restore(topology.rank)
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
@@ -210,7 +209,6 @@ def _set_up(worker: WorkerProcess) -> Training:
         training.record()
     if training.survivors is not None:
         training.survivors.begin(job, group)
-        worker.membership = training.survivors.membership
     return training
 
 

@@ -5,13 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import signal
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,6 +22,7 @@ from orchestrator.agent.node_spec import SILENCE_S
 from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
+from orchestrator.engine.common import waiting
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     ConfigError,
@@ -33,7 +36,6 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.agent_link import Generation, Members
 from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import GroupChange
 from orchestrator.trainer.worker import WorkerProcess
@@ -41,14 +43,16 @@ from orchestrator.trainer.worker import WorkerProcess
 log = logging.getLogger(__name__)
 
 
-def went_away(gone: Sequence[int], update: int, *, over: bool) -> str:
-    """Return which ranks were lost, and when.
+def went_away(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
+    """Return which ranks were lost, when, and why.
 
-    >>> went_away([3], 12, over=False), went_away([0, 1], 41, over=True)
-    ('rank 3 went away in update 12; ', 'ranks 0, 1 went away after the last update, 40; ')
+    >>> went_away([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
+    'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL); '
+    >>> went_away([0, 1], 41, [], over=True)
+    'ranks 0, 1 went away after the last update, 40; '
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
-    return f"{ranks(gone)} went away {when}; "
+    return ", ".join([f"{ranks(gone)} went away {when}", *why]) + "; "
 
 
 def those_left(count: int, *, over: bool) -> str:
@@ -159,13 +163,24 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
 # ----------------------------------------------------------------------
 # A worker's part in training on after losses, and with replacements.
 
+Members = tuple[int, ...]
 MARGIN_S = 3.0
+POLL_S = 0.2
 GOES_BACK = (
     "no rank has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
     "after update {}; "
 )
 MOST_TRIES = 3
 """Losses in one update that are survived; one more is probably caused by the update itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """Members that train together. `noticed`: monotonic time at which this worker received it."""
+
+    number: int
+    members: Members
+    noticed: float
 
 
 @contextmanager
@@ -184,6 +199,9 @@ def may_stay_out() -> Generator[None]:
 class Survivors(Callback):
     """One worker's part in training on without lost ranks. `begin` or `join` comes first.
 
+    The coordinator decides the generations. The link's threads receive them, and interrupt the main
+    thread, which may wait for a lost rank.
+
     Args:
         spec: of the attempt's first group, also on a replacement.
         updates: of the whole run.
@@ -191,7 +209,6 @@ class Survivors(Callback):
 
     Attributes:
         place: this worker's rank in the present group, and the group's size.
-        membership: see `AgentLink`.
 
     Raises:
         ConfigError: the framework's engine cannot continue in another group.
@@ -222,17 +239,69 @@ class Survivors(Callback):
         self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]
         self._silence_s = min(cluster.heartbeat_timeout_s, SILENCE_S)
         self._record = GenerationRecord(spec.folder)
-        self.membership = worker.link.join_membership(self._me, self._silence_s)
-        self._generation = 0
+        self._changed = threading.Condition()  # of what messages set:
+        self._latest = Generation(-1, (), time.monotonic())
+        self._why: list[str] = []  # the newest ranks were lost
+        self._left = False  # no generation follows
+        self._newcomers_wait = False
+        self._interrupt: Callable[[], None] = lambda: None
+        self._generation = self._waited_out = 0
         self._members: Members = tuple(range(spec.size))
         self._history: list[GroupChange] = []
         self._tries = (-1, 0)
         self.place = spec.rank, spec.size
+        self._link = worker.link
+        self._link.on_message, self._link.on_beat = self._receive, self._end_if_unresponsive
+
+    # ------------------------------------------------------------------ the link's threads
+
+    def _receive(self, message: Mapping[str, Any]) -> None:
+        newer = message.get("generation", -1) > self._latest.number
+        with self._changed:
+            if newer:
+                members = tuple(message["members"])
+                self._latest = Generation(message["generation"], members, time.monotonic())
+                self._why += message["why"]
+                self._newcomers_wait = False
+            self._left = self._left or message.get("left", False)
+            self._newcomers_wait = message.get("newcomers", self._newcomers_wait)
+            self._changed.notify_all()
+        if newer and self._latest.number > 0:
+            self._interrupt()
+
+    def _end_if_unresponsive(self) -> None:
+        """End this process if its main thread does not return from an interrupted collective.
+
+        gloo can lose a send whose connection breaks as it begins, and the others would wait. The
+        only remaining worker holds the run's only state, so it waits for the collective's timeout.
+        """
+        wait, latest = waiting.under_way() if waiting.waits() else None, self._latest
+        if wait is None or latest.number <= max(self._generation, self._waited_out):
+            return
+        since, words = wait
+        interrupted_s = time.monotonic() - latest.noticed
+        if not words or since > latest.noticed or interrupted_s <= self._silence_s:
+            return
+        message = (
+            f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"
+        )
+        if len(latest.members) == 1:
+            self._waited_out = latest.number
+            warn(f"{message}; no other rank is left, so cluster.collective_timeout_s is waited out")
+            return
+        try:
+            warn(f"{message}; it is ended, and the others go on without it")
+        finally:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    # ------------------------------------------------------------------ the loop
 
     def begin(self, job: Any, group: Any) -> None:
-        """Take part from the attempt's beginning, once the engine is built."""
-        self.membership.on_newer(group.interrupt)
-        self.membership.begin(modules_of(job))
+        """Take part from the attempt's beginning, once the engine is built. Collective."""
+        self._interrupt = group.interrupt
+        self._link.send_event("begins", code=modules_of(job))
+        with self._changed:
+            self._changed.wait_for(lambda: self._latest.number >= 0)
 
     def join(
         self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]
@@ -241,13 +310,24 @@ class Survivors(Callback):
         to where the others are. Return the notes to record.
 
         Raises:
-            Evicted: the others' code differs from this worker's, or no other rank is left.
+            Evicted: the others' code differs from this worker's, or the run ends, or is asked to
+                stop, before this worker is let in.
         """
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
         if odd := changed(first["code"], modules_of(job)):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
-        newer = self.membership.join(stopped)
+        log.info("this rank asks to join the others")
+        self._link.send_event("joins")
+        with self._changed:
+            while self._me not in self._latest.members:
+                if self._left:
+                    raise Evicted("the run came to its end before this rank was let in")
+                if stopped():
+                    raise Evicted("the run is to stop, and this rank was not let in yet")
+                self._changed.wait(POLL_S)
+            newer = self._latest
+        self._why.clear()
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
         return self.go_on(PeerLost("this rank takes its place again"), progress)
@@ -257,10 +337,10 @@ class Survivors(Callback):
         all ranks, report whether newcomers wait.
         """
         del update
-        if self.membership.latest.number > self._generation:
+        if self._latest.number > self._generation:
             raise PeerLost("another rank is gone")
         if done == steps:
-            self._engine.newcomers_wait(self.membership.newcomers_wait)
+            self._engine.newcomers_wait(self._newcomers_wait)
 
     def before_record(self) -> None:
         """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
@@ -277,9 +357,9 @@ class Survivors(Callback):
         Returns and raises as `go_on`.
         """
         self._engine.before_growth()
-        self.membership.ready(self._generation, progress.updates)
+        self._link.send_event("ready", generation=self._generation, updates=progress.updates)
         with for_others("newcomers to be let in"):
-            self.membership.await_newer(self._generation, self._spec.collective_timeout_s)
+            self._await_newer(self._spec.collective_timeout_s)
         return self.go_on(PeerLost("newcomers are let in"), progress)
 
     def go_on(self, error: PeerLost, progress: TrainingProgress) -> list[GroupChange]:
@@ -313,11 +393,20 @@ class Survivors(Callback):
                 else:
                     return self._notes(newer, progress, time.monotonic() - noticed, lost)
 
+    def _await_newer(self, timeout_s: float) -> Generation:
+        """Wait for the next generation; return the latest at the timeout, or if none will come."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._latest.number > self._generation or self._left,
+                max(timeout_s, 3 * self._silence_s),
+            )
+            return self._latest
+
     def _next(self, error: PeerLost) -> Generation:
         """Return the next generation. Raises as `go_on` does if there is none."""
-        newer = self.membership.await_newer(self._generation, self._silence_s + MARGIN_S)
-        if newer is None:
-            raise self._record.no_room or error
+        newer = self._await_newer(self._silence_s + MARGIN_S)
+        if newer.number <= self._generation:
+            raise error
         self._generation = newer.number
         if self._me not in newer.members:
             raise Evicted(
@@ -331,8 +420,8 @@ class Survivors(Callback):
         members = newer.members
         rank = members.index(self._me)
         group = self._formed(newer, rank)
-        self.membership.on_newer(group.interrupt)
-        if self.membership.latest.number > newer.number:  # before there was a group to interrupt
+        self._interrupt = group.interrupt
+        if self._latest.number > newer.number:  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
         self.place = rank, len(members)
         try:
@@ -351,7 +440,7 @@ class Survivors(Callback):
 
     def _formed(self, newer: Generation, rank: int) -> Any:
         def given_up() -> bool:
-            return self.membership.latest.number > newer.number
+            return self._latest.number > newer.number
 
         spec = replace(
             self._spec,
@@ -367,6 +456,8 @@ class Survivors(Callback):
     ) -> list[GroupChange]:
         """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
         gone, came = self._change_to(newer.members)
+        with self._changed:
+            why, self._why = self._why, []
         update, count = progress.updates + 1 + (lost or 0), len(newer.members)
         facts = {
             "generation": newer.number, "ranks": count, "nodes": len(self._nodes),
@@ -380,9 +471,9 @@ class Survivors(Callback):
         if gone:
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over else {}
-            change["survived"] = {**facts, "gone": gone, **back, **ended}
+            change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
             self._count_try(progress.updates, ranks(gone))
-            sentence = went_away(gone, update, over=over)
+            sentence = went_away(gone, update, why, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
             self._say(sentence + (self._few() or those_left(count, over=over)))

@@ -32,7 +32,7 @@ from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
-from orchestrator.trainer.agent_link import AgentLink, Membership
+from orchestrator.trainer.agent_link import AgentLink
 from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames
 from orchestrator.trainer.stop import GracePeriods, StopFlag, note_lost_nodes
 
@@ -60,7 +60,7 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
     except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
         code = worker.fail(error)
     finally:
-        worker.end(END_WORDS.get(code, FAILED))
+        worker.link.send_end(END_WORDS.get(code, FAILED), worker.failure)
     return code
 
 
@@ -70,7 +70,7 @@ class WorkerProcess:
     Attributes:
         stop: the request to stop, which the agent forwards.
         fence: the right of this attempt to write.
-        membership: where losses are survived.
+        failure: the record of this worker's failure, once it has failed.
     """
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
@@ -78,8 +78,7 @@ class WorkerProcess:
         self.stop = StopFlag()
         self.link = AgentLink(run.rank_log(topology.rank), self._take_stop, self._hang)
         self.fence = Fence(run.newest_attempt, attempt)
-        self.membership: Membership | None = None
-        self._failure: dict[str, Any] | None = None
+        self.failure: dict[str, Any] | None = None
         self._requeue, self._ahead_s = False, 0.0
 
     def _take_stop(self, name: str) -> None:
@@ -153,18 +152,10 @@ class WorkerProcess:
         error.add_note(f"its stack:\n{stack}")
         print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
         self._record(error)
-        self.link.send_end(FAILED, self._failure)
+        self.link.send_end(FAILED, self.failure)
         os._exit(EXIT_FAILED)
 
     def _record(self, error: BaseException) -> None:
-        if self.membership is not None:
-            self.membership.leave(FAILED)
-        self._failure = failure_of(self.topology.rank, self.topology.node, error)
+        self.failure = failure_of(self.topology.rank, self.topology.node, error)
         if not isinstance(error, Evicted):  # the others go on
-            write_failure(self.run, self.attempt, self._failure)
-
-    def end(self, word: str) -> None:
-        """Report how this worker ended: without a report, it counts as lost."""
-        if self.membership is not None:
-            self.membership.leave(word)
-        self.link.send_end(word, self._failure)
+            write_failure(self.run, self.attempt, self.failure)

@@ -2,13 +2,14 @@
 
 import pytest
 
-from orchestrator.agent.coordinator import GRACE_S, SETTLE_S, Coordinator
+from orchestrator.agent.coordinator import GRACE_S, MOST_IN_VAIN, REST_S, SETTLE_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord
 from orchestrator.agent.links import Peer
 from orchestrator.agent.node_spec import AgentFile, publish_agent
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * SETTLE_S
@@ -128,10 +129,10 @@ def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
     """MindSpore holds the interpreter while its group forms."""
     attempt = Attempt(tmp_path, survive=False)
     for seconds in (59.0, 60.0):
-        assert not attempt.told("where")
+        assert not attempt.told("keep places")
         attempt.take("unresponsive", 1, state="silent", seconds=seconds, asleep_in="", seen=SEEN)
         attempt.tick()
-    assert attempt.told("where")
+    assert attempt.told("keep places")
 
 
 def test_all_that_finish_are_a_finished_run(attempt):
@@ -156,6 +157,7 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
     attempt.tick(MOMENT_S)
     assert attempt.newest["members"] == [0, 2]
     assert attempt.newest["gone"] == [1]
+    assert attempt.newest["why"] == ["on node1: killed by signal 9 (SIGKILL)"]
     for rank in (0, 2):
         attempt.end(rank, word="finished")
     attempt.tick()
@@ -237,6 +239,46 @@ def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [0, 2])
 
 
+def lose(attempt, rank, process):
+    """Kill a process; return which are started after a while."""
+    attempt.end(rank, -9, process=process)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    return [(start["rank"], start["process"]) for _, start in attempt.told("start")]
+
+
+@pytest.mark.parametrize("did_an_update", [True, False])
+def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
+    tmp_path, did_an_update
+):
+    attempt = Attempt(tmp_path, replacements=16)
+    assert lose(attempt, 1, 0) == [(1, 1)]
+    attempt.take("started", 1, 1, pid=2)
+    attempt.take("joins", 1, 1)
+    for rank in (0, 2):
+        attempt.take("ready", rank, generation=1, updates=7)
+    attempt.tick()
+    ProgressWriter(attempt.run.progress(0)).write(9 if did_an_update else 7, 3, 4)
+    assert lose(attempt, 1, 1) == [(1, 2)]
+    attempt.take("started", 1, 2, pid=3)
+    if did_an_update:
+        assert lose(attempt, 1, 2) == [(1, 3)]  # on its way in, as the next one
+        attempt.take("started", 1, 3, pid=4)
+    assert lose(attempt, 1, 2 + did_an_update) == []
+    warned = attempt.run.warnings(0, 1).read_text()
+    assert f"its last {MOST_IN_VAIN} processes did no update" in warned
+    assert lose(attempt, 2, 0) == [(2, 1)], "another one is"
+
+
+def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
+    attempt = Attempt(tmp_path, nodes=4, replacements=1)
+    attempt.end(2, -9)
+    assert lose(attempt, 3, 0) == [(2, 1)], "the other one is promised"
+    assert lose(attempt, 1, 0) == []
+    for index in (1, 3):
+        assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
+
+
 def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
@@ -259,6 +301,7 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     attempt.coordinator.agent_disconnected(1)
     attempt.tick(MOMENT_S)
     assert attempt.newest["gone"] == [2, 3]
+    assert attempt.newest["why"] == ["on node1: its agent is gone"]
     attempt.tick(1.0)
     assert attempt.told("start") == [], "there is no agent to start them"
     attempt.coordinator.agent_connected(1, [])
@@ -274,14 +317,6 @@ def test_an_agent_that_falls_silent_is_lost(attempt):
     attempt.coordinator.tick()
     attempt.tick(MOMENT_S)
     assert attempt.newest["members"] == [0, 1]
-
-
-def test_a_standstill_of_its_own_is_not_held_against_the_others(attempt):
-    attempt.now += 60.0
-    attempt.coordinator.discount_suspension(60.0)
-    attempt.coordinator.tick()
-    attempt.tick(MOMENT_S)
-    assert attempt.newest["generation"] == 0
 
 
 def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):

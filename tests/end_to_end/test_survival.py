@@ -82,6 +82,12 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     notes = survived(run)
     assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
     assert notes[-1]["ranks"] == 2
+    why = [reason for note in notes for reason in note["why"]]
+    assert any(reason.startswith("on node0: its agent is gone") for reason in why), why
+    assert "on node1: killed by signal 9 (SIGKILL)" in why
+    assert any("on node2: it was frozen (SIGSTOP) for 4 s" in reason for reason in why), why
+    log = (run / "logs" / "rank-00003.log").read_text()
+    assert "rank 5 went away in update 9, on node2: it was frozen (SIGSTOP)" in log
     assert helpers.result(run)["survived"] == notes
     assert "rank 5: it was frozen (SIGSTOP) for 4 s (cluster.heartbeat_timeout_s); it was" in said
     gone = ", ".join(str(rank) for note in notes for rank in note["gone"])

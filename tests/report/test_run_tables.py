@@ -162,15 +162,21 @@ def test_each_update_is_held_against_the_plan_of_the_ranks_that_did_it(screen):
 
 
 def test_who_went_away_after_the_last_update_is_named_and_nothing_counts_as_redone(screen):
-    gone = {"generation": 1, "gone": [0], "ranks": 3, "seconds": 0.1}
-    text = flat(closing(screen, survived=[gone, {**gone, "gone": [2], "ranks": 2, "redone": 0}]))
+    why = ["on node0: killed by signal 9 (SIGKILL)"]
+    gone = {"generation": 1, "gone": [0], "why": why, "ranks": 3, "seconds": 0.1}
+    last = {**gone, "gone": [2], "why": ["on node1: its agent is gone"], "ranks": 2, "redone": 0}
+    text = flat(closing(screen, survived=[gone, last]))
     assert "ranks 0, 2 lost; 1 update redone;" in text
+    assert "rank 0 on node0: killed by signal 9 (SIGKILL)" in text
+    assert "rank 2 on node1: its agent is gone" in text
 
 
 def test_a_failed_run_names_its_culprit_and_how_to_try_again(screen):
     text = closing(screen, state="failed", culprit=CULPRIT, weights_sha256=None)
     assert "rank 2 on node1 failed first: killed by SIGKILL [9]" in text
     assert "last lines of rank 2" in text
+    node = closing(screen, state="failed", culprit={**CULPRIT, "rank": None})
+    assert "last lines of node1" in node
     assert "[rank 2] [/bold] boom" in text
     assert "\x1b" not in text
     assert f"to try again: python -m orchestrator resume '{FOLDER}'" in text

@@ -18,7 +18,7 @@ from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from orchestrator.agent.liveness import ProgressWatchdog, WatchdogTimeouts
+from orchestrator.agent.liveness import IdleTimer
 from orchestrator.agent.local_nodes import become, may_fork
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import processor_s
@@ -66,12 +66,7 @@ class LocalHandle(Handle):
         self._request, self._run = request, RunDir(request.run)
         self._folder = self._run.attempt(request.attempt)
         self._state, self._stopping = State.RUNNING, False
-        details = request.details
-        self._importing = ProgressWatchdog(
-            WatchdogTimeouts(
-                notice_s=details["hang_s"], most_s=details["hang_s"], hang_s=details["hang_s"]
-            )
-        )
+        self._importing = IdleTimer(request.details["hang_s"])
         control, self._control = os.pipe()
         self._report, report = os.pipe()  # receives the outcome even if the disk is full
         os.set_blocking(self._report, False)
