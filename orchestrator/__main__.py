@@ -45,6 +45,7 @@ EXIT_CODES = (
     "2 what was asked for is wrong; 3 stopped on request, to be resumed; 130 interrupted at once."
 )
 EXAMPLES = {
+    "new": "new my_project",
     "launch": "launch -m accumulation.steps=1,2,4",
     "run": "run cluster.nodes=2 -- train.py --lr 0.1",
     "plan": "plan cluster.nodes=3 accumulation.global_batch=1000",
@@ -379,6 +380,7 @@ def _print_plan(plan: dict[str, Any], console: Console) -> None:
 
 
 for function in (
+    verbs.new,
     verbs.status,
     verbs.attach,
     verbs.logs,

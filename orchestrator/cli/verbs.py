@@ -23,6 +23,18 @@ def print_json(value: Any) -> None:
     sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
+def new(
+    folder: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    verbose: Verbose = False,
+) -> None:
+    """Write a small project of your own: a job, its configuration, a test."""
+    del verbose
+    from orchestrator.cli.new import write_project
+
+    made = write_project(folder)
+    say(Console(), f"{made} is written; its README.md says what to type", prose=True)
+
+
 def status(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
