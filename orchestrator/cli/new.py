@@ -127,7 +127,7 @@ python -m orchestrator.launch $OURS +cluster=site                   # on SLURM
 python -m pytest
 ```
 
-`NAME/spirals.py` is the job, `conf/main.yaml` the configuration of a run.
+The job is NAME/spirals.py, and conf/main.yaml is the configuration of a run.
 """,
 }
 

@@ -1,42 +1,52 @@
-"""A new project does what its README says; nothing is written for a name that cannot be."""
+"""A new project does what the tutorial and its README say; a name that cannot be is refused."""
 
 import json
+import re
 import shlex
 import subprocess
 import sys
 
 import pytest
 
+from tests.docs.scripts import page_text
 from tests.helpers import environment, verb
 
-SHORT = {
-    "run.dir=runs/first": "run.dir=runs/first train.epochs=2",
-    "train.epochs=60": "train.epochs=3",
-}
+
+def _short(script):
+    """The same with two epochs, and a third after the resume."""
+    script = script.replace("launch --config-dir", "launch train.epochs=2 --config-dir")
+    return script.replace("train.epochs=60", "train.epochs=3")
 
 
-def test_a_new_project_runs_as_its_readme_says(tmp_path):
-    made = verb("new", tmp_path / "my_project")
-    assert made.returncode == 0, made.stderr
-    folder = tmp_path / "my_project"
-    block = (folder / "README.md").read_text().split("```")[1]
-    flags, plan, launch, resume, sweep, slurm, tests = block.strip().splitlines()
-    assert "-m accumulation.steps" in sweep
-    assert "+cluster=site" in slurm
+def _run(script, folder):
     environ = environment()
     environ["PATH"] = f"{shlex.quote(sys.exec_prefix)}/bin:{environ['PATH']}"
-    lines = [flags, plan, launch, resume, f"{tests} -q -p no:cacheprovider"]
-    for long, short in SHORT.items():
-        lines = [line.replace(long, short) for line in lines]
-    script = "\n".join(["set -e", *lines])
     done = subprocess.run(
-        ["bash", "-c", script], cwd=folder, env=environ, capture_output=True, text=True, check=False
-    )
+        ["bash", "-ec", script], cwd=folder, env=environ, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "2 passed" in done.stdout
+    return done.stdout
+
+
+def test_the_tutorial_leads_from_an_empty_folder_to_a_resumed_run(tmp_path):
+    part = page_text("your-own-job.md").split("\n## ")[1]
+    assert part.startswith("From an empty folder")
+    _run(re.search(r"^    (python -m .*)$", part, re.MULTILINE)[1], tmp_path)
+    folder = tmp_path / "my_project"
+    _run(_short("\n".join(re.findall(r"```bash\n(.*?)```", part, re.DOTALL))), folder)
     result = json.loads((folder / "runs" / "first" / "result.json").read_text())
     assert (result["state"], result["updates"]) == ("finished", 30)
     assert set(result["metrics"]) >= {"accuracy"}
+
+    flags, *commands = (folder / "README.md").read_text().split("```")[1].strip().splitlines()
+    tests = commands.pop()
+    assert "2 passed" in _run(f"{tests} -q -p no:cacheprovider", folder)
+    plans = [c for c in commands if "resume" not in c and "launch" not in c]
+    plans += [c.replace(".launch", " plan") for c in commands if "=site" in c or " -m acc" in c]
+    assert len(plans) == 3
+    shown = _run("\n".join([flags, *plans]), folder)
+    assert "#SBATCH --time=30" in shown
 
 
 @pytest.mark.parametrize(

@@ -39,13 +39,12 @@ def shell_block(page, words):
     return textwrap.dedent(found[0])
 
 
-def table(page, heading):
-    """The rows, as tuples of cells, of the table of `docs/<page>` whose first heading is this."""
-    text = page_text(page)
+def table(text, heading):
+    """The rows, as tuples of cells, of the table of a page whose first heading is this."""
     found = re.search(
         rf"^\| {re.escape(heading)} \|.*\n\|[-:| ]+\n((?:\|.*\n)+)", text, re.MULTILINE
     )
-    assert found, f"docs/{page} has no table that begins with '{heading}'"
+    assert found, f"there is no table that begins with '{heading}'"
     return [tuple(line.strip("| ").split(" | ")) for line in found[1].splitlines()]
 
 

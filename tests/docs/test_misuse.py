@@ -1,6 +1,7 @@
 """Every row of the table in usage-errors.md is what happens, and every misuse tried has a row."""
 
 import re
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +10,7 @@ import tests.docs.loops  # noqa: F401  # their cases are among CASES
 from tests.docs.misuses import CASES, said
 from tests.docs.scripts import table
 
-ROWS = dict(table("usage-errors.md", "what was done"))
+ROWS = dict(table(Path(__file__).with_name("usage-errors.md").read_text(), "what was done"))
 
 
 def test_every_misuse_has_its_row_and_every_row_its_misuse():

@@ -42,6 +42,9 @@ NOT_OURS = {
 ELSEWHERE = {
     **dict.fromkeys(("my_jobs", "conf/mine.yaml", "job/line.yaml"), "the reader's own"),
     **dict.fromkeys(("cluster/mysite.yaml", "cluster/<site>.yaml"), "the reader's own"),
+    **dict.fromkeys(("my_project/", "conf/main.yaml", "conf/job/spirals.yaml"), "of a new project"),
+    **dict.fromkeys(("conf/optimizer/nesterov.yaml", "conf/cluster/site.yaml"), "the same"),
+    "tests/test_spirals.py": "the same", "spirals.py": "the same",
     **dict.fromkeys(("RUN/", "attempts/", "checkpoints/", "logs/"), "in a run folder"),
     **dict.fromkeys(("tensorboard/", "mlruns/", "wandb/", "submitit/", "code/"), "in a run folder"),
     "runs/": "made by runs", "SWEEP/": "in a sweep's folder",

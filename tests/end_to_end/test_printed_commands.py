@@ -18,6 +18,7 @@ import typer
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
 from orchestrator.__main__ import EXAMPLES, app
+from orchestrator.cli.new import FILES
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
@@ -33,6 +34,7 @@ ELSEWHERE = {
     r"^(srun|sbatch|squeue|scontrol|sacct)\b": "SLURM's own commands: tests/slurm",
     r"^python -m slurm\b": "a cluster is brought up and down: tests/slurm/test_dev_cluster.py",
     r"cluster=(slurm|mysite)": "a site of the reader's: tests/slurm submits and plans the like",
+    r"my_project|config-name main|runs/first": "tests/cli/test_new.py executes the tutorial",
     r"^make\b": "installs, measures, or tests everything",
     r"^pip\b": "installs from a registry",
     r"benchmarks\b": "minutes to an hour: tests/benchmarks",
@@ -91,6 +93,8 @@ def reader(tmp_path_factory):
         "my_jobs/__init__.py": "", "my_jobs/line.py": mine,
         "conf/job/line.yaml": "_target_: my_jobs.line.Line\n",
         "conf/mine.yaml": "defaults: [base, _self_]\n",
+        **{name.replace("NAME", "my_project"): text.replace("NAME", "my_project")
+           for name, text in FILES.items()},
         "FOLDER/cluster/mysite.yaml": (ROOT / "conf" / "cluster" / "slurm.yaml").read_text(),
         **dict.fromkeys(("train.py", "train_mindspore.py", "package/train.py"), PROGRAM),
         "windows.py": "",
@@ -102,7 +106,7 @@ def reader(tmp_path_factory):
             "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
     done = call(LIGHT, *held[2:], "train.updates=4", "run.dir=A", cwd=folder)
     assert done.returncode == 0, done.stderr
-    for name in ("B", "RUN_A", "RUN_B", "runs/one"):
+    for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [
         begin(*held, "run.dir=RUN", cwd=folder),
