@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from orchestrator.client.run import current_run
+    from orchestrator.data import ShardedDataset
     from orchestrator.engine.torch import (
         AccumulationOptions,
         Accumulator,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     )
     from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
     from orchestrator.job import Job, Loss
+    from orchestrator.plan.order import Shards
 
 __version__ = "0.1.0"
 __all__ = [
@@ -40,6 +42,8 @@ __all__ = [
     "JobError",
     "Loss",
     "OrchestratorError",
+    "ShardedDataset",
+    "Shards",
     "TorchGroup",
     "__version__",
     "all_gather",
@@ -51,7 +55,7 @@ __all__ = [
 _HOMES = {
     "Job": "job", "Loss": "job", "current_run": "client.run",
     "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
-    "OrchestratorError": "errors",
+    "OrchestratorError": "errors", "Shards": "plan.order", "ShardedDataset": "data",
 }  # fmt: skip
 
 

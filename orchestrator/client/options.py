@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.client.loop import Callback
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
+from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 
@@ -32,6 +33,7 @@ class WindowOptions:
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
+        shards: of a data set that is read shard after shard (`orchestrator.Shards`).
         first: the update to begin with, if you keep checkpoints of your own.
         checkpoints: a folder that all ranks see. By default the run's; without a run nothing is
             saved, and SIGTERM keeps its effect.
@@ -50,6 +52,7 @@ class WindowOptions:
     epochs: float | None = None
     ragged: str = "update"
     seed: int = 0
+    shards: Shards | None = None
     first: int | None = None
     checkpoints: str | Path | None = None
     checkpoint_every: int | None = None
@@ -135,7 +138,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
     try:
-        return Plan.of(config, Known(dataset_samples=samples))
+        return Plan.of(config, Known(dataset_samples=samples, shards=options.shards))
     except PlanError as error:
         raise ConfigError(f"run.windows(): {in_its_words(str(error))}") from None
 
@@ -157,5 +160,6 @@ def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, An
         "global_batch": plan.batch.global_batch,
         "ragged": options.ragged,
         "seed": options.seed,
+        **({"shards": list(options.shards.lengths)} if options.shards else {}),
         "micro_batch (of reduction='reproducible')": leaf,
     }

@@ -12,6 +12,9 @@ Its keys k_i are the first 64-bit outputs of Philox4x64-10 keyed (seed, e) for e
 1 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011); `mix` is the finalizer of
 SplitMix64 (Steele et al., "Fast splittable pseudorandom number generators", 2014). All of it is
 arithmetic on integers, fixed by these algorithms: it depends on no version of numpy.
+
+A data set of shards (`Shards`) is read along its shards: the cipher permutes the shards alone, and
+each is read from its first sample to its last.
 """
 
 from __future__ import annotations
@@ -52,6 +55,55 @@ class UpdateSamples:
     indices: NDArray[np.int64]
 
 
+@dataclass(frozen=True, slots=True)
+class Shards:
+    """A data set that is read shard after shard: sample i is the i-th of the shards' samples.
+
+    The shards of an epoch, in the order of the cipher, are one long sequence. It is cut into lanes,
+    and each update takes equally many samples of every lane, one lane after the other. So a rank,
+    whose samples of an update are contiguous, reads its own lanes alone when ranks are at most as
+    many as lanes, and the order depends on no number of ranks.
+
+    Attributes:
+        lengths: samples of each shard.
+        lanes: shards that are read at the same time, over all ranks.
+    """
+
+    lengths: tuple[int, ...]
+    lanes: int = 16
+
+    def __post_init__(self) -> None:
+        if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) < 1:
+            raise PlanError("shards must have lengths of 0 or more, and at least one sample")
+        at_least(1, "lanes of shards", self.lanes)
+
+    def samples_at(
+        self, places: NDArray[np.int64], global_batch: int, seed: int, epoch: int
+    ) -> NDArray[np.int64]:
+        """Return the sample at each of these places of an epoch.
+
+        Args:
+            places: int64, shape (n,).
+        """
+        import numpy as np  # late, so that `plan` stays fast
+
+        lengths = np.array(self.lengths, dtype=np.int64)
+        order = permuted(np.arange(len(lengths), dtype=np.uint64), len(lengths), seed, epoch)
+        order = order.astype(np.int64)
+        whole = int(lengths.sum()) // global_batch  # updates with all their samples
+        update, place = np.divmod(places, global_batch)
+        begins = np.arange(self.lanes + 1) * global_batch // self.lanes  # of the lanes in an update
+        lane = np.searchsorted(begins, place, side="right") - 1
+        width = begins[lane + 1] - begins[lane]
+        along = begins[lane] * whole + update * width + place - begins[lane]
+        along = np.where(update < whole, along, places)  # the epoch's last samples are in no lane
+        ends = lengths[order].cumsum()
+        nth = np.searchsorted(ends, along, side="right")
+        shard = order[nth]
+        first = lengths.cumsum() - lengths
+        return first[shard] + along - (ends - lengths[order])[nth]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DataOrder:
     """The order of a run's samples. N is `dataset_samples`, G is `global_batch`.
@@ -66,17 +118,25 @@ class DataOrder:
             `carry`: the stream runs on into the next epoch, and every update has exactly G samples;
             with G > N an update spans epochs and holds some samples more than once.
         seed: 0 up to 2**63 - 1.
+        shards: of a data set that is read along them; None: samples come in any order.
 
     Raises:
-        PlanError: a number out of range, an unknown `ragged`, or `drop` with G > N.
+        PlanError: a number out of range, an unknown `ragged`, `drop` with G > N, or shards of
+            another number of samples.
     """
 
     dataset_samples: int
     global_batch: int
     ragged: str = "update"
     seed: int = 0
+    shards: Shards | None = None
 
     def __post_init__(self) -> None:
+        if self.shards and sum(self.shards.lengths) != self.dataset_samples:
+            raise PlanError(
+                f"the shards have {sum(self.shards.lengths)} samples, but the data set has "
+                f"{self.dataset_samples}"
+            )
         if self.dataset_samples < 1:
             raise PlanError(
                 f"the data set has {self.dataset_samples} samples; it must have at least 1"
@@ -142,7 +202,7 @@ class DataOrder:
         parts: list[NDArray[np.int64]] = []
         while missing:
             number, start = divmod(place, BLOCK)
-            block = _block(self.dataset_samples, self.seed, epoch, number)
+            block = _block(self, epoch, number)
             part = block[start : start + missing]
             parts.append(part)
             missing -= len(part)
@@ -178,13 +238,16 @@ class DataOrder:
 
 
 @lru_cache(maxsize=2)
-def _block(samples: int, seed: int, epoch: int, number: int) -> NDArray[np.int64]:
+def _block(order: DataOrder, epoch: int, number: int) -> NDArray[np.int64]:
     """Return the samples at the `BLOCK` places of an epoch from `number * BLOCK` on, read-only."""
     import numpy as np  # late, so that `plan` stays fast
 
-    first = number * BLOCK
-    places = np.arange(first, min(first + BLOCK, samples), dtype=np.uint64)
-    found = permuted(places, samples, seed, epoch).astype(np.int64)
+    first, samples = number * BLOCK, order.dataset_samples
+    places = np.arange(first, min(first + BLOCK, samples))
+    if order.shards:
+        found = order.shards.samples_at(places, order.global_batch, order.seed, epoch)
+    else:
+        found = permuted(places.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
     found.flags.writeable = False
     return found
 

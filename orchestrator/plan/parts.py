@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from orchestrator.plan.order import Shards
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.wire import Wire
 
@@ -22,6 +23,7 @@ class Known:
             them; None when there is none yet.
         own_rate: the job gives the learning rates itself.
         base_rate: of the job's own optimizer, or the stated one; None when not known.
+        shards: of a data set that is read along them.
     """
 
     nodes: int | None = None
@@ -33,6 +35,7 @@ class Known:
     extra_collectives: int | None = None
     own_rate: bool = False
     base_rate: float | None = None
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +45,7 @@ class Modes:
     ragged: str
     reduction: str
     seed: int
+    shards: Shards | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -59,6 +59,7 @@ class Plan:
             ragged=config.accumulation.ragged,
             reduction=config.accumulation.reduction,
             seed=config.train.seed,
+            shards=known.shards,
         )
         batch = resolve_batch(
             global_batch=config.accumulation.global_batch,
@@ -73,6 +74,7 @@ class Plan:
             global_batch=batch.global_batch,
             ragged=modes.ragged,
             seed=modes.seed,
+            shards=modes.shards,
         )
         split = split_for(
             order.samples_of(0), nodes * per_node, batch=batch, reduction=modes.reduction

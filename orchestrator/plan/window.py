@@ -129,6 +129,7 @@ def planner_of(plan: Plan) -> WindowPlanner:
             global_batch=plan.batch.global_batch,
             ragged=plan.modes.ragged,
             seed=plan.modes.seed,
+            shards=plan.modes.shards,
         ),
         schedule=schedule,
         batch=plan.batch,

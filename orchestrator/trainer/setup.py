@@ -24,6 +24,7 @@ from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, Gr
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
+from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import Known
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import FRAMEWORKS
@@ -305,8 +306,12 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     """
     rate = base_rate(engine.optimizer_used(), config.schedule.base_lr, type(job).__name__)
 
+    dataset = job.dataset()
+    shards: Shards | None = getattr(dataset, "shards", None)
+
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
         known = Known(
+            shards=shards if samples is not None else None,
             nodes=nodes,
             dataset_samples=samples,
             parameters=parameters,
@@ -318,7 +323,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
         )
         return Plan.of(config, known)
 
-    planned = plan_with(engine.parameter_count(), agreed_samples(engine, job.dataset()))
+    planned = plan_with(engine.parameter_count(), agreed_samples(engine, dataset))
     compare_facts(config.facts, planned, plan_with)
     return planned
 

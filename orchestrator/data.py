@@ -1,0 +1,72 @@
+"""A data set of shards that are read as streams: files, archives, objects in a store."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from typing import Any
+
+from orchestrator.errors import DataError
+from orchestrator.plan.order import Shards
+
+NEAR = 256
+"""Samples that a stream skips before the shard is opened once more instead."""
+
+
+class ShardedDataset:
+    """Samples in shards of known lengths, each read from its first sample to its last.
+
+    A job's `dataset()` may return one; `run.windows(len(data), shards=data.shards)` takes its
+    shards. The order of an epoch is then along the shards (`Shards`), a function of the seed alone,
+    and a run that resumes opens each shard where it stood.
+
+    Args:
+        lengths: samples of each shard.
+        read: opens a shard: given its number and a sample's number in it, yields the samples from
+            that one on. Skipping within a shard is all that a start in its middle costs.
+        lanes: shards that are read at the same time, over all ranks: at least as many as ranks, so
+            that each rank reads shards of its own.
+
+    Raises:
+        PlanError: lengths that are negative, or no sample at all.
+    """
+
+    def __init__(
+        self, lengths: Sequence[int], read: Callable[[int, int], Iterator[Any]], lanes: int = 16
+    ) -> None:
+        self.shards = Shards(tuple(map(int, lengths)), lanes)
+        self._read = read
+        self._ends = list(accumulate(self.shards.lengths))
+        # by (shard, number of its next sample); the one that was used last comes last
+        self._streams: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """Return a sample; the next one of an open stream costs one step.
+
+        Raises:
+            DataError: a shard has fewer samples than was said.
+        """
+        shard = bisect_right(self._ends, index)
+        length = self.shards.lengths[shard]
+        wanted = index - (self._ends[shard] - length)
+        behind = [at for s, at in self._streams if s == shard and wanted - NEAR <= at <= wanted]
+        at = max(behind, default=wanted)
+        stream = self._streams.pop((shard, at), None) or iter(self._read(shard, wanted))
+        try:
+            for _ in range(wanted - at):
+                next(stream)
+            sample = next(stream)
+        except StopIteration:
+            raise DataError(
+                f"shard {shard} was to have {length} samples, but ended before sample {wanted}"
+            ) from None
+        if wanted + 1 < length:
+            self._streams[shard, wanted + 1] = stream
+        if len(self._streams) > 2 * self.shards.lanes:
+            self._streams.popitem(last=False)
+        return sample
