@@ -174,6 +174,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     """Write so that a reader, or a crash at any point, sees the old file or the new one.
 
     Inside `written_together` a crash of the machine may leave a damaged file where none was.
+
+    Raises:
+        RunFolderError: a folder has the file's name.
     """
     sync = not _defer_sync.get() or path.exists()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
@@ -185,6 +188,9 @@ def write_atomically(path: Path, content: str | bytes) -> None:
             if sync:
                 os.fsync(file.fileno())
         temporary.replace(path)
+    except IsADirectoryError as error:
+        temporary.unlink(missing_ok=True)
+        raise RunFolderError(f"{path} is a folder, but must be a file; move it away") from error
     except OSError:
         temporary.unlink(missing_ok=True)
         raise

@@ -64,6 +64,9 @@ def run(installed, folder, *arguments, module="orchestrator.launch"):
 
 def test_the_wheel_brings_its_configuration_and_plans(installed, tmp_path):
     assert (installed / "orchestrator" / "conf" / "config.yaml").is_file()
+    run(installed, tmp_path, "new", "mine", module="orchestrator")
+    own = ("--config-dir", "mine/conf", "--config-name", "main", "train.updates=2", "run.dir=run")
+    run(installed, tmp_path, *own, "job._target_=mine.mine.spirals.Spirals")
     plan = run(installed, tmp_path, "plan", "experiment=jepa_240", "--json", module="orchestrator")
     assert [json.loads(plan)[name] for name in ("ranks", "nodes", "micro_steps")] == [240, 30, 2]
 

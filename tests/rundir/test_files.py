@@ -262,3 +262,10 @@ def test_a_crash_at_any_step_leaves_a_sound_checkpoint(tmp_path, step):
     if os.waitstatus_to_exitcode(status) == 0:
         assert found.updates == 2
     assert read_json(found.folder / checkpoint.STATE)["updates"] == found.updates
+
+
+def test_a_folder_with_a_files_name_is_named(tmp_path):
+    (tmp_path / "a.json").mkdir()
+    with pytest.raises(RunFolderError, match=r"a\.json is a folder, but must be a file"):
+        write_json(tmp_path / "a.json", {})
+    assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
