@@ -56,7 +56,7 @@ KEYS = {
 }  # fmt: skip
 """Parameters of submitit's executor for SLURM, and our keys below `cluster`."""
 FLAGS = (
-    "comment", "cpus_per_gpu", "mem", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
+    "comment", "cpus_per_gpu", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
     "mail_user", "nodelist", "dependency", "wckey",
 )  # fmt: skip
 """Parameters that become flags of sbatch as they are."""
@@ -238,6 +238,9 @@ class OrchestratorExecutor(SlurmExecutor):
                 text = f"[{','.join(map(literally, value))}]" if listed else literally(str(value))
                 bare = isinstance(value, int | bool)
                 words.append(f"cluster.{KEYS[name]}={value if bare else text}")
+            elif name == "mem":  # submitit writes 4GB or 512MB
+                number, unit = float(value[:-2]), value[-2:]
+                words.append(f"cluster.memory_gib={number if unit == 'GB' else number / 1024}")
             elif name in FLAGS:
                 flag = name.replace("_", "-")
                 words.append(f"+cluster.slurm_flags.{flag}={literally(str(value))}")

@@ -115,10 +115,10 @@ def other_versions(before: Mapping[str, Any]) -> list[str]:
 
 def code_differences(a: RunDir, b: RunDir) -> list[str]:
     """Return how the commits and files of two runs differ; nothing where they are not recorded."""
-    commits = [((run.read_environment() or {}).get("git") or {}).get("commit") for run in (a, b)]
-    found = [f"commit {commits[0]:.12} against {commits[1]:.12}"] if all(commits) else []
-    if len(set(commits)) == 1:
-        found.clear()
+    left, right = (
+        str(((run.read_environment() or {}).get("git") or {}).get("commit") or "") for run in (a, b)
+    )
+    found = [f"commit {left:.12} against {right:.12}"] if left and right and left != right else []
     both = [(run.read_submission().get(INPUTS) or {}).get("code") or {} for run in (a, b)]
     if not all(both):
         return found

@@ -201,7 +201,7 @@ def key_of(override: str) -> str:
 
 # Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
 SCHEDULERS_WORDS = re.compile(
-    r"cluster\.(?:partition|account|qos|constraint|exclude|reservation|gpus_per_node|interface"
+    r"cluster\.(?:partition|account|qos|constraint|exclude|gpus_per_node|interface"
     r"|slurm_flags\.[^=]+|srun_flags\.[^=]+)=([^'\"\[{$\s][^'\"$]*)"
 )
 

@@ -187,8 +187,6 @@ class ClusterConfig:
     qos: str | None = None
     constraint: str | None = None
     exclude: str | None = None
-    reservation: str | None = None
-    comment: str | None = None
     memory_gib: float | None = number(None, above=0, most=2**30)
     time_min: int | None = number(None, least=1, most=2**31 - 2)
     signal_ahead_s: int = number(60, least=1, most=65_535)  # sbatch's own limit
@@ -207,7 +205,7 @@ class ClusterConfig:
 
 
 SLURM_ONLY = (
-    "partition", "account", "qos", "constraint", "exclude", "reservation", "comment", "memory_gib",
+    "partition", "account", "qos", "constraint", "exclude", "memory_gib",
     "time_min", "signal_ahead_s", "requeue", "allocation", "exclusive", "interface", "slurm_conf",
     "slurm_flags", "srun_flags", "preamble", "container", "container_runtime",
 )  # fmt: skip

@@ -181,6 +181,8 @@ def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
     state = read_json(folder / STATE)
     if state is None:
         raise RunFolderError(f"{folder} is damaged: it has no {STATE}")
+    if not all(isinstance(state.get(name), int) for name in ("updates", "samples")):
+        raise RunFolderError(f"{folder} is damaged: its {STATE} has no numbers of updates, samples")
     found = NAME.fullmatch(folder.name)
     if found and int(found[1]) != state["updates"]:
         raise RunFolderError(

@@ -26,8 +26,8 @@ CELL = "cell"  # in submission.json
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
     "run", "sweep", "facts", "tracker", "notify", "cluster.partition", "cluster.account",
-    "cluster.qos", "cluster.exclude", "cluster.reservation", "cluster.comment",
-    "cluster.memory_gib", "cluster.time_min", "cluster.signal_ahead_s", "cluster.requeue",
+    "cluster.qos", "cluster.exclude", "cluster.memory_gib", "cluster.time_min",
+    "cluster.signal_ahead_s", "cluster.requeue",
     "cluster.allocation", "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags",
     "cluster.srun_flags", "cluster.interface", "cluster.rendezvous_timeout_s",
     "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s",

@@ -5,10 +5,23 @@ import subprocess
 import sys
 
 import pytest
+from submitit import AutoExecutor
+from submitit.core import plugins
 from submitit.core.utils import FailedSubmissionError
 
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.composer import compose
 from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor
 from tests.helpers import environment, verb
+
+
+@pytest.fixture(autouse=True)
+def plugins_by_this_environment():
+    """Let submitit ask for the executors' names anew, which it keeps for the process."""
+    plugins.get_executors.cache_clear()
+    yield
+    plugins.get_executors.cache_clear()
+
 
 SCRIPT = [sys.executable, "-m", "tests.submitit_script"]
 
@@ -73,6 +86,26 @@ def test_the_executor_takes_the_place_of_submitit_s_own_only_when_asked_for(monk
 def test_parameters_that_have_no_meaning_here_are_refused(parameters, instead, tmp_path):
     with pytest.raises(ValueError, match=instead):
         OrchestratorExecutor(tmp_path).update_parameters(**parameters)
+
+
+def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "slurm cluster.account=mine")
+    auto = AutoExecutor(tmp_path)
+    auto.update_parameters(
+        mem_gb=1.5, timeout_min=90, nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=3,
+        slurm_partition="gpu", slurm_comment="two words", slurm_signal_delay_s=120,
+        slurm_setup=["module load cuda"], slurm_additional_parameters={"mail-type": "FAIL"},
+    )  # fmt: skip
+    config = compose(auto._executor._overrides())
+    text = cluster_of(config).request(tmp_path / "run", 0).text
+    for flag in (
+        "--mem=1536M", "--time=90", "--nodes=2", "--gpus-per-node=4", "--partition=gpu",
+        "--comment='two words'", "--mail-type=FAIL", "--account=mine",
+    ):  # fmt: skip
+        assert f"#SBATCH {flag}\n" in text, flag
+    assert "module load cuda\n" in text
+    assert (config.cluster.ranks_per_node, config.cluster.cpus_per_rank) == (4, 3)
+    assert config.cluster.signal_ahead_s == 120
 
 
 def test_another_python_is_refused(tmp_path):

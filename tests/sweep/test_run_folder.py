@@ -26,7 +26,7 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
         assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
 
 
-@pytest.mark.parametrize("override", ["job.x=${run.name}/x", "cluster.comment=${run.dir}-x"])
+@pytest.mark.parametrize("override", ["job.x=${run.name}/x", "cluster.account=${run.dir}-x"])
 def test_a_null_within_a_text_is_refused(override):
     key, _, value = override.partition("=")
     with pytest.raises(ConfigError, match=r"run\.(name|dir) is null") as caught:

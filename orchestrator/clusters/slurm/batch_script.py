@@ -220,7 +220,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     cluster = config.cluster
     least, most = node_range(cluster.nodes)
     yield "job-name", job_name(config)
-    for name in ("partition", "account", "qos", "reservation", "constraint", "exclude"):
+    for name in ("partition", "account", "qos", "constraint", "exclude"):
         if getattr(cluster, name) is not None:
             yield name, getattr(cluster, name)
     yield "nodes", most if least == most else f"{least}-{most}"
@@ -238,8 +238,6 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     if config.run.survive:
         yield "no-kill", True
     yield "signal", f"USR2@{cluster.signal_ahead_s}"
-    if cluster.comment is not None:
-        yield "comment", cluster.comment
     for name, value in cluster.slurm_flags.items():
         if value is not False:
             yield name, value

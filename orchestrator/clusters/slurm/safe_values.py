@@ -103,17 +103,16 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
     "qos": (NAME, "the name of a quality of service"),
     "constraint": (FEATURES, "features of nodes, as in gpu&ib"),
     "exclude": (NODES, "node names, as in n[1-3],n7"),
-    "reservation": (NAMES, "a reservation's name"),
     "interface": (INTERFACES, "names of network interfaces, as in ib0 or ib*,eth0"),
     "container": (IMAGE, "a path or an address of an image"),
 }
 # Options that the batch script sets itself.
 OWN_FLAGS = (
-    "account", "array", "chdir", "clusters", "comment", "constraint", "cpus-per-task", "error",
+    "account", "array", "chdir", "clusters", "constraint", "cpus-per-task", "error",
     "exclude", "exclusive", "export", "export-file", "gid", "gpu-bind", "gpus-per-node",
     "gpus-per-task", "input", "job-name", "mem", "no-kill", "no-requeue", "nodes", "ntasks",
     "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "quiet", "requeue",
-    "reservation", "signal", "test-only", "time", "uid", "wait", "wrap",
+    "signal", "test-only", "time", "uid", "wait", "wrap",
 )  # fmt: skip
 OWN_SRUN_FLAGS = (
     "bcast", "chdir", "cpu-bind", "cpus-per-task", "error", "export", "gid", "gpu-bind",
@@ -130,8 +129,8 @@ OUTPUT = "output goes into the run folder"
 INSTEAD: Mapping[str, str] = {
     **{
         name: f"use cluster.{name}"
-        for name in ("account", "comment", "constraint", "exclude", "exclusive", "partition", "qos",
-                     "requeue", "reservation", "nodes")
+        for name in ("account", "constraint", "exclude", "exclusive", "partition", "qos",
+                     "requeue", "nodes")
     },
     "clusters": "cluster.slurm_conf chooses the cluster",
     "cpu-bind": OF_THE_AGENT,
@@ -279,9 +278,8 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
         value = getattr(cluster, name)
         if value is not None and not pattern.fullmatch(value):
             wrong.append(f"cluster.{name} must be {meaning}, but is {value!r}")
-    for key, text in (("cluster.comment", cluster.comment), ("run.name", config.run.name)):
-        if text is not None:
-            wrong += _plain(key, text)
+    if config.run.name is not None:
+        wrong += _plain("run.name", config.run.name)
     if cluster.gpus_per_node is not None:
         wrong += _plain("cluster.gpus_per_node", str(cluster.gpus_per_node))
     wrong += _flags("cluster.slurm_flags", cluster.slurm_flags, OWN_FLAGS)

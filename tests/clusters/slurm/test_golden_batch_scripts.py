@@ -40,7 +40,8 @@ GOLDEN_REQUESTS = {
         "+cluster=slurm", "experiment=jepa_240", "cluster.nodes=30", "cluster.ranks_per_node=8",
         "cluster.gpus_per_node=8", "cluster.cpus_per_rank=12", "cluster.partition=gpu",
         "cluster.qos=long", "cluster.constraint='a100&ib'", "cluster.exclude='gpu[17,23-25]'",
-        "cluster.reservation=team", "cluster.comment='predictive pretraining, part 2'",
+        "+cluster.slurm_flags.reservation=team",
+        "+cluster.slurm_flags.comment='predictive pretraining, part 2'",
         "cluster.signal_ahead_s=300", "cluster.time_min=2880", "transport=nccl", "run.name=jepa",
         "+cluster.slurm_flags.mail-type=FAIL", "+cluster.slurm_flags.switches=1",
         "cluster.preamble=[module load cuda/12.4]", "+cluster.environment.NCCL_SOCKET_IFNAME=ib0",
@@ -67,7 +68,7 @@ def slurm_config() -> Config:
 
 
 BENIGN = slurm_config()
-TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "cluster.comment", "run.name",
+TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "run.name",
          "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
          "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
          "cluster.srun_flags.mem-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
@@ -132,8 +133,8 @@ def test_a_hostile_value_is_refused_or_inert(key, value):
     ("key", "value"),
     [
         ("cluster.partition", "gpu\n#SBATCH --uid=0"),
-        ("cluster.comment", "a$(reboot)"),
-        ("cluster.comment", "--wrap=id"),
+        ("cluster.slurm_flags.comment", "a$(reboot)"),
+        ("cluster.slurm_flags.comment", "--wrap=id"),
         ("cluster.account", "me;id"),
         ("run.name", 'x" --wrap="id'),
         ("cluster.slurm_flags.wrap", "id"),
@@ -153,7 +154,7 @@ def test_an_injection_is_refused_with_the_keys_name(key, value):
 
 def test_what_a_person_may_well_mean_is_taken():
     config = copy.deepcopy(BENIGN)
-    config.cluster.comment = "Größe 2, second try (a & b)"
+    config.cluster.slurm_flags = {"comment": "Größe 2, second try (a & b)"}
     config.cluster.constraint = "[rack1|rack2]&gpu"
     config.cluster.environment = {"GREETING": 'it\'s $HOME `x` "y"'}
     script = script_of(config, Path("/shared/my runs/über"))
