@@ -395,7 +395,7 @@ def _name_first_node() -> None:
     except socket.gaierror:
         agent = agent_file(RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT]), 0)
         if agent is not None:
-            os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.peer.address, *others])
+            os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.address, *others])
 
 
 def follow(folder: Path, limit_s: float, ahead_s: float, words: Sequence[str]) -> int:

@@ -21,10 +21,9 @@ from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord, message_of
-from orchestrator.agent.links import Link, authenticate, connect
+from orchestrator.agent.links import Link, Peer, authenticate, connect
 from orchestrator.agent.liveness import BEAT_S, AwakeClock
 from orchestrator.agent.node_spec import (
-    AgentFile,
     NodeSpec,
     agent_file,
     publish_agent,
@@ -270,7 +269,7 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _others(self) -> list[AgentFile]:
+    def _others(self) -> list[Peer]:
         """Return the other agents that have published an address, the most senior first."""
         indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
         found = [agent_file(self._run, self._spec.attempt, index) for index in indexes]
@@ -300,8 +299,7 @@ class Agent:
         first = senior[0]
         self._tried_since = self._tried_since or now
         try:
-            me, to = self._spec.index, first.peer.node
-            link = connect(first.peer, secret=self._secret, rank=me, to=to)
+            link = connect(first, secret=self._secret, rank=self._spec.index)
         except ConnectionRefusedError:
             self._lose_candidate(first)
             return
@@ -316,7 +314,7 @@ class Agent:
         self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
         link.send(workers=self._state_of_workers())
 
-    def _lose_candidate(self, one: AgentFile) -> None:
+    def _lose_candidate(self, one: Peer) -> None:
         self._tried_since = 0.0
         self._gone.add(one.seniority)
         if self._is_over():

@@ -233,7 +233,7 @@ class Coordinator:
         self.heard(index)
         kind, worker = event["event"], self.workers[event["rank"]]
         node = self._spec.name_of(index)
-        self._positions.handle_event(node, event)
+        self._positions.handle_event(event)
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
         elif kind == "exit":
@@ -479,7 +479,7 @@ class Coordinator:
     def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
         """Return those of these nodes at whose agent's address nothing listens any more."""
         known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
-        return closed_ports({n: one.peer for n, one in known.items() if one}, REACH_S)
+        return closed_ports({n: one for n, one in known.items() if one}, REACH_S)
 
     def _first_generation(self) -> None:
         """Publish the first generation once all workers are ready; later losses are survived."""
@@ -622,7 +622,7 @@ class Coordinator:
         ends = [*self._ends, *blamed]
         culprit = self._culprit
         if culprit is None and ends and (self._ends or not words):  # without messages all are lost
-            behind = list(self._positions.behind.values())
+            behind = self._positions.behind(lambda r: self._spec.name_of(self._spec.node_of(r)))
             records = [*self._run.failures(self._spec.attempt), *self._failures]
             done = [worker.rank for worker in self.workers.values() if worker.word == FINISHED]
             culprit = find_root_cause(self._run, records, ends, behind, done)

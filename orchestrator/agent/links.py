@@ -23,11 +23,17 @@ SEND_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """Address of a listening agent, and the number of its node."""
+    """Address of a listening agent, its node's number, and how many agents the node had before."""
 
     address: str
     port: int
     node: int
+    incarnation: int = 0
+
+    @property
+    def seniority(self) -> tuple[int, int]:
+        """Return the key by which agents coordinate: a restarted agent comes last."""
+        return self.incarnation, self.node
 
 
 def sign(secret: str, rank: int, to: int) -> str:
@@ -81,15 +87,19 @@ class Link:
         self.socket.close()
 
 
-def connect(peer: Peer, *, secret: str, rank: int, to: int) -> Link:
-    """Connect to `to`.
+def connect(peer: Peer, *, secret: str, rank: int) -> Link:
+    """Connect to another agent.
+
+    Args:
+        rank: the number of this agent's node.
 
     Raises:
         ConnectionRefusedError: nothing listens there any more.
         OSError: it cannot be reached.
     """
-    link = Link(socket.create_connection((peer.address, peer.port), timeout=CONNECT_S), rank=to)
-    if not link.send(rank=rank, sign=sign(secret, rank, to)):
+    to = (peer.address, peer.port)
+    link = Link(socket.create_connection(to, timeout=CONNECT_S), rank=peer.node)
+    if not link.send(rank=rank, sign=sign(secret, rank, peer.node)):
         link.close()
         raise ConnectionResetError
     return link
@@ -108,18 +118,20 @@ def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:
     if not peers:
         return set()
     with ThreadPoolExecutor(max_workers=min(64, len(peers))) as pool:  # ended before any fork
-        refusals = pool.map(lambda peer: is_port_closed(peer, timeout_s), peers.values())
+        refusals = pool.map(
+            lambda peer: is_port_closed(peer.address, peer.port, timeout_s), peers.values()
+        )
         return {key for key, refused in zip(peers, refusals, strict=True) if refused}
 
 
-def is_port_closed(peer: Peer, timeout_s: float, *, unknown: bool = False) -> bool:
+def is_port_closed(address: str, port: int, timeout_s: float, *, unknown: bool = False) -> bool:
     """Return whether nothing listens there any more.
 
     Args:
-        unknown: the result for a peer that does not answer: it is silent, or cut off.
+        unknown: the result for a node that does not answer: it is silent, or cut off.
     """
     try:
-        socket.create_connection((peer.address, peer.port), timeout=timeout_s).close()
+        socket.create_connection((address, port), timeout=timeout_s).close()
     except ConnectionRefusedError:
         return True
     except OSError:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.processes import descendants, stat_of, state_of
+from orchestrator.agent.stacks import Frame, as_lines
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.rundir.files import open_nofollow
 
@@ -39,16 +40,21 @@ class Seen:
         at: "at micro-step 2 of 8 of update 3, in forward (train.py, line 31)".
         waits: "9 s at the boundary of update 3, for bucket 1 of 2"; "" if it does not wait.
         stack: of its main thread, innermost first: file, line, function.
+        stood_s: for how long it has been there, if unusually long; else 0.
     """
 
     at: str = ""
     waits: str = ""
     stack: tuple[tuple[str, int, str], ...] = ()
+    stood_s: float = 0.0
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> Seen:
         stack = tuple((file, line, name) for file, line, name in value["stack"])
-        return cls(at=value["at"], waits=value["waits"], stack=stack)
+        return cls(at=value["at"], waits=value["waits"], stack=stack, stood_s=value["stood_s"])
+
+    def stack_lines(self) -> list[str]:
+        return as_lines([Frame(*frame) for frame in self.stack])
 
     def locate(self, cause: str) -> str:
         """Return `cause` with the rank's last position appended."""

@@ -88,41 +88,20 @@ class NodeSpec:
         return cls(**known)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AgentFile:
-    """An agent's listening address, and how many agents its node had before."""
-
-    peer: Peer
-    incarnation: int
-
-    @property
-    def seniority(self) -> tuple[int, int]:
-        """Return the key by which agents coordinate: a restarted agent comes last."""
-        return self.incarnation, self.peer.node
-
-
 def _path(run: RunDir, attempt: int, index: int) -> Path:
     return run.attempt(attempt) / f"agent-{index:05d}.json"
 
 
 def publish_agent(spec: NodeSpec, port: int) -> None:
     """Write where this agent listens."""
-    value = {
-        "address": spec.address,
-        "port": port,
-        "node": spec.index,
-        "incarnation": spec.incarnation,
-    }
-    write_json(_path(RunDir(spec.run), spec.attempt, spec.index), value)
+    peer = Peer(spec.address, port, spec.index, spec.incarnation)
+    write_json(_path(RunDir(spec.run), spec.attempt, spec.index), asdict(peer))
 
 
-def agent_file(run: RunDir, attempt: int, index: int) -> AgentFile | None:
+def agent_file(run: RunDir, attempt: int, index: int) -> Peer | None:
     """Return what an agent has published; None before it has."""
     found = read_json(_path(run, attempt, index))
-    if found is None:
-        return None
-    peer = Peer(found["address"], found["port"], found["node"])
-    return AgentFile(peer=peer, incarnation=found["incarnation"])
+    return None if found is None else Peer(**found)
 
 
 def secret_of(run: RunDir, attempt: int) -> str:

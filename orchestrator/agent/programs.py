@@ -30,12 +30,13 @@ from typing import Any
 
 import psutil
 
-from orchestrator.agent.links import Peer, is_port_closed
+from orchestrator.agent.links import is_port_closed
 from orchestrator.agent.liveness import (
     FAILED,
     FINISHED,
     STOPPED,
     IdleTimer,
+    Seen,
 )
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import descendants, processor_s, state_of
@@ -99,19 +100,14 @@ class Program:
             None in plain style; `serves`: this rank's program opens that port; `most_s`: for how
             long a rank that is at work may take to join; `restarts`: the scheduler restarts the run
             after a stop; `log_bytes`: the size of its log.
-        report_behind: reports that the rank is behind the others, or (None) no longer.
+
+    Attributes:
+        seen: its position: unknown, but for a rank 0 that others may wait for.
     """
 
-    def __init__(
-        self,
-        spec: NodeSpec,
-        rank: int,
-        pid: int,
-        facts: Mapping[str, Any],
-        report_behind: Callable[[dict[str, Any] | None], None],
-    ) -> None:
+    def __init__(self, spec: NodeSpec, rank: int, pid: int, facts: Mapping[str, Any]) -> None:
         self._spec, self._rank, self._pid = spec, rank, pid
-        self._run, self._report_behind = RunDir(spec.run), report_behind
+        self._run, self.seen = RunDir(spec.run), Seen()
         self._log = self._run.rank_log(rank)
         self._log_bytes, self._restarts = int(facts["log_bytes"]), bool(facts["restarts"])
         self._signal = signal.Signals[f"SIG{facts['stop_signal']}"]
@@ -120,7 +116,6 @@ class Program:
         self._began = self._checked = time.monotonic()
         self._idle = IdleTimer(spec.join_s / 2)
         self._warned: set[str] = set()
-        self._reported_behind = False
         self._hang = ""  # the cause of its failure, if it was ended because it hangs
         self._asked = str(self._run.stop_asked(spec.attempt))
         self._stop_name = ""  # of the latest signal
@@ -207,14 +202,10 @@ class Program:
         pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
         idle = self._idle.hangs(now, sum(map(processor_s, pids)))
         if has_joined(pids, port):
-            self._place = None
-            if self._reported_behind:
-                self._report_behind(None)
+            self._place, self.seen = None, Seen()
         elif waited_s >= patience_s and self._serves:
             self._report_unserved(f"{address}:{port}", idle=idle)
-        elif waited_s >= patience_s and not is_port_closed(
-            Peer(address, port, 0), REACH_S, unknown=True
-        ):
+        elif waited_s >= patience_s and not is_port_closed(address, port, REACH_S, unknown=True):
             sentence = (
                 f"it has not joined the others, who wait for it at {address}:{port}, "
                 f"in {waited_s:.0f} s"
@@ -232,16 +223,10 @@ class Program:
 
     def _report_unserved(self, place: str, *, idle: bool) -> None:
         """On rank 0: let the coordinator know, in case the others fail; warn if it is idle."""
-        if not self._reported_behind:
-            self._reported_behind = True
-            self._report_behind(
-                {
-                    "where": "the start of its program",
-                    "since": self._began,
-                    "at": "and has not opened the port where the ranks meet",
-                    "stack": [],
-                }
-            )
+        self.seen = Seen(
+            at="at the start of its program, and has not opened the port where the ranks meet",
+            stood_s=time.monotonic() - self._began,
+        )
         if idle and "serves" not in self._warned:
             self._warned.add("serves")
             self._warn(

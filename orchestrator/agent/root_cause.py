@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -77,14 +77,11 @@ class End:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Straggler:
-    """A rank that has not reached where the others wait. `since`: when it reached its place."""
+    """A rank that has not reached where the others wait, and its position."""
 
-    since: float
-    node: str
     rank: int
-    where: str
-    at: str
-    stack: tuple[str, ...] = ()
+    node: str
+    seen: Seen
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
@@ -129,7 +126,7 @@ def find_root_cause(
     if wordless:
         return _of_end(run, wordless[0])
     if behind:
-        return blame_straggler(run, min(behind, key=lambda one: one.since))
+        return blame_straggler(run, max(behind, key=lambda one: one.seen.stood_s))
     if own is None:
         return _of_end(run, first)
     return replace(add_finished_peers(from_failure(run, own), finished), hangs=not finished)
@@ -190,10 +187,9 @@ def _of_end(run: RunDir, end: End) -> Culprit:
 
 def blame_straggler(run: RunDir, one: Straggler) -> Culprit:
     """Blame a rank for which the others waited in vain."""
-    cause = f"the others waited in vain: it was still at {one.where}, {one.at}"
-    log = tail(run.rank_log(one.rank))
-    log = one.stack or log
-    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=log, hangs=True)
+    cause = f"the others waited in vain: it was still {one.seen.at}"
+    lines = one.seen.stack_lines() or tail(run.rank_log(one.rank))
+    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=tuple(lines), hangs=True)
 
 
 def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
@@ -223,11 +219,7 @@ CAUSES = {
 
 
 class Positions:
-    """Positions of one attempt's workers.
-
-    Attributes:
-        behind: workers that report that they have not reached where the others wait.
-    """
+    """Positions of one attempt's workers, each from the report of its last second."""
 
     answer_s = STACK_S
 
@@ -235,25 +227,18 @@ class Positions:
         self._run, self._hang_s = run, hang_s
         self._seen: dict[int, Seen] = {}
         self._unanswered: dict[int, int] = {}  # rank: the size of its log at the request
-        self.behind: dict[int, Straggler] = {}
 
-    def handle_event(self, node: str, event: Mapping[str, Any]) -> None:
+    def handle_event(self, event: Mapping[str, Any]) -> None:
         """Record an agent's report of a worker."""
-        kind, rank = event["event"], event["rank"]
-        if "seen" in event:
-            self._seen[rank] = Seen.from_json(event["seen"])
-        if kind == "started" or (kind == "behind" and event["behind"] is None):
-            self.behind.pop(rank, None)
-        elif kind == "behind":
-            said: dict[str, Any] = event["behind"]
-            self.behind[rank] = Straggler(
-                rank=rank,
-                node=node,
-                since=said["since"],
-                where=said["where"],
-                at=said["at"],
-                stack=tuple(said["stack"]),
-            )
+        if event["event"] == "started":
+            self._seen.pop(event["rank"], None)
+        elif "seen" in event:
+            self._seen[event["rank"]] = Seen.from_json(event["seen"])
+
+    def behind(self, node_of: Callable[[int], str]) -> list[Straggler]:
+        """Return the workers that had not reached where the others wait."""
+        found = self._seen.items()
+        return [Straggler(rank=r, node=node_of(r), seen=seen) for r, seen in found if seen.stood_s]
 
     def unresponsive(
         self, rank: int, node: str, event: Mapping[str, Any], limit_s: float
@@ -284,6 +269,6 @@ class Positions:
             cause = (
                 f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
             )
-            lines = as_lines(stack or [Frame(*frame) for frame in seen.stack]) or tail(log)
+            lines = as_lines(stack) or seen.stack_lines() or tail(log)
             culprit = replace(culprit, cause=cause, log_tail=tuple(lines))
         return add_waits(culprit, {of: seen.waits for of, seen in self._seen.items()})

@@ -18,7 +18,6 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -206,22 +205,11 @@ class Workers:
         for message in messages:
             self._watch.receive(worker.rank, message)
             if facts := message.get("program"):
-                self._programs[worker.rank] = Program(
-                    self._spec,
-                    worker.rank,
-                    worker.pid,
-                    facts,
-                    partial(self._report_behind, worker.rank),
-                )
+                self._programs[worker.rank] = Program(self._spec, worker.rank, worker.pid, facts)
             if event := message.get("event"):
                 own = {"rank": worker.rank, "process": worker.process}
                 worker.said[event] = {**message, **own}
                 self._report(worker.said[event])
-            elif "behind" in message:
-                self._report_behind(worker.rank, message["behind"])
-
-    def _report_behind(self, rank: int, behind: dict[str, Any] | None) -> None:
-        self._report({"event": "behind", "rank": rank, "behind": behind})
 
     def check_programs(self) -> None:
         """Forward stops to programs, and check their progress."""
@@ -312,7 +300,8 @@ class Workers:
                 os.kill(worker.pid, ASKS)
 
     def _seen(self, rank: int) -> dict[str, Any]:
-        return asdict(self._watch.ranks[rank].seen)
+        program = self._programs.get(rank)
+        return asdict(program.seen if program else self._watch.ranks[rank].seen)
 
     # ------------------------------------------------------------------ send and end
 

@@ -100,10 +100,6 @@ class AgentLink:
         """Send the agent an event for the coordinator."""
         self._send({"event": event, **values})
 
-    def send_behind(self, report: dict[str, Any] | None) -> None:
-        """Report that this rank is behind the others, or (None) no longer."""
-        self._send({"behind": report})
-
     def become_program(self, **facts: Any) -> None:
         """Announce that this process executes a program now, and send nothing more by itself.
 
@@ -156,39 +152,39 @@ class AgentLink:
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self._send({"seen": asdict(self._seen())})
+            stood_s = 0.0 if self._standstill is None else self._check_progress(self._standstill)
+            self._send({"seen": asdict(self._seen(stood_s))})
             self.on_beat()
-            if self._standstill is not None:
-                self._check_progress(self._standstill)
 
-    def _seen(self) -> Seen:
+    def _seen(self, stood_s: float) -> Seen:
         now, (came, place, numbers, may_wait) = time.monotonic(), self._place
         where, stack, waits = place % numbers, tuple(main_stack()), ""
         wait = waiting.under_way() or ((came, "") if may_wait and numbers else None)
         if wait is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
-        return Seen(at=f"at {where}, {in_words(stack)}", waits=waits, stack=stack)
+        at = f"at {where}, {in_words(stack)}"
+        return Seen(at=at, waits=waits, stack=stack, stood_s=stood_s)
 
-    def _check_progress(self, standstill: ProgressWatchdog) -> None:
+    def _check_progress(self, standstill: ProgressWatchdog) -> float:
+        """Report a standstill; end this rank if it hangs. Return for how long it has stood still,
+        if unusually long.
+        """
         now, (came, place, numbers, may_wait) = time.monotonic(), self._place
         where, since = place % numbers, max(came, waiting.last_ended())
         change = standstill.look(now, since, waits=may_wait or waiting.waits())
         if change == "moves":
-            self.send_behind(None)
             log.info("it moves on")
-        if standstill.reported:
+        elif change == "behind":
             stack = main_stack()
-            at, lines = in_words(stack), as_lines(stack)
-            self.send_behind({"where": where, "since": since, "at": at, "stack": lines})
-            if change == "behind":
-                log.info("its stack:\n%s", "\n".join(lines))
-                warn(
-                    f"it has stood at {where} for {now - since:.0f} s, {at}{self._children()}; "
-                    f"{self._shown_log} has its stack",
-                    kind=f"standing at {place}",
-                )
+            log.info("its stack:\n%s", "\n".join(as_lines(stack)))
+            warn(
+                f"it has stood at {where} for {now - since:.0f} s, {in_words(stack)}"
+                f"{self._children()}; {self._shown_log} has its stack",
+                kind=f"standing at {place}",
+            )
         if standstill.due(now):
             self._check_hang(standstill, where, now - since)
+        return now - since if standstill.reported else 0.0
 
     def _check_hang(self, standstill: ProgressWatchdog, where: str, stood_s: float) -> None:
         children = descendants(os.getpid())

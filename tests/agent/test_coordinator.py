@@ -1,11 +1,14 @@
 """Decisions of the coordinator, from events and a clock that the test sets; no processes."""
 
+from dataclasses import asdict
+
 import pytest
 
 from orchestrator.agent.coordinator import GRACE_S, MOST_IN_VAIN, REST_S, SETTLE_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord
 from orchestrator.agent.links import Peer
-from orchestrator.agent.node_spec import AgentFile, publish_agent
+from orchestrator.agent.liveness import Seen
+from orchestrator.agent.node_spec import publish_agent
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -13,7 +16,7 @@ from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * SETTLE_S
-SEEN = {"at": "", "waits": "", "stack": []}
+SEEN = asdict(Seen())
 
 
 class Attempt:
@@ -346,8 +349,9 @@ def test_the_smaller_half_waits_while_the_others_may_live(
 ):
     """Two of three nodes fall silent; only one that died refuses connections."""
     attempt = Attempt(tmp_path)
-    known = AgentFile(peer=Peer("127.0.0.1", 1, 0), incarnation=0)
-    monkeypatch.setattr("orchestrator.agent.coordinator.agent_file", lambda *_: known)
+    monkeypatch.setattr(
+        "orchestrator.agent.coordinator.agent_file", lambda *_: Peer("127.0.0.1", 1, 0)
+    )
     monkeypatch.setattr("orchestrator.agent.links.is_port_closed", lambda *_: not listens)
     attempt.coordinator.agent_disconnected(1)
     attempt.coordinator.agent_disconnected(2)

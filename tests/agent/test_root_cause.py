@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from orchestrator.agent.liveness import Seen
 from orchestrator.agent.root_cause import (
     TAIL_BYTES,
     End,
@@ -17,7 +18,7 @@ from orchestrator.rundir.folder import RunDir
 NOWHERE = Path("/nowhere/node.log")
 
 
-def seen(node, rank, status, time=0.0, log=NOWHERE, why=""):
+def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
     return End(time=time, node=node, log=log, rank=rank, status=status, why=why)
 
 
@@ -35,7 +36,7 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, l
     run.create()
     run.logs.mkdir(exist_ok=True)
     run.rank_log(1).write_text(log)
-    culprit = find_root_cause(run, run.failures(0), [seen("node1", 1, status)])
+    culprit = find_root_cause(run, run.failures(0), [ended("node1", 1, status)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
     assert culprit.log_tail == tuple(log.splitlines())
 
@@ -61,7 +62,7 @@ def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
     written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
     written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
-    culprit = find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)])
+    culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
 
 
@@ -69,14 +70,15 @@ def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_on
     written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
     written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
     assert (
-        find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)]).cause == "ValueError: mine"
+        find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)]).cause
+        == "ValueError: mine"
     )
 
 
 def test_where_all_only_followed_the_one_seen_first_is_named(begun):
     written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
     written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
-    assert find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1)]).rank == 0
+    assert find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)]).rank == 0
 
 
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
@@ -84,7 +86,7 @@ def test_a_node_that_went_away_is_named_without_a_rank(begun):
     culprit = find_root_cause(
         begun,
         begun.failures(0),
-        [seen("node1", None, -9, log=begun.node_log("node1"), why="its agent is gone")],
+        [ended("node1", None, -9, log=begun.node_log("node1"), why="its agent is gone")],
     )
     assert (culprit.rank, culprit.node, culprit.log_tail) == (None, "node1", ("last",))
     assert culprit.cause == "its agent is gone"
@@ -95,16 +97,17 @@ def test_a_node_that_went_away_is_named_without_a_rank(begun):
 def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, later):
     """The one that waited may be seen first, and may have written of it first."""
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
-    ends = [seen("node0", 0, 1, 1.0), seen("node1", 1, status, later)]
+    ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, later)]
     culprit = find_root_cause(begun, begun.failures(0), ends, [straggler(2, 0.5)])
     assert culprit.rank == 1
     if status in (0, 3):
         assert f"exited with code {status} before its training had ended" in culprit.cause
 
 
-def straggler(rank, since):
-    return Straggler(rank=rank, node=f"node{rank}", since=since, at="in loss (job.py, line 3)",
-                     where="micro-step 1 of 2 of update 3", stack=("in loss",))  # fmt: skip
+def straggler(rank, stood_s):
+    at = "at micro-step 1 of 2 of update 3, in loss (job.py, line 3)"
+    seen = Seen(at=at, stood_s=stood_s, stack=(("job.py", 3, "loss"),))
+    return Straggler(rank=rank, node=f"node{rank}", seen=seen)
 
 
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
@@ -113,17 +116,17 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
     begun.rank_log(3).write_text(
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so
-    ends = [seen("node0", 0, 1, 1.0), seen("node3", 3, 1, 2.0)]
+    ends = [ended("node0", 0, 1, 1.0), ended("node3", 3, 1, 2.0)]
     culprit = find_root_cause(
-        begun, begun.failures(0), ends, [straggler(2, 8.0), straggler(1, 7.0)]
+        begun, begun.failures(0), ends, [straggler(2, 7.0), straggler(1, 8.0)]
     )
-    assert (culprit.rank, culprit.log_tail) == (1, ("in loss",))
+    assert (culprit.rank, culprit.log_tail) == (1, ('  File "job.py", line 3, in loss',))
     assert "the others waited in vain: it was still at micro-step 1 of 2" in culprit.cause
     assert find_root_cause(begun, begun.failures(0), ends).rank == 0
 
 
 def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
-    ends = [seen("node2", 2, -11, 9.0), seen("node1", 1, 7, 3.0), seen("node3", 3, 5, 4.0)]
+    ends = [ended("node2", 2, -11, 9.0), ended("node1", 1, 7, 3.0), ended("node3", 3, 5, 4.0)]
     assert (find_root_cause(begun, [], ends).rank, find_root_cause(begun, [], ends).cause) == (
         1,
         "exited with code 7",
@@ -134,19 +137,19 @@ def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(be
     failure = {"rank": 2, "node": "n9", "cause": "no such file", "time": 1.0, "usage": True,
                "secondary": False}  # fmt: skip
     begun.rank_log(2).write_text("one\ntwo\n")
-    culprit = find_root_cause(begun, [failure], [seen("n9", 2, 1)])
+    culprit = find_root_cause(begun, [failure], [ended("n9", 2, 1)])
     assert (culprit.rank, culprit.node, culprit.cause) == (2, "n9", "no such file")
     assert (culprit.usage, culprit.log_tail) == (True, ("one", "two"))
 
 
 def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     begun.node_log("node1").write_text("error: ImportError\n")
-    culprit = find_root_cause(begun, [], [seen("node1", 1, 1, log=begun.node_log("node1"))])
+    culprit = find_root_cause(begun, [], [ended("node1", 1, 1, log=begun.node_log("node1"))])
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
 
 
 def test_a_signal_without_a_name_is_told_by_its_number(begun):
-    assert find_root_cause(begun, [], [seen("node1", 1, -99)]).cause == "killed by signal 99"
+    assert find_root_cause(begun, [], [ended("node1", 1, -99)]).cause == "killed by signal 99"
 
 
 def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):
@@ -162,7 +165,8 @@ def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path
 def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
     begun.rank_log(1).write_text("epoch 1\n")
-    behind = Straggler(since=1.0, node="n1", rank=1, where="update 3", at="in loss")
-    culprit = find_root_cause(begun, begun.failures(0), [seen("node0", 0, 1, 1.0)], [behind])
+    seen = Seen(at="at update 3, in loss", stood_s=1.0)
+    behind = Straggler(rank=1, node="n1", seen=seen)
+    culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1, 1.0)], [behind])
     assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))
     assert culprit.cause.endswith("it was still at update 3, in loss")

@@ -118,7 +118,7 @@ def watched_program(attempt):
     log = RunDir(attempt.parents[1]).rank_log(0)
     log.parent.mkdir(exist_ok=True)
     log.touch()
-    return Program(node_spec(attempt.parents[1]), 0, os.getpid(), facts, lambda _: None)
+    return Program(node_spec(attempt.parents[1]), 0, os.getpid(), facts)
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -139,10 +139,10 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     if run.outcome(attempt).exists():
         return
     nodes = len(list(run.attempt(attempt).glob("agent-*.json")))
-    peers = [one.peer for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
+    peers = [one for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
     reported = False
     while not run.outcome(attempt).exists():
-        if all(is_port_closed(peer, REACH_S, unknown=True) for peer in peers):
+        if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
             print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
