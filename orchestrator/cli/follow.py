@@ -13,6 +13,7 @@ from typing import Any, Self
 
 from rich.console import Console
 
+from orchestrator.cli.inputs import INPUTS, differences
 from orchestrator.clusters.api import (
     POLL_S,
     Cluster,
@@ -280,6 +281,10 @@ def run_to_end(ready: Ready) -> Ended:
         if not output.quiet:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
             say(output.console, ruling.words, "yellow")
+        for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
+            # Nobody asked for this start, so nobody is there to accept it, as with `resume`.
+            more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
+            say(output.console, more, "yellow", prose=True)
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
     result = run.read_result() or {}

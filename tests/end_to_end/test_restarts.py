@@ -117,3 +117,20 @@ def test_a_jobs_own_rates_are_those_of_every_attempt_and_cost_no_bit(tmp_path):
     done = helpers.call(*own, "schedule.decay=cosine", cwd=tmp_path)
     assert done.returncode == 2
     assert "OwnRate.learning_rate(update) gives the rate of each update" in done.stderr
+
+
+def test_code_that_was_edited_before_a_restart_is_named(tmp_path):
+    (tmp_path / "part.py").write_text("x = 1\n")
+    (tmp_path / "train.py").write_text(
+        "import os, pathlib, part\n"
+        "if os.environ['TORCHELASTIC_RESTART_COUNT'] == '0':\n"
+        "    if os.environ['RANK'] == '0':\n"
+        "        pathlib.Path('part.py').write_text('x = 2\\n')\n"
+        "    raise SystemExit(1)\n"
+    )
+    flags = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.max_restarts=1", "run.dir=run")
+    done = helpers.verb("run", *flags, "--", "train.py", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "part.py has changed since the run began; attempt 1 has it as it is" in " ".join(
+        done.stdout.split()
+    )
