@@ -364,6 +364,7 @@ def call(folder: Path, job_id: str | None) -> None:
         os.environ["SLURM_JOB_ID"] = job_id
     _name_first_node()
     paths = OrchestratorJobEnvironment().paths
+    paths.folder.mkdir(parents=True, exist_ok=True)  # where SLURM was faster than the script
     log = os.fdopen(os.dup(2), "w", buffering=1)  # the rank's own, of which a failure's cause comes
     log.write(f"output: {paths.stdout} and {paths.stderr}\n")
     for path, standard in ((paths.stdout, 1), (paths.stderr, 2)):
