@@ -291,6 +291,8 @@ class OrchestratorExecutor(SlurmExecutor):
             link = JobPaths(self.folder, job_id=job_id).folder / RUN.format(job_id)
             link.parent.mkdir(parents=True, exist_ok=True)
             link.symlink_to(run)
+            script = JobPaths(self.folder, job_id=job_id).submission_file
+            script.symlink_to(run / "submitit" / "000.sh")
         return ids
 
 

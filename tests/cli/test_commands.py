@@ -23,6 +23,7 @@ __all__ = ["made"]
 
 VERBS = typer.main.get_command(app).commands
 ACTS = {
+    "new": "it writes a folder",
     "launch": "its last lines are the run's", "run": "the same", "resume": "the same",
     "attach": "the same", "logs": "a program's own lines", "cancel": "a sentence",
     "report": "it has --format json",

@@ -39,7 +39,7 @@ def run_script(folder, overrides, **env):
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-def check(lines, folder):
+def check(lines, folder, *, queued=False):
     array, log, failed, summed, preempted, cancelled = lines
     assert array["results"] == [0, 2, 4, 6, 8, 10]
     assert array["states"] == ["COMPLETED"] * 6
@@ -50,6 +50,7 @@ def check(lines, folder):
     assert "ValueError: nothing can be done" in failed["error"]
     assert failed["state"] == "FAILED"
     assert summed["results"] == [[10.0, 0], [10.0, 1], [10.0, 0], [10.0, 1]]
+    assert summed["script"] is queued
     assert preempted["results"] == [[60, 2, 0], [60, 2, 1]]
     assert preempted["state"] == "COMPLETED"
     assert cancelled["state"] == "CANCELLED"
