@@ -53,11 +53,11 @@ def say(**found):
 
 def wait_for(condition):
     while not condition():
-        time.sleep(0.1)
+        time.sleep(0.3)
 
 
 def ended(job):
-    wait_for(lambda: job.state not in ("RUNNING", "PENDING", "UNKNOWN"))
+    wait_for(lambda: job.get_info(mode="force")["State"] not in ("RUNNING", "PENDING", "UNKNOWN"))
     return job.state
 
 

@@ -174,7 +174,9 @@ def _gave_up(run: RunDir, end: End) -> bool:
 def _of_end(run: RunDir, end: End) -> Culprit:
     if end.rank is None:
         return Culprit(rank=None, node=end.node, cause=end.why, log_tail=tail(end.log))
-    log = tail(run.rank_log(end.rank)) or tail(end.log)
+    log = tail(run.rank_log(end.rank))
+    if not log and end.status >= 0:  # who is killed before it has written has left nothing
+        log = tail(end.log)
     cause = end.status_in_words()
     if cause.startswith("out of memory"):
         cause += f"; {MEMORY_REMEDY}"
