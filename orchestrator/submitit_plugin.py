@@ -24,6 +24,7 @@ import threading
 import time
 import traceback
 import uuid
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
@@ -38,6 +39,7 @@ VARIABLE = "ORCHESTRATOR_SUBMITIT"
 """`local`, or the name of a cluster's configuration; further words are overrides and flags."""
 NAME = "orchestrator"
 MODULE = "orchestrator.submitit_plugin"
+ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 LOOK_S = 0.2
 STATES = {
@@ -190,11 +192,23 @@ class OrchestratorExecutor(SlurmExecutor):
                 raise ValueError(f"{name}={kwargs[name]!r} does not work here; use {instead}")
         if kwargs.get("use_srun", True) is not True:
             raise ValueError("use_srun=False does not work here: agents start the ranks")
+        if "array_parallelism" in kwargs:
+            warnings.warn(
+                "array_parallelism has no effect: each function of an array is a job of its own",
+                stacklevel=4,
+            )
+        if kwargs.get("setup") and self._is_local:
+            warnings.warn("setup is not run on simulated nodes", stacklevel=4)
         super()._internal_update_parameters(**kwargs)
 
     def _internal_process_submissions(
         self, delayed_submissions: list[DelayedSubmission]
     ) -> list[Job[Any]]:
+        if "%a" in str(self.folder):
+            raise ValueError(
+                f"folder={str(self.folder)!r}: %a has no value here, where each function of an "
+                f"array is a job of its own; use %j"
+            )
         folder = JobPaths.get_first_id_independent_folder(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
         minutes = self.parameters.get("time", 5)
@@ -229,6 +243,8 @@ class OrchestratorExecutor(SlurmExecutor):
         from orchestrator.config.command_line import literally
 
         words = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
+        if self.parameters.get("stderr_to_stdout"):
+            words.append(f"+cluster.environment.{ONE_LOG}='1'")
         asked: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
         for name, value in {**asked, **self.parameters}.items():
             if value is None or (self._is_local and name not in ("nodes", "ntasks_per_node")):
@@ -368,8 +384,9 @@ def call(folder: Path, job_id: str | None) -> None:
     paths = OrchestratorJobEnvironment().paths
     paths.folder.mkdir(parents=True, exist_ok=True)  # where SLURM was faster than the script
     log = os.fdopen(os.dup(2), "w", buffering=1)  # the rank's own, of which a failure's cause comes
-    log.write(f"output: {paths.stdout} and {paths.stderr}\n")
-    for path, standard in ((paths.stdout, 1), (paths.stderr, 2)):
+    log.write(f"output: {paths.stdout}, {paths.stderr}\n")
+    one = ONE_LOG in os.environ
+    for path, standard in ((paths.stdout, 1), (paths.stdout if one else paths.stderr, 2)):
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
         os.dup2(descriptor, standard)
         os.close(descriptor)

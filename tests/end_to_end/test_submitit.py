@@ -109,6 +109,35 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
     assert config.cluster.signal_ahead_s == 120
 
 
+@pytest.mark.parametrize(
+    ("parameters", "words"),
+    [({"array_parallelism": 2}, "a job of its own"), ({"setup": ["true"]}, "is not run on")],
+)
+def test_parameters_without_effect_are_warned_of(parameters, words, tmp_path):
+    with pytest.warns(UserWarning, match=words):
+        OrchestratorExecutor(tmp_path).update_parameters(**parameters)
+
+
+def test_a_folder_by_the_number_in_an_array_is_refused_before_anything_is_submitted(tmp_path):
+    executor = OrchestratorExecutor(tmp_path / "%A_%a")
+    with pytest.raises(ValueError, match=r"%a has no value here.*use %j"):
+        executor.map_array(abs, [1, 2])
+    assert not list(tmp_path.iterdir())
+
+
+def test_both_streams_go_to_one_log_where_that_is_asked_for(tmp_path):
+    executor = OrchestratorExecutor(tmp_path)
+    executor.update_parameters(stderr_to_stdout=True)
+    job = executor.submit(print_to_both)
+    job.wait()
+    assert "out\nerr\n" in job.stdout()
+
+
+def print_to_both():
+    print("out", flush=True)
+    print("err", file=sys.stderr)
+
+
 def test_another_python_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cluster\.container"):
         OrchestratorExecutor(tmp_path, python="singularity exec x python")
