@@ -1,4 +1,4 @@
-"""A small project of one's own, to begin from: `python -m orchestrator new FOLDER`."""
+"""Writes a small project to start from: `python -m orchestrator new FOLDER`."""
 
 from __future__ import annotations
 
@@ -149,6 +149,8 @@ def write_project(folder: Path) -> Path:
         near = re.sub(r"\W", "_", name)
         near = near if near.isidentifier() and not keyword.iskeyword(near) else f"my_{near}"
         raise UsageError(f"{name} cannot be the name of a Python package; try {near}")
+    if name in ("conf", "tests"):
+        raise UsageError(f"{name} is the name of another folder of the project; try my_{name}")
     if importlib.util.find_spec(name) is not None:
         raise UsageError(f"{name} is an installed package already; try my_{name}")
     folder.parent.mkdir(parents=True, exist_ok=True)

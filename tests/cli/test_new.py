@@ -55,6 +55,7 @@ def test_the_tutorial_leads_from_an_empty_folder_to_a_resumed_run(tmp_path):
         ("there", "exists already; name a new folder"),
         ("my-project", "cannot be the name of a Python package; try my_project"),
         ("class", "cannot be the name of a Python package; try my_class"),
+        ("conf", "conf is the name of another folder of the project; try my_conf"),
         ("json", "json is an installed package already; try my_json"),
     ],
 )

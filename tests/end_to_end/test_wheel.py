@@ -64,9 +64,6 @@ def run(installed, folder, *arguments, module="orchestrator.launch"):
 
 def test_the_wheel_brings_its_configuration_and_plans(installed, tmp_path):
     assert (installed / "orchestrator" / "conf" / "config.yaml").is_file()
-    run(installed, tmp_path, "new", "mine", module="orchestrator")
-    own = ("--config-dir", "mine/conf", "--config-name", "main", "train.updates=2", "run.dir=run")
-    run(installed, tmp_path, *own, "job._target_=mine.mine.spirals.Spirals")
     plan = run(installed, tmp_path, "plan", "experiment=jepa_240", "--json", module="orchestrator")
     assert [json.loads(plan)[name] for name in ("ranks", "nodes", "micro_steps")] == [240, 30, 2]
 
@@ -84,6 +81,21 @@ def test_a_job_of_another_installed_package_trains_from_any_folder(installed, tm
     assert (result["state"], result["updates"]) == ("finished", 6)
     weights = [record["weight"] for record in records(tmp_path / "out")]
     assert len(set(weights)) > 1, "the weight of an update is its number of words"
+
+
+def test_a_new_project_trains_and_resumes_where_the_user_has_folders_of_our_names(
+    installed, tmp_path
+):
+    run(installed, tmp_path, "new", "mine", module="orchestrator")
+    for name in ("jobs", "slurm"):
+        (tmp_path / "mine" / name).mkdir()
+        (tmp_path / "mine" / name / "__init__.py").write_text("raise SystemExit(3)\n")
+    own = ("--config-dir", "conf", "--config-name", "main", "train.epochs=1", "run.dir=runs/first")
+    run(installed, tmp_path / "mine", *own)
+    more = ("resume", "runs/first", "train.epochs=2")
+    run(installed, tmp_path / "mine", *more, module="orchestrator")
+    result = json.loads((tmp_path / "mine" / "runs" / "first" / "result.json").read_text())
+    assert (result["state"], result["updates"]) == ("finished", 20)
 
 
 def test_a_shipped_job_trains_where_the_user_has_folders_of_the_same_names(installed, tmp_path):
