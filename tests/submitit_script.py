@@ -56,6 +56,11 @@ def wait_for(condition):
         time.sleep(0.3)
 
 
+def at_work(job):
+    """Wait until both of a job's ranks are: submitit gives the output of all ranks as one text."""
+    wait_for(lambda: (job.stdout() or "").count("at work") == 2)
+
+
 def ended(job):
     wait_for(lambda: job.get_info(mode="force")["State"] not in ("RUNNING", "PENDING", "UNKNOWN"))
     return job.state
@@ -74,11 +79,11 @@ def main(folder):
     say(results=job.results(), script=job.paths.submission_file.exists())
     executor.update_parameters(tasks_per_node=1)
     job = executor.submit(Count(60))
-    wait_for(lambda: "at work" in (job.stdout() or ""))
+    at_work(job)
     job._interrupt()
     say(results=job.results(), state=ended(job))
     job = executor.submit(Count(6000))
-    wait_for(lambda: "at work" in (job.stdout() or ""))
+    at_work(job)
     job.cancel()
     say(state=ended(job))
 
