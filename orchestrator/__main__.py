@@ -39,7 +39,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 MOST_PLANS = 8  # of a sweep's points that are shown one by one, with the table of all
-WITH_PROGRAM = ("run", "launch", "plan")
+WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
     "2 what was asked for is wrong; 3 stopped on request, to be resumed; 130 interrupted at once."
@@ -56,6 +56,7 @@ EXAMPLES = {
     "cancel": "cancel RUN",
     "compare": "compare RUN_A RUN_B --tensors",
     "report": "report RUN --format csv",
+    "audit": "audit cluster.ranks_per_node=2 -- train.py --accumulation 4",
     "doctor": "doctor --run +cluster=slurm",
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }
@@ -320,6 +321,46 @@ def rehearse(
         raise typer.Exit(EXIT_FAILED)
 
 
+def audit(
+    overrides: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]..."),
+    ] = None,
+    steps: Annotated[
+        str | None,
+        typer.Option("--steps", help="The script's argument for the micro-steps: --k={steps}."),
+    ] = None,
+    updates: Annotated[
+        int | None,
+        typer.Option("--updates", help="How many; by default 8, or to an epoch's end if near."),
+    ] = None,
+    fake_cuda: Annotated[
+        bool, typer.Option("--fake-cuda", help="Let a script that names cuda run on CPUs.")
+    ] = False,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Judge a script's gradient accumulation: is each update that of one big batch?
+
+    Exit code 1 where something is wrong, 4 where it cannot be judged.
+    """
+    from orchestrator.cli import audit as auditing
+    from orchestrator.cli.follow import OutputOptions
+
+    console = Console()
+    output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
+    program = _after_dashes()[1:]
+    found, code = auditing.audit(
+        overrides or (), program, steps=steps, updates=updates, fake_cuda=fake_cuda, output=output
+    )
+    if as_json:
+        print_json({"runs": [made.to_json() for made in found]})
+    else:
+        for made in found:
+            auditing.print_audit(made, console)
+    raise typer.Exit(code)
+
+
 def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     """Print each rank's work, of a run or of each point of a sweep, as a launch would have it.
 
@@ -387,6 +428,7 @@ for function in (
     verbs.cancel,
     verbs.compare,
     verbs.report,
+    audit,
     doctor,
     rehearse,
 ):

@@ -6,7 +6,10 @@ follows an update is in `client/loop.py`.
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.agent.processes import this_process_alone
@@ -32,7 +35,7 @@ def main(run: Path, attempt: int) -> int:
 
 def _train(worker: WorkerProcess) -> int:
     """Train to the end; on the rank that is 0 then, write the result. Collective."""
-    with this_process_alone():
+    with this_process_alone(), _audited(worker.topology.rank):
         training = set_up(worker)
         progress, began = training.progress, time.perf_counter()
         memory = _train_in_groups(worker, training)
@@ -53,6 +56,24 @@ def _train(worker: WorkerProcess) -> int:
         # Groups that watch their peers learn that what follows is an end, not a loss.
         getattr(training.group, "close", lambda: None)()
         return EXIT_FINISHED if finished else EXIT_STOPPED
+
+
+@contextmanager
+def _audited(rank: int) -> Generator[None]:
+    """Observe the training below for `orchestrator audit`, if that has started this run."""
+    if "AUDIT_FOLDER" not in os.environ:
+        yield
+        return
+    from orchestrator.audit import observe
+
+    observer = observe.start(rank)
+    observer.ends_process = False
+    why = "the job failed"
+    try:
+        yield
+        why = "the job ended"
+    finally:
+        observer.finish(why)
 
 
 def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, list[int]]:

@@ -1,0 +1,257 @@
+"""The weight of each sample or token in a loss, read from its autograd graph.
+
+From the root of `backward`, a loss is followed through constant factors down to its first
+reduction (a mean, a sum, or a loss function that reduces). The gradient that arrives there, divided
+by the number of elements where it is a mean, is the derivative of the loss with respect to one
+element: the element's weight, whatever the script divided or multiplied by.
+
+Names and saved tensors of graph nodes are those of torch's derivatives.yaml.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge
+
+DDP_OUTPUTS = "_DDPSinkBackward"
+SEVERAL = "several loss terms"
+LINEAR = frozenset({
+    "MulBackward0", "MulBackward1", "DivBackward0", "DivBackward1", "NegBackward0",
+    "AddBackward0", "AddBackward1", "SubBackward0", "SubBackward1",
+    "ToCopyBackward0", "CloneBackward0", "AliasBackward0", "ViewBackward0", "ReshapeAliasBackward0",
+    "UnsafeViewBackward0", "SqueezeBackward0", "SqueezeBackward1", "UnsqueezeBackward0",
+    "SelectBackward0", "ExpandBackward0", DDP_OUTPUTS,
+})  # fmt: skip
+"""Nodes that pass a gradient on, times a constant, if one input alone needs a gradient."""
+MEANS = frozenset({"MeanBackward0", "MeanBackward1"})
+SUMS = frozenset({"SumBackward0", "SumBackward1"})
+NLL = frozenset({"NllLossBackward0", "NllLoss2DBackward0"})
+FUSED = frozenset({
+    "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "SoftMarginLossBackward0",
+    "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
+})  # fmt: skip
+NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of reductions
+STACKS = frozenset({"StackBackward0", "CatBackward0"})
+
+
+@dataclass
+class Reduction:
+    """One reduction of a loss.
+
+    Attributes:
+        name: of its node in the graph.
+        is_mean: it divides by `elements` (or by `units`, for a loss that ignores targets).
+        elements: the number of elements that it reduces.
+        units: the sum of their weights, masked ones being 0.
+        gradient: the one that arrived, of the loss with respect to the reduction's result.
+    """
+
+    name: str
+    is_mean: bool
+    elements: float
+    units: float
+    gradient: float | None = None
+
+
+@dataclass
+class Loss:
+    """What one backward pass differentiates.
+
+    Attributes:
+        reductions: from the root on. One over a single element is followed by those below it.
+        reason: why the loss cannot be judged.
+        elements: the edge of the elements that the last reduction reduces.
+    """
+
+    reductions: list[Reduction]
+    reason: str | None = None
+    elements: GradientEdge | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        return {"reductions": [asdict(r) for r in self.reductions], "reason": self.reason}
+
+
+def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> Loss:
+    """Follow a loss to its first reduction, and register hooks for the gradient that arrives.
+
+    Args:
+        roots: what `backward` was called on.
+        record: returns whether gradients are those of the script's own backward.
+    """
+    if len(roots) != 1 or roots[0].numel() != 1:
+        return Loss([], "backward began at several numbers")
+    [root] = roots
+    if root.grad_fn is None:
+        return Loss([], "the loss has no graph")
+    loss, edge = Loss([]), (root.grad_fn, root.output_nr)
+    while edge is not None:
+        edge = _descend(loss, *edge, record)
+    return loss
+
+
+def _descend(loss: Loss, node: Any, output: int, record: Callable[[], bool]) -> Any:
+    """Add one node to what is known of a loss; return the edge to follow, None at the end."""
+    found = _reduction(node)
+    if found is not None:
+        return _reduce(loss, node, found, record)
+    if node.name() not in LINEAR:
+        if not loss.reductions:
+            loss.reason = _why_not(node)
+        return None
+    if node.name() == DDP_OUTPUTS:  # of all outputs of a model, each with an edge
+        return node.next_functions[output]
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    if len(edges) == 1:
+        return edges[0]
+    main = _smoothed_cross_entropy(node)
+    if main is None:
+        loss.reason = SEVERAL
+    else:
+        _reduce(loss, node, main[1], record)
+        loss.elements = GradientEdge(*main[0].next_functions[0])
+    return None
+
+
+def _reduce(loss: Loss, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
+    """Add a reduction; return the edge below it where it reduces a single element."""
+
+    def arrived(gradients: tuple[Tensor, ...]) -> None:
+        if record():
+            found.gradient = float(gradients[0].detach().double().sum())
+
+    node.register_prehook(arrived)
+    loss.reductions.append(found)
+    below = node.next_functions[0]
+    if below[0] is not None and below[0].name() in STACKS and len(below[0].next_functions) > 1:
+        loss.reason = SEVERAL
+        return None
+    loss.elements = GradientEdge(*below)
+    return below if found.elements == 1 and found.name in MEANS | SUMS else None
+
+
+def _reduction(node: Any) -> Reduction | None:
+    name = node.name()
+    if name in MEANS or name in SUMS:
+        elements = math.prod(node._saved_self_sym_sizes)
+        below = node.next_functions[0][0]
+        units = float(elements) if name in MEANS else _units(below, float(elements))
+        return Reduction(name, name in MEANS, float(elements), units)
+    if name in NLL and node._saved_reduction != NONE:
+        weight = float(node._saved_total_weight)
+        return Reduction(name, node._saved_reduction == MEAN, weight, weight)
+    if name in FUSED and node._saved_reduction != NONE:
+        elements = float(node._saved_self.numel())
+        return Reduction(name, node._saved_reduction == MEAN, elements, elements)
+    return None
+
+
+def _units(node: Any, elements: float) -> float:
+    """Return how many of the elements count: those that no mask removes, with their weights."""
+    while node is not None:
+        counted = _counted(node, elements)
+        if counted is not None:
+            return counted
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        if node.name() not in LINEAR or len(below) != 1:
+            return elements
+        [node] = below
+    return elements
+
+
+def _counted(node: Any, elements: float) -> float | None:
+    """Return how many elements count, if `node` says so."""
+    name, shape = node.name(), tuple(node._input_metadata[0].shape)
+    left, right = (
+        node.next_functions[i][0] if len(node.next_functions) > i else None for i in (0, 1)
+    )
+    if name == "MulBackward0" and (left is None or right is None):
+        other = node._saved_other if right is None else node._saved_self
+        if isinstance(other, Tensor) and other.numel() > 1:
+            weights = other.detach().expand(shape).double()
+            return float(weights.sum()) if bool((weights >= 0).all()) else elements
+    elif name == "MaskedFillBackward0":
+        return elements - float(node._saved_mask.expand(shape).sum())
+    elif name == "WhereBackward0":
+        chosen = float(node._saved_condition.expand(shape).sum())
+        return chosen if left is not None else elements - chosen
+    elif name in NLL and node._saved_reduction == NONE:
+        ignored = node._saved_ignore_index
+        ignored -= 2**64 if ignored >= 2**63 else 0  # torch gives it without its sign
+        return float((node._saved_target != ignored).sum())
+    return None
+
+
+def _smoothed_cross_entropy(node: Any) -> tuple[Any, Reduction] | None:
+    """Return the cross entropy, if `node` adds the two terms of label smoothing."""
+    if node.name() != "AddBackward0":
+        return None
+    main, smooth = (_below(edge[0]) for edge in node.next_functions)
+    if main is None or smooth is None or main.name() not in NLL:
+        return None
+    found = _reduction(main)
+    same = smooth.name() in MEANS | SUMS and _reaches(smooth, main.next_functions[0][0])
+    return (main, found) if found is not None and same else None
+
+
+def _below(node: Any) -> Any:
+    """Return the first node below that is not linear."""
+    while node is not None and node.name() in LINEAR:
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        node = below[0] if len(below) == 1 else None
+    return node
+
+
+def _reaches(node: Any, target: Any, steps: int = 6) -> bool:
+    for _ in range(steps):
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        if len(below) != 1:
+            return False
+        [node] = below
+        if node is target:
+            return True
+    return False
+
+
+def _why_not(node: Any) -> str:
+    name = node.name()
+    if "Compiled" in name:
+        return "the loss is computed in a compiled graph"
+    return f"the loss is a function ({name.removesuffix('Backward0')}) of what was reduced before"
+
+
+def mixes_samples(loss: Loss, outputs: Sequence[Tensor]) -> bool | None:
+    """Return whether one element of the loss depends on the model's outputs of other samples.
+
+    One row of the elements is differentiated with respect to a module's output; the gradient must
+    vanish except in one row of it. None: there is no output of a module between loss and model.
+    """
+    if loss.elements is None:
+        return None
+    node: Any = loss.elements.node
+    metadata = node._input_metadata[loss.elements.output_nr]
+    seed = torch.zeros(tuple(metadata.shape), dtype=metadata.dtype)
+    if seed.dim() == 0:
+        seed.fill_(1.0)
+    else:
+        seed[0] = torch.randn(seed[0].shape, dtype=torch.float64).to(seed.dtype) + 0.1
+    for output in reversed(outputs):
+        try:
+            [gradient] = torch.autograd.grad(
+                [loss.elements], [output], [seed], retain_graph=True, allow_unused=True
+            )
+        except RuntimeError:  # below the elements there are nodes that cannot run twice
+            return None
+        if cast("Tensor | None", gradient) is None:
+            continue
+        touched = [
+            int((gradient.transpose(0, d).flatten(1) != 0).any(1).sum())
+            for d in range(min(2, gradient.dim() - 1) or 1)
+        ]
+        return min(touched, default=1) > 1
+    return None

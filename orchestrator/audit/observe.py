@@ -1,0 +1,659 @@
+"""Observation of an unmodified training script, from inside its process.
+
+`python -m orchestrator.audit SCRIPT ARGUMENTS` runs a script and writes down what every
+update consists of: the micro-steps' own gradients before any reduction, the weight of a sample in
+each loss, the gradient that the optimizer applies, clipping, schedules, and collectives. Nothing is
+judged here (see `judge`), and nothing is sent: each rank writes files in the audit's folder.
+
+A gradient is kept as values at up to `MOST_VALUES` positions, the same on all ranks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import hashlib
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer, lr_scheduler
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+
+from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
+from orchestrator.audit.loss_graph import Loss, mixes_samples, read_loss
+
+FOLDER, UPDATES, FAKE_CUDA = "AUDIT_FOLDER", "AUDIT_UPDATES", "AUDIT_FAKE_CUDA"
+MOST_VALUES = 2**17
+"""Of a gradient that are kept. Models with fewer parameters are compared whole."""
+LEAST_OF_PARAMETER = 16
+OTHERS_S = 20.0
+"""How long a rank that is done waits for the others, which may need it in a collective."""
+UPDATES_BY_DEFAULT, MOST_UPDATES = 8, 64
+PROBED_MICRO_STEPS = 2
+ROWS_KEPT = 4096
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+COLLECTIVES = (
+    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
+    "reduce_scatter_tensor", "all_to_all_single",
+)  # fmt: skip
+
+
+class OwnRanks(SystemExit):
+    """The script starts its ranks by itself."""
+
+
+@dataclass
+class Window:
+    """The micro-steps of one optimizer since its last update."""
+
+    micro_steps: list[dict[str, Any]] = field(default_factory=list)
+    columns: list[Array] = field(default_factory=list)
+    clips: list[dict[str, Any]] = field(default_factory=list)
+    before_clip: Array | None = None
+    schedules: list[dict[str, Any]] = field(default_factory=list)
+    scale: float = 1.0
+    reasons: list[str] = field(default_factory=list)
+
+
+class Stream:
+    """One optimizer: its parameters, and where its gradients are sampled."""
+
+    def __init__(self, index: int, optimizer: Optimizer) -> None:
+        self.index, self.optimizer = index, optimizer
+        self.parameters: list[nn.Parameter] = []
+        self.hooked: set[int] = set()
+        self.places: list[tuple[int, slice]] = []
+        self.updates = 0
+        self.window = Window()
+        self.backward = -1  # the backward pass of the newest micro-step
+        self.closure_calls = 0
+        self.reason: str | None = None  # why its updates cannot be judged
+
+    def choose_places(self) -> None:
+        """Choose positions in each parameter: all, or every n-th of a large model."""
+        total = sum(p.numel() for p in self.parameters)
+        begin, self.places = 0, []
+        for p in self.parameters:
+            share = p.numel() * MOST_VALUES // max(total, 1)
+            wanted = min(p.numel(), max(LEAST_OF_PARAMETER, share))
+            step = -(-p.numel() // max(wanted, 1)) if total > MOST_VALUES else 1
+            values = -(-p.numel() // max(step, 1))
+            self.places.append((step, slice(begin, begin + values)))
+            begin += values
+
+    @property
+    def values(self) -> int:
+        return self.places[-1][1].stop if self.places else 0
+
+    def sample(self, tensors: Iterable[Tensor | None]) -> Array:
+        column = np.zeros(self.values)
+        for i, tensor in enumerate(tensors):
+            if tensor is not None:
+                self.put(column, i, tensor)
+        return column
+
+    def put(self, column: Array, i: int, tensor: Tensor) -> None:
+        step, where = self.places[i]
+        column[where] = tensor.detach().reshape(-1)[::step].double().numpy()
+
+
+class Observer:
+    """Everything that is observed in one process."""
+
+    def __init__(self, folder: Path, updates: int | None, rank: int) -> None:
+        self.rank, self.pid = rank, os.getpid()
+        self.ends_process = True
+        self.probing = self.in_backward = self.in_hook = False
+        self.begin(folder, updates)
+
+    def begin(self, folder: Path, updates: int | None) -> None:
+        """Observe what follows as a run of its own."""
+        self.folder, self.updates = folder, updates
+        self.streams: dict[int, Stream] = {}
+        self.of_parameter: dict[int, list[tuple[Stream, int]]] = {}
+        self.backwards = self.depth = self.probes = 0
+        self.events = 0  # clippings and collectives so far
+        self.loss: Loss | None = None
+        self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
+        self.forwards: list[dict[str, Any]] = []
+        self.outputs: list[Tensor] = []
+        self.takes_names: set[int] = set()
+        self.collectives: list[dict[str, Any]] = []
+        self.layers: dict[str, Any] = {"norms": set(), "dropouts": 0}
+        self.loaders: list[dict[str, Any]] = []
+        self.lines = (folder / f"rank-{self.rank:05d}.jsonl").open("a")
+        self.data = (folder / f"rank-{self.rank:05d}.bin").open("ab")
+        self.ended = False
+
+    @property
+    def is_active(self) -> bool:
+        return not self.ended and os.getpid() == self.pid
+
+    # ------------------------------------------------------------------
+    # Gradients.
+
+    def add_parameters(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
+        stream = self.streams.get(id(optimizer))
+        if stream is None:
+            stream = self.streams[id(optimizer)] = Stream(len(self.streams), optimizer)
+        for p in parameters:
+            if type(p.data) is not Tensor:
+                stream.reason = f"parameters are {type(p.data).__name__}s"
+                continue
+            number = len(stream.parameters)
+            stream.parameters.append(p)
+            self.of_parameter.setdefault(id(p), []).append((stream, number))
+            self._hook(stream, number)
+        stream.choose_places()
+
+    def _hook(self, stream: Stream, number: int) -> None:
+        p = stream.parameters[number]
+        if not p.requires_grad or not p.is_leaf or number in stream.hooked:
+            return
+        stream.hooked.add(number)
+        p.register_hook(functools.partial(self._on_gradient, stream, number))
+
+    def _on_gradient(self, stream: Stream, number: int, gradient: Tensor) -> None:
+        if not self.is_active or self.probing or not self.in_backward:
+            return
+        if stream.backward != self.backwards:
+            self._begin_micro_step(stream, stream.parameters[number])
+        if gradient.is_sparse or type(gradient) is not Tensor:
+            _note(stream.window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
+            return
+        stream.put(stream.window.columns[-1], number, gradient)
+
+    def _begin_micro_step(self, stream: Stream, p: nn.Parameter) -> None:
+        stream.backward = self.backwards
+        window = stream.window
+        held = p.grad
+        window.micro_steps.append({
+            "backward": self.backwards,
+            "cleared": held is None or not bool(held.detach().any()),
+            "lr": [float(group["lr"]) for group in stream.optimizer.param_groups],
+            "loss": self.loss,
+        })  # fmt: skip
+        window.columns.append(np.zeros(stream.values))
+
+    def watch_backward(self, original: Callable[..., None]) -> Callable[..., None]:
+        @functools.wraps(original)
+        def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
+            if not self.is_active or self.in_backward:
+                return original(tensors, *args, **kwargs)
+            roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
+            self.backwards += 1
+            self.depth = 0
+            self.loss = read_loss(roots, lambda: not self.probing)
+            self._probe()
+            self.in_backward = True
+            try:
+                return original(tensors, *args, **kwargs)
+            finally:
+                self.in_backward = False
+
+        return backward
+
+    def _probe(self) -> None:
+        loss = self.loss
+        if loss is None or loss.elements is None or self.probes >= PROBED_MICRO_STEPS:
+            self.outputs.clear()
+            return
+        outputs = [t for t in self.outputs if t.grad_fn is not None]
+        self.outputs.clear()
+        self.probing = True
+        try:
+            mixed = mixes_samples(loss, outputs)
+        finally:
+            self.probing = False
+        self.probes += 1
+        if mixed:
+            self.layers["mixed"] = (
+                "the loss of a sample depends on other samples of its micro-batch"
+            )
+        elif mixed is None:
+            self.layers["unprobed"] = "no module's output lies between the loss and the model"
+
+    # ------------------------------------------------------------------
+    # Updates.
+
+    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+        stream = self.streams.get(id(optimizer))
+        if stream is None or not self.is_active:
+            return None
+        closure = kwargs.get("closure") if len(args) < 2 else args[1]
+        if closure is None:
+            self._take_applied(stream)
+            return None
+        stream.closure_calls = 0
+
+        def watched() -> Any:
+            result = closure()
+            stream.closure_calls += 1
+            if stream.closure_calls > 1:
+                _note(stream.window.reasons, "the optimizer calls its closure several times")
+            self._take_applied(stream)
+            return result
+
+        if "closure" in kwargs:
+            return args, {**kwargs, "closure": watched}
+        return (args[0], watched, *args[2:]), kwargs
+
+    def _take_applied(self, stream: Stream) -> None:
+        for number in range(len(stream.parameters)):
+            if number not in stream.hooked and stream.parameters[number].requires_grad:
+                self._hook(stream, number)
+                _note(stream.window.reasons, "a parameter was unfrozen in this window")
+        if self.in_backward:
+            _note(stream.window.reasons, "the optimizer steps within backward")
+        if stream.reason is not None:
+            _note(stream.window.reasons, stream.reason)
+        self.applied = stream.sample(p.grad for p in stream.parameters)
+        scale = getattr(stream.optimizer, "grad_scale", None)
+        if scale is not None:  # an optimizer that removes the loss scaler's scale by itself
+            stream.window.scale = float(scale)
+            self.applied /= stream.window.scale
+
+    def after_step(self, optimizer: Optimizer, *_: Any) -> None:
+        stream = self.streams.get(id(optimizer))
+        if stream is None or not self.is_active:
+            return
+        window = stream.window
+        weights = stream.sample(stream.parameters)
+        columns = [*window.columns, self.applied]
+        if window.before_clip is not None:
+            columns.append(window.before_clip)
+        place = self.data.tell()
+        for column in columns:
+            self.data.write(column.tobytes())
+        self.data.flush()
+        steps = [{**step, "loss": step["loss"].to_json()} for step in window.micro_steps]
+        self._write(
+            update=stream.updates, stream=stream.index, place=place, values=stream.values,
+            micro_steps=steps, clips=window.clips, clipped=window.before_clip is not None,
+            schedules=window.schedules, scale=window.scale, reasons=window.reasons,
+            weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
+            forwards=self.forwards, collectives=self.collectives,
+            gradient_bytes=sum(p.numel() * p.element_size() for p in stream.parameters),
+            group=_group_size(), dtypes=sorted({str(p.dtype) for p in stream.parameters}),
+        )  # fmt: skip
+        stream.window = Window()
+        stream.updates += 1
+        self.forwards, self.collectives = [], []
+        if self.updates is None:
+            self.updates = self._enough(len(steps))
+        stepped = [s.updates for s in self.streams.values() if s.updates]
+        if self.ends_process and (min(stepped) >= self.updates or max(stepped) > self.updates):
+            self.finish("as many updates as were asked for")
+            self._leave()
+
+    def _enough(self, steps: int) -> int:
+        """Return how many updates to observe: up to the end of the first epoch, if that is near.
+
+        Args:
+            steps: the number of micro-steps of the first window.
+        """
+        if not self.loaders or not steps:
+            return UPDATES_BY_DEFAULT
+        epoch = -(-self.loaders[0]["length"] // steps)
+        return max(UPDATES_BY_DEFAULT, epoch + 1) if epoch <= MOST_UPDATES else UPDATES_BY_DEFAULT
+
+    def skip(self, stream: Stream) -> None:
+        """Forget a window whose update a loss scaler has skipped."""
+        stream.window = Window()
+        self.forwards, self.collectives = [], []
+        self._write(skipped=stream.updates, stream=stream.index)
+
+    def unscaled(self, stream: Stream, scale: float) -> None:
+        stream.window.scale = scale
+        if stream.window.before_clip is not None:
+            _note(stream.window.reasons, CLIPPED_WHILE_SCALED)
+
+    def clip(self, kind: str, parameters: Any) -> None:
+        if not self.is_active:
+            return
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        for stream in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
+            window = stream.window
+            self.events += 1
+            window.clips.append({
+                "kind": kind, "after": len(window.micro_steps), "event": self.events,
+            })  # fmt: skip
+            window.before_clip = stream.sample(p.grad for p in stream.parameters)
+
+    def schedule(self, scheduler: Any) -> None:
+        optimizer = getattr(scheduler, "optimizer", None)
+        inner = getattr(optimizer, "optimizer", None)
+        stream = self.streams.get(id(optimizer)) or self.streams.get(id(inner))
+        if stream is not None and self.is_active:
+            stream.window.schedules.append({
+                "scheduler": id(scheduler), "name": type(scheduler).__name__,
+                "after": len(stream.window.micro_steps),
+            })  # fmt: skip
+
+    # ------------------------------------------------------------------
+    # Forward passes, data, collectives.
+
+    def before_forward(self, module: nn.Module, inputs: Any) -> None:
+        if not self.is_active or self.in_backward or self.probing:
+            return
+        self.depth += 1
+        if self.depth > 1 or not torch.is_grad_enabled() or not module.training:
+            return
+        if next(module.parameters(), None) is None:
+            return
+        if not inputs and id(module) not in self.takes_names:
+            # Global hooks do not see inputs that are given by name: from now on, one of its own.
+            self.takes_names.add(id(module))
+            module.register_forward_pre_hook(
+                lambda _, args, kwargs: self._note_rows(kwargs.values()) if not args else None,
+                with_kwargs=True,
+            )
+        random = hashlib.sha256(torch.get_rng_state().numpy().tobytes()).hexdigest()[:16]
+        self.forwards.append({
+            "before": self.backwards + 1, "rows": [], "random": random, "used": False,
+        })  # fmt: skip
+        self._note_rows(inputs)
+
+    def _note_rows(self, inputs: Iterable[Any]) -> None:
+        if not self.is_active or self.in_backward or not self.forwards or self.forwards[-1]["rows"]:
+            return
+        for tensor in _tensors(inputs):
+            if not tensor.requires_grad and tensor.dim() >= 1 and tensor.shape[0]:
+                rows = tensor.detach()[:ROWS_KEPT].contiguous()
+                as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+                self.forwards[-1]["rows"] = [
+                    hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in as_bytes
+                ]
+                return
+
+    def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        del inputs
+        if not self.is_active or self.in_backward or self.probing:
+            return
+        self.depth = max(0, self.depth - 1)
+        if not torch.is_grad_enabled() or not module.training:
+            return
+        if isinstance(module, BATCH_NORMS):
+            self.layers["norms"].add(type(module).__name__)
+        if isinstance(module, DROPOUTS) and module.p > 0:
+            self.layers["dropouts"] += 1
+        found = [t for t in _tensors([output]) if t.requires_grad]
+        if self.probes < PROBED_MICRO_STEPS:
+            self.outputs += [t for t in found if t.dim() >= 2 and t.shape[0] > 1]
+        if (
+            self.depth == 0
+            and found
+            and self.forwards
+            and next(module.parameters(), None) is not None
+        ):
+            forward = self.forwards[-1]
+            for tensor in found:
+                if not tensor.is_leaf:
+                    tensor.register_hook(lambda _, forward=forward: self._use(forward))
+
+    def _use(self, forward: dict[str, Any]) -> None:
+        if not self.probing:
+            forward["used"] = True
+
+    def collective(self, kind: str, tensor: Any) -> None:
+        if self.in_hook or not self.is_active:
+            return
+        if isinstance(tensor, Tensor) and tensor.is_floating_point():
+            self.events += 1
+            self.collectives.append({
+                "kind": kind, "bytes": tensor.numel() * tensor.element_size(),
+                "backward": self.backwards, "event": self.events,
+            })  # fmt: skip
+
+    # ------------------------------------------------------------------
+    # The end.
+
+    def _write(self, **record: Any) -> None:
+        self.lines.write(json.dumps(record) + "\n")
+        self.lines.flush()
+
+    def finish(self, why: str) -> None:
+        """Write down the end, once."""
+        if self.ended or os.getpid() != self.pid:
+            return
+        self.ended = True
+        unfinished = {str(s.index): len(s.window.micro_steps) for s in self.streams.values()}
+        self._write(
+            end=why, unfinished=unfinished, backwards=self.backwards, loaders=self.loaders,
+            layers={**self.layers, "norms": sorted(self.layers["norms"])},
+            environment={
+                "torch": torch.__version__, "python": sys.version.split()[0],
+                "threads": torch.get_num_threads(),
+                "deterministic": torch.are_deterministic_algorithms_enabled(),
+            },
+        )  # fmt: skip
+        (self.folder / f"done-{self.rank:05d}").touch()
+
+    def _leave(self) -> None:
+        """End this process, once the others are done or have had time to be."""
+        until = time.monotonic() + OTHERS_S
+        size = int(os.environ.get("WORLD_SIZE", "1"))
+        while len(list(self.folder.glob("done-*"))) < size and time.monotonic() < until:
+            time.sleep(0.02)
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+def _group_size() -> int:
+    """Return the size of torch's default process group; 0 without one."""
+    import torch.distributed as dist
+
+    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
+
+
+def _note(reasons: list[str], reason: str) -> None:
+    if reason not in reasons:
+        reasons.append(reason)
+
+
+def _tensors(values: Iterable[Any], levels: int = 2) -> Iterator[Tensor]:
+    for value in values:
+        if isinstance(value, Tensor):
+            yield value
+        elif levels and isinstance(value, dict):
+            yield from _tensors(value.values(), levels - 1)
+        elif levels and isinstance(value, list | tuple):
+            yield from _tensors(value, levels - 1)
+
+
+# ----------------------------------------------------------------------
+# Hooks into torch.
+
+
+def install(observer: Observer) -> None:
+    """Register the observer with torch: hooks where torch has them, wrapped functions elsewhere."""
+    torch.autograd.backward = observer.watch_backward(torch.autograd.backward)
+    nn.modules.module.register_module_forward_pre_hook(observer.before_forward)
+    nn.modules.module.register_module_forward_hook(observer.after_forward)
+    register_optimizer_step_pre_hook(observer.before_step)
+    register_optimizer_step_post_hook(observer.after_step)
+    add_param_group = Optimizer.add_param_group
+
+    def adding(self: Optimizer, param_group: dict[str, Any]) -> None:
+        add_param_group(self, param_group)
+        if observer.is_active:
+            observer.add_parameters(self, self.param_groups[-1]["params"])
+
+    Optimizer.add_param_group = adding
+    for name in ("clip_grad_norm_", "clip_grad_value_"):
+        wrapped = _before(getattr(nn.utils, name), functools.partial(observer.clip, name))
+        for module in (nn.utils, nn.utils.clip_grad):
+            setattr(module, name, wrapped)
+    for scheduler in vars(lr_scheduler).values():
+        if isinstance(scheduler, type) and "step" in vars(scheduler):
+            scheduler.step = _before(scheduler.step, observer.schedule)
+    _install_scaler(observer)
+    _install_loader(observer)
+    import torch.distributed as dist
+
+    if dist.is_available():
+        _install_collectives(observer)
+
+
+def _before(function: Callable[..., Any], call: Callable[[Any], None]) -> Callable[..., Any]:
+    """Wrap `function`: `call` gets its first argument before it runs."""
+
+    @functools.wraps(function)
+    def wrapped(first: Any, *args: Any, **kwargs: Any) -> Any:
+        if hasattr(first, "__next__"):
+            first = list(first)  # an iterator of parameters serves once
+        call(first)
+        return function(first, *args, **kwargs)
+
+    return wrapped
+
+
+def _install_scaler(observer: Observer) -> None:
+    scaler = torch.amp.GradScaler
+    step, unscale = scaler.step, scaler.unscale_
+
+    @functools.wraps(unscale)
+    def unscale_(self: Any, optimizer: Any) -> Any:
+        stream = observer.streams.get(id(optimizer)) or observer.streams.get(
+            id(getattr(optimizer, "optimizer", None))
+        )
+        if stream is not None and self.is_enabled():
+            observer.unscaled(stream, float(self.get_scale()))
+        return unscale(self, optimizer)
+
+    @functools.wraps(step)
+    def stepping(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
+        stream = observer.streams.get(id(optimizer)) or observer.streams.get(
+            id(getattr(optimizer, "optimizer", None))
+        )
+        done = stream.updates if stream else 0
+        result = step(self, optimizer, *args, **kwargs)
+        if stream is not None and observer.is_active and stream.updates == done:
+            observer.skip(stream)
+        return result
+
+    scaler.step, scaler.unscale_ = stepping, unscale_
+
+
+def _install_loader(observer: Observer) -> None:
+    """Note how many micro-batches a training loader has, and whether its end was reached."""
+    loader = torch.utils.data.DataLoader
+    iterate = loader.__iter__
+
+    @functools.wraps(iterate)
+    def iterating(self: Any) -> Any:
+        iterator = iterate(self)
+        if not observer.is_active:
+            return iterator
+        with contextlib.suppress(TypeError):
+            observer.loaders.append({"length": len(self), "from": observer.backwards})
+        return iterator
+
+    loader.__iter__ = iterating
+
+
+def _install_collectives(observer: Observer) -> None:
+    import torch.distributed as dist
+    from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+    from torch.nn.parallel import DistributedDataParallel as Ddp
+
+    for name in COLLECTIVES:
+        call = functools.partial(observer.collective, name)
+        wrapped = _before(getattr(dist, name), call)
+        for module in (dist, dist.distributed_c10d):
+            setattr(module, name, wrapped)
+    register, forward = Ddp.register_comm_hook, Ddp.forward
+
+    def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:
+        self._audited = True  # type: ignore[assignment]
+        observer.layers["hook"] = "the script has a communication hook of its own"
+        register(self, *args, **kwargs)
+
+    def reduce(group: Any, bucket: Any) -> Any:
+        observer.collective("ddp", bucket.buffer())
+        observer.in_hook = True  # the hook calls all_reduce itself
+        try:
+            return allreduce_hook(group, bucket)
+        finally:
+            observer.in_hook = False
+
+    reduce.__annotations__.clear()  # DDP does not read those that are text
+
+    @functools.wraps(forward)
+    def forwarding(self: Ddp, *args: Any, **kwargs: Any) -> Any:
+        if not hasattr(self, "_audited"):
+            self._audited = True  # type: ignore[assignment]
+            register(self, self.process_group, reduce)
+        return forward(self, *args, **kwargs)
+
+    Ddp.register_comm_hook, Ddp.forward = registering, forwarding
+
+
+# ----------------------------------------------------------------------
+
+
+def start(rank: int) -> Observer:
+    """Observe this process, by the variables that `orchestrator audit` sets."""
+    if os.environ.get(FAKE_CUDA):
+        from orchestrator.audit.fake_cuda import simulate
+
+        simulate()
+    asked = os.environ.get(UPDATES)
+    observer = Observer(Path(os.environ[FOLDER]), int(asked) if asked else None, rank)
+    install(observer)
+    return observer
+
+
+def _refuse_own_ranks() -> None:
+    import torch.multiprocessing as mp
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise OwnRanks("the script starts its ranks by itself")
+
+    mp.spawn = mp.start_processes = refuse  # type: ignore[assignment]
+
+
+def main(words: list[str]) -> None:
+    """Run a script (or, after -m, a module) as `python` would, observed."""
+    observer = start(int(os.environ.get("RANK", "0")))
+    _refuse_own_ranks()
+    why = "the script returned"
+    try:
+        if words[0] == "-m":
+            sys.argv = words[1:]
+            sys.path.insert(0, str(Path.cwd()))
+            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = words
+            sys.path.insert(0, str(Path(words[0]).resolve().parent))
+            runpy.run_path(words[0], run_name="__main__")
+    except OwnRanks:
+        why = "own ranks"
+        raise SystemExit(0) from None
+    except SystemExit as error:
+        why = (
+            "the script returned"
+            if error.code in (None, 0)
+            else f"the script exited with {error.code}"
+        )
+        raise
+    except BaseException as error:
+        why = f"the script failed: {type(error).__name__}: {error}"
+        raise
+    finally:
+        observer.finish(why)

@@ -1,0 +1,350 @@
+"""The verb `audit`: run a training script briefly, observed, and judge its updates.
+
+The script runs as it is, on simulated nodes, in a scratch folder that looks like the current one:
+each entry is a link, and what the script creates is deleted with the folder.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from orchestrator.audit.faults import FAULTS
+from orchestrator.audit.judge import (
+    ESSENTIAL,
+    RIGHT,
+    ROWS,
+    UNJUDGED,
+    WRONG,
+    Judgement,
+    Trace,
+    judge,
+    read_trace,
+)
+from orchestrator.cli.follow import OutputOptions
+from orchestrator.cli.start import begun, prepare, runner_of
+from orchestrator.config.command_line import key_of, program_overrides
+from orchestrator.config.composer import compose
+from orchestrator.config.job_source import check_target, is_this_python
+from orchestrator.errors import (
+    EXIT_FAILED,
+    EXIT_FINISHED,
+    EXIT_INTERRUPTED,
+    EXIT_STOPPED,
+    ConfigError,
+)
+from orchestrator.report.terminal import literal, new_table, say
+from orchestrator.rundir.outcome import Ended, describe_culprit
+from orchestrator.units import plural
+
+OBSERVER = "orchestrator.audit"
+FOLDER, UPDATES, FAKE_CUDA = "AUDIT_FOLDER", "AUDIT_UPDATES", "AUDIT_FAKE_CUDA"
+EXIT_UNJUDGED = 4
+STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged last window
+OWN_RANKS = "own ranks"
+JOB_UPDATES = 8
+DEFAULTS = ("cluster.nodes=1", "cluster.ranks_per_node=2")
+OURS = ("run.snapshot=false", "run.watch=true", "tracker=none", "run.max_restarts=0")
+LAUNCHERS = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed", "torch.distributed.run")
+SIGNS = {WRONG: "WRONG", UNJUDGED: "?", RIGHT: "ok"}
+STYLES = {WRONG: "bold red", UNJUDGED: "yellow", RIGHT: "green"}
+
+
+@dataclass
+class Audit:
+    """One audited run.
+
+    Attributes:
+        steps: the number that --steps was filled with.
+        reason: why nothing could be judged.
+        notes: further sentences.
+        stated_ranks: their number was typed.
+        log: the end of the log of a rank that failed.
+    """
+
+    ranks: int
+    steps: int | None = None
+    judgement: Judgement | None = None
+    reason: str | None = None
+    notes: list[str] = field(default_factory=list)
+    stated_ranks: bool = True
+    log: list[str] = field(default_factory=list)
+
+    @property
+    def state(self) -> str:
+        if self.judgement is None:
+            return UNJUDGED
+        if any(f.state == WRONG for f in self.judgement.findings):
+            return WRONG
+        states = {self.judgement.state(row) for row in ESSENTIAL}
+        return UNJUDGED if UNJUDGED in states else RIGHT
+
+    def to_json(self) -> dict[str, Any]:
+        made = self.judgement
+        return {
+            "ranks": self.ranks, "steps": self.steps, "state": self.state, "reason": self.reason,
+            "notes": self.notes, "faults": made.faults if made else [],
+            "rows": {row: made.state(row) for row in ROWS} if made else {},
+            "findings": [asdict(f) for f in made.findings] if made else [],
+            "updates": made.updates if made else [],
+        }  # fmt: skip
+
+
+def audit(
+    overrides: Sequence[str], program: Sequence[str], *, steps: str | None, updates: int | None,
+    fake_cuda: bool, output: OutputOptions,
+) -> tuple[list[Audit], int]:  # fmt: skip
+    """Audit a script, or a job class where `program` is empty; return the exit code, too.
+
+    Args:
+        steps: an argument with `{steps}`, for one run with each number of `STEPS`.
+        updates: of each run; None: 8, or up to the end of the first epoch.
+
+    Raises:
+        UsageError: the run cannot be started, or not audited.
+    """
+    if updates is not None and updates < 1:
+        raise ConfigError(f"--updates {updates}: at least 1 is needed")
+    if steps is not None and "{steps}" not in steps:
+        raise ConfigError(
+            f"--steps {steps}: it needs {{steps}}, as in "
+            "--steps '--gradient_accumulation_steps={steps}'"
+        )
+    done: list[Audit] = []
+    for number in STEPS if steps else (None,):
+        added = [] if steps is None else steps.replace("{steps}", str(number)).split()
+        with _scratch() as folder:
+            made, code = _run(overrides, program, added, updates, folder, output, fake=fake_cuda)
+        made.steps = number
+        done.append(made)
+        if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+            return done, EXIT_INTERRUPTED
+    states = {made.state for made in done}
+    if WRONG in states:
+        return done, EXIT_FAILED
+    return done, EXIT_UNJUDGED if UNJUDGED in states else EXIT_FINISHED
+
+
+def _run(
+    overrides: Sequence[str], program: Sequence[str], added: Sequence[str], updates: int | None,
+    folder: Path, output: OutputOptions, *, fake: bool,
+) -> tuple[Audit, int]:  # fmt: skip
+    given = {key_of(one) for one in overrides}
+    line = [one for one in DEFAULTS if key_of(one) not in given]
+    line += [*overrides, *OURS, f"run.dir={folder / 'run'}"]
+    if program:
+        words = _observed([*program, *added], Path.cwd())
+        line += program_overrides(words, before=line)
+    else:
+        line += added
+        if not given & {"train.updates", "train.epochs"}:
+            line.append(f"train.updates={updates or JOB_UPDATES}")
+    config = compose(line)
+    if config.cluster.kind != "local":
+        raise ConfigError(
+            f"an audit runs on simulated nodes here, not on cluster={config.cluster.kind}"
+        )
+    if not program and "command" in config.job:
+        raise ConfigError("name a script, as in audit -- train.py, or a job: audit job=digits")
+    plan = prepare(config)
+    framework = config.job.get("style") if program else check_target(config.job).framework
+    if framework == "mindspore":
+        raise ConfigError("an audit observes PyTorch; MindSpore's graphs cannot be observed so")
+    traces_in = folder / "traces"
+    traces_in.mkdir()
+    os.environ |= {FOLDER: str(traces_in), UPDATES: "" if updates is None else str(updates)}
+    if fake:
+        os.environ[FAKE_CUDA] = "1"
+    # What a run says at its end names its folder, which is deleted.
+    console = output.console if output.verbose else Console(file=io.StringIO())
+    with (
+        _inside(folder),
+        begun(config, replace(output, console=console), overrides=line, plan=plan) as ready,
+    ):
+        ended = runner_of(ready.cluster)(ready)
+    made = Audit(config.cluster.nodes * config.cluster.ranks_per_node)
+    made.stated_ranks = not program or bool(given & {key_of(one) for one in DEFAULTS})
+    _judge(made, traces_in, ended)
+    return made, ended.exit_code
+
+
+def _observed(program: Sequence[str], here: Path) -> list[str]:
+    """Return the words that run a script observed."""
+    words = list(program)
+    if is_this_python(words[0]):
+        words = words[2 if words[1:2] == ["-u"] else 1 :]
+    name = words[1] if words[:1] == ["-m"] and len(words) > 1 else "".join(words[:1])
+    if any(name == launcher or name.endswith(f"/{launcher}") for launcher in LAUNCHERS):
+        raise ConfigError(
+            f"{name} starts ranks by itself, and so does an audit: give the script alone, as in "
+            "audit cluster.ranks_per_node=2 -- train.py"
+        )
+    if words[0] != "-m":
+        script = here / words[0]
+        if not script.is_file():
+            raise ConfigError(f"{words[0]} is no file; an audit needs a Python script")
+        words[0] = str(script)
+    return ["-m", OBSERVER, *words]
+
+
+def _judge(made: Audit, traces_in: Path, ended: Ended) -> None:
+    """Judge what the ranks have written, or say why nothing can be judged."""
+    interrupted = ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED)
+    failed = None
+    if interrupted:
+        failed = "interrupted"
+    elif ended.exit_code:
+        culprit = ended.culprit
+        failed = describe_culprit(culprit.to_json()) if culprit else "the script failed"
+        made.log = list(culprit.log_tail) if culprit else []
+    files = [traces_in / f"rank-{rank:05d}.jsonl" for rank in range(made.ranks)]
+    if not all(file.exists() for file in files):
+        made.reason = failed or "the script did not start on all ranks"
+        return
+    traces = [read_trace(traces_in, rank) for rank in range(made.ranks)]
+    if any(trace.end.get("end") == OWN_RANKS for trace in traces):
+        made.reason = (
+            "the script starts its ranks by itself: let audit start them (they have torchrun's "
+            "variables), as in audit cluster.ranks_per_node=2 -- train.py"
+        )
+        return
+    if not any(trace.windows for trace in traces):
+        backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)
+        made.reason = failed or f"the script made {backwards} backward passes, and no update"
+        return
+    grouped = any(w.record["group"] for trace in traces for w in trace.windows.values())
+    alone = not made.stated_ranks and not grouped
+    if alone and made.ranks > 1:
+        made.notes.append("the script does not use torch.distributed: judged as one process")
+        traces, made.ranks = traces[:1], 1
+    made.judgement = judge(traces)
+    made.notes += _notes(traces, failed)
+
+
+def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
+    notes = [] if failed is None else [f"judged up to here: {failed}"]
+    end = traces[0].end
+    loaders = end.get("loaders", [])
+    updates = len({update for _, update in traces[0].windows})
+    steps = max(len(w.steps) for w in traces[0].windows.values())
+    lengths = [loader["length"] for loader in loaders[:1]]
+    if lengths and lengths[0] > end.get("backwards", 0):
+        needed = -(-lengths[0] // steps)
+        notes.append(
+            f"the end of an epoch was not reached, where most faults are: --updates {needed} "
+            f"(there were {updates}), or a smaller data set"
+        )
+    if traces[0].skipped:
+        notes.append(f"{traces[0].skipped} updates were skipped by the loss scaler")
+    return notes
+
+
+@contextmanager
+def _scratch() -> Generator[Path]:
+    folder = Path(tempfile.mkdtemp(prefix="audit-"))
+    try:
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextmanager
+def _inside(folder: Path) -> Generator[None]:
+    """Work in a copy of the current folder, of which each entry is a link; so are its parents'."""
+    here = Path.cwd()
+    copy = folder / "files"
+    copy.mkdir()
+    source = Path(here.anchor)
+    for part in here.parts[1:]:
+        _link_entries(source, copy, but=part)
+        source, copy = source / part, copy / part
+        copy.mkdir()
+    _link_entries(source, copy)
+    os.chdir(copy)
+    try:
+        yield
+    finally:
+        os.chdir(here)
+
+
+def _link_entries(source: Path, target: Path, but: str | None = None) -> None:
+    try:
+        entries = list(source.iterdir())
+    except PermissionError:  # a parent that may be passed, but not read
+        return
+    for entry in entries:
+        if entry.name != but:
+            (target / entry.name).symlink_to(entry)
+
+
+# ----------------------------------------------------------------------
+
+
+def print_audit(made: Audit, console: Console) -> None:
+    """Print the verdicts as a table, the worst first, and what would fix what is wrong."""
+    if made.steps is not None:
+        say(console, f"with {made.steps} micro-steps:", "bold")
+    found = made.judgement
+    for line in made.log:
+        say(console, f"  {line}", "dim")
+    if found is None:
+        say(console, f"not judged: {made.reason}", "yellow", prose=True)
+        return
+    table = new_table(("", "verdict", "what was seen", "updates"), ())
+    order = {WRONG: 0, UNJUDGED: 1, RIGHT: 2}
+    for row in sorted(ROWS, key=lambda row: (order[found.state(row)], ROWS.index(row))):
+        state = found.state(row)
+        here = [f for f in found.findings if f.row == row and f.state == state]
+        texts = list(dict.fromkeys(f.text for f in here if f.text))
+        updates = sorted({f.update for f in here if f.update is not None})
+        text = texts[0] if texts else ""
+        table.add_row(
+            literal(SIGNS[state], console, STYLES[state]), row, literal(text, console),
+            _ranges(updates),
+        )  # fmt: skip
+    console.print(table)
+    for fault in found.faults:
+        known = FAULTS[fault]
+        say(console, f"\n{fault}: {known.about}", "bold")
+        say(console, known.effect, prose=True)
+        for line in known.fix:
+            say(console, f"    {line}", "dim")
+    for note in made.notes:
+        say(console, f"note: {note}", "yellow", prose=True)
+    say(console, _summary(made, found), STYLES[made.state], prose=True)
+
+
+def _summary(made: Audit, found: Judgement) -> str:
+    updates = len({f.update for f in found.findings if f.update is not None})
+    errors = [u["relative_error"] for u in found.updates]
+    of = f"{plural(updates, 'update')} on {plural(made.ranks, 'rank')}"
+    if made.state == WRONG:
+        largest = f"; its gradient is off by up to {max(errors):.2g}" if errors else ""
+        return f"wrong: {', '.join(found.faults)} ({of}{largest})"
+    if made.state == UNJUDGED:
+        return f"not judged: {of}"
+    return f"right: {of}, each that of one big batch (relative error at most {max(errors):.1e})"
+
+
+def _ranges(numbers: Sequence[int]) -> str:
+    """Write numbers with ranges.
+
+    >>> _ranges([0, 1, 2, 5])
+    '0-2, 5'
+    """
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][1] + 1:
+            parts[-1][1] = number
+        else:
+            parts.append([number, number])
+    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)

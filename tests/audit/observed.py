@@ -1,0 +1,39 @@
+"""One rank of observed loops: those of `loop` by name, then generated ones by seed.
+
+python -m tests.audit.observed FOLDER BEGIN END FAULT...
+"""
+
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from orchestrator.audit import observe
+from tests.audit import generated, loop
+
+
+def main(folder, begin, end, names):
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    torch.set_num_threads(1)
+    observer = observe.Observer(folder, None, rank)
+    observer.ends_process = False
+    observe.install(observer)
+    if size > 1:
+        dist.init_process_group(
+            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
+        )
+    for name in names:
+        place = folder / name
+        place.mkdir(exist_ok=True)
+        observer.begin(place, None)
+        loop.train(name, 2, rank, size)
+        observer.finish("the loop ended")
+    generated.observe_runs(folder, observer, rank, size, begin, end)
+    if size > 1:
+        dist.barrier()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])

@@ -1,0 +1,158 @@
+"""`orchestrator audit` as a person types it."""
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from tests.helpers import begin, until, verb
+
+LOOP = str(Path(__file__).with_name("loop.py"))
+SCRIPT = """\
+import os, torch
+import torch.distributed as dist
+from torch import nn
+if "RANK" in os.environ and {grouped}:
+    dist.init_process_group("{backend}")
+torch.manual_seed(int(os.environ.get("RANK", "0")))
+data = [torch.randn(4, 3) for _ in range(40)]
+torch.manual_seed(0)
+model = nn.Linear(3, 2){cuda}
+if {grouped}:
+    model = nn.parallel.DistributedDataParallel(model)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for i, x in enumerate(data):
+    y = (x[:, 0] > 0).long()
+    loss = nn.functional.cross_entropy(model(x{cuda}), y{cuda}) / 2
+    {body}
+    loss.backward()
+    if i % 2:
+        optimizer.step()
+        optimizer.zero_grad()
+open("written", "w").close()
+"""
+
+
+def audit(*arguments, cwd=None, **more):
+    done = verb("audit", "--json", *arguments, cwd=cwd, **more)
+    runs = json.loads(done.stdout)["runs"] if done.stdout else []
+    return done, runs
+
+
+def script(folder, name="train.py", **parts):
+    values = {"grouped": True, "backend": "gloo", "cuda": "", "body": "pass", **parts}
+    (folder / name).write_text(SCRIPT.format(**values))
+
+
+def test_a_wrong_loop_is_told_with_what_would_fix_it(tmp_path):
+    done = verb("audit", "cluster.ranks_per_node=2", "--", LOOP, "padded-tokens", cwd=tmp_path)
+    assert done.returncode == 1, done.stdout + done.stderr
+    first, *_ = (line for line in done.stdout.splitlines() if "weights" in line)
+    assert first.startswith("WRONG")
+    assert "padded-tokens: a mean over tokens in each micro-step" in done.stdout
+    assert "dist.all_reduce(n)" in done.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_a_script_writes_is_gone_and_what_it_reads_is_there(tmp_path):
+    script(tmp_path, body='open("data.txt").read(); open("../near.txt").read()')
+    (tmp_path / "data.txt").write_text("read")
+    inner = tmp_path / "inner"
+    inner.mkdir()
+    (inner / "data.txt").write_text("read")
+    (tmp_path / "near.txt").write_text("read")
+    done, [made] = audit("--updates", "30", "--", "../train.py", cwd=inner)
+    assert done.returncode == 1, done.stderr
+    assert made["faults"] == ["reduced-each-micro-step"]
+    assert made["rows"]["gradient"] == "right"
+    assert len(made["updates"]) == 20  # the script ended before 30
+    assert [p.name for p in inner.iterdir()] == ["data.txt"]
+
+
+def test_a_script_of_one_process_is_judged_as_one(tmp_path):
+    script(tmp_path, grouped=False)
+    done, [made] = audit("--", "train.py", cwd=tmp_path)
+    assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 1), done.stdout
+    stated, [other] = audit("cluster.ranks_per_node=2", "--", "train.py", cwd=tmp_path)
+    assert (stated.returncode, other["faults"]) == (1, ["not-reduced"])
+
+
+def test_steps_audits_with_several_numbers_of_micro_steps(tmp_path):
+    (tmp_path / "train.py").write_text(
+        "import sys, torch\n"
+        "k = int(sys.argv[1].split('=')[1])\n"
+        "m = torch.nn.Linear(2, 2); o = torch.optim.SGD(m.parameters(), 0.1)\n"
+        "for i in range(24):\n"
+        "    torch.nn.functional.cross_entropy(m(torch.randn(4, 2)), torch.ones(4).long()"
+        ").backward()\n"
+        "    if i % k == k - 1: o.step(); o.zero_grad()\n"
+    )
+    done, runs = audit("--steps", "--k={steps}", "--", "train.py", cwd=tmp_path)
+    assert done.returncode == 1
+    assert [(run["steps"], run["faults"]) for run in runs] == [(1, []), (3, ["undivided"])]
+
+
+def test_a_script_that_names_cuda_runs_on_cpus(tmp_path):
+    script(tmp_path, backend="nccl", cuda=".cuda()")
+    plain, [made] = audit("--", "train.py", cwd=tmp_path)
+    assert (plain.returncode, made["state"]) == (4, "not judged")
+    done, [made] = audit("--fake-cuda", "--", "train.py", cwd=tmp_path)
+    assert made["faults"] == ["reduced-each-micro-step"], made
+    assert done.returncode == 1
+
+
+def test_a_job_class_is_right():
+    done, [made] = audit("job=digits", "accumulation.steps=3", "cluster.nodes=2")
+    assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 4), made
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("raise ValueError('no such data')", "ValueError: no such data"),
+        ("import torch\n(torch.ones(2, requires_grad=True).sum()).backward()", "and no update"),
+        (
+            "import torch.multiprocessing as mp\nmp.spawn(print, nprocs=2)",
+            "starts its ranks by itself",
+        ),
+    ],
+)
+def test_a_script_that_cannot_be_judged_gets_a_sentence(tmp_path, text, reason):
+    (tmp_path / "train.py").write_text(text)
+    done, [made] = audit("--", "train.py", cwd=tmp_path)
+    assert done.returncode == 4, done.stdout + done.stderr
+    assert reason in made["reason"]
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--", "torchrun", "train.py"], "give the script alone"),
+        (["--", "none.py"], "none.py is no file"),
+        (["--steps", "--k=3", "--", LOOP], "it needs {steps}"),
+        (["--updates", "0", "--", LOOP], "at least 1"),
+        (["+cluster=slurm", "--", LOOP], "an audit runs on simulated nodes"),
+        (["job=digits_mindspore"], "an audit observes PyTorch"),
+    ],
+)
+def test_what_cannot_be_audited_is_refused(tmp_path, words, message):
+    done = verb("audit", *words)
+    assert done.returncode == 2, done.stdout
+    assert message in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_interrupt_leaves_nothing(tmp_path):
+    script(tmp_path, body="import time; open('/dev/null'); time.sleep(1)")
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    process = begin("audit", "--", "train.py", module="orchestrator", cwd=tmp_path,
+                    TMPDIR=str(temporary))  # fmt: skip
+    until(lambda: list(temporary.glob("audit-*/traces/rank-*")), what="the script")
+    os.kill(process.pid, signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert not list(temporary.iterdir())
