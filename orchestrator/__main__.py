@@ -42,7 +42,8 @@ MOST_PLANS = 8  # of a sweep's points that are shown one by one, with the table 
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
-    "2 what was asked for is wrong; 3 stopped on request, to be resumed; 130 interrupted at once."
+    "2 what was asked for is wrong; 3 stopped on request, to be resumed; 4 not judged by audit; "
+    "130 interrupted at once."
 )
 EXAMPLES = {
     "new": "new my_project",

@@ -39,7 +39,7 @@ TOLERANCE = {
     "torch.bfloat16": 3e-2,
     "torch.float16": 5e-3,
 }
-REDUCING = ("ddp", "all_reduce", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+REDUCING = ("ddp", "allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
 OF_GRADIENT = 0.9
 """Share of a gradient's bytes from which on a collective, or all of a micro-step, reduce it."""
 
@@ -232,7 +232,7 @@ class _Update:
         self.weights = None if self.why else self._weights()
         if self.weights is None and self.why is None:
             self.why = "micro-steps have different kinds of losses"
-        if self.reason or not all(self.counts):
+        if self.reason or not all(self.counts) or any(map(self._reasons, self.windows)):
             for row in ("weights", "length", "clearing", "synchrony"):
                 self.say(row, UNJUDGED, str(self.why))
             return
@@ -269,11 +269,14 @@ class _Update:
         """Return why this update's weights cannot be judged."""
         reasons = [self.reason]
         for window in self.windows:
-            reasons += [r for r in window.record["reasons"] if r != CLIPPED_WHILE_SCALED]
+            reasons += self._reasons(window)
             if not window.steps:
                 reasons.append("an update without a backward pass")
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
         return next((reason for reason in reasons if reason), None)
+
+    def _reasons(self, window: Window) -> list[str]:
+        return [r for r in window.record["reasons"] if r != CLIPPED_WHILE_SCALED]
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
         if loss["reason"] or len(loss["reductions"]) <= self.depth:
@@ -589,7 +592,9 @@ class _Update:
         elif not sent and self.several:
             return  # they belong to another optimizer of the same window
         elif not sent:
-            self.say("reductions", UNJUDGED, "none went through functions of torch.distributed")
+            others = window.record["collectives"]
+            text = ", ".join(sorted({str(event["kind"]) for event in others})) or "no collective"
+            self.say("reductions", UNJUDGED, f"no reduction was seen, but {text}")
         else:
             self.say("reductions", RIGHT, text)
 

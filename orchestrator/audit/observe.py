@@ -47,9 +47,10 @@ ROWS_KEPT = 4096
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 COLLECTIVES = (
-    "all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter",
-    "reduce_scatter_tensor", "all_to_all_single",
+    "allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
+    "_reduce_scatter_base", "alltoall_base",
 )  # fmt: skip
+"""Methods of process groups, through which functions of torch.distributed go, too."""
 
 
 class OwnRanks(SystemExit):
@@ -259,6 +260,9 @@ class Observer:
                 _note(stream.window.reasons, "a parameter was unfrozen in this window")
         if self.in_backward:
             _note(stream.window.reasons, "the optimizer steps within backward")
+        held = {id(p) for group in stream.optimizer.param_groups for p in group["params"]}
+        if stream.reason is None and not held.issuperset(map(id, stream.parameters)):
+            stream.reason = "the optimizer's parameters were replaced after it was made"
         if stream.reason is not None:
             _note(stream.window.reasons, stream.reason)
         self.applied = stream.sample(p.grad for p in stream.parameters)
@@ -523,6 +527,17 @@ def _before(function: Callable[..., Any], call: Callable[[Any], None]) -> Callab
     return wrapped
 
 
+def _counted(method: Callable[..., Any], name: str, observer: Observer) -> Callable[..., Any]:
+    """Wrap a collective of a process group, so that the observer counts it."""
+
+    @functools.wraps(method)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        observer.collective(name, next(_tensors(args), None))
+        return method(self, *args, **kwargs)
+
+    return wrapped
+
+
 def _install_scaler(observer: Observer) -> None:
     scaler = torch.amp.GradScaler
     step, unscale = scaler.step, scaler.unscale_
@@ -572,11 +587,9 @@ def _install_collectives(observer: Observer) -> None:
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
-    for name in COLLECTIVES:
-        call = functools.partial(observer.collective, name)
-        wrapped = _before(getattr(dist, name), call)
-        for module in (dist, dist.distributed_c10d):
-            setattr(module, name, wrapped)
+    for group in (dist.ProcessGroup, getattr(dist, "ProcessGroupGloo", None)):
+        for name in COLLECTIVES if group is not None else ():
+            setattr(group, name, _counted(getattr(group, name), name, observer))
     register, forward = Ddp.register_comm_hook, Ddp.forward
 
     def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:

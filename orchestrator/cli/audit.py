@@ -40,6 +40,7 @@ from orchestrator.errors import (
     EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
+    EXIT_UNJUDGED,
     ConfigError,
 )
 from orchestrator.report.terminal import literal, new_table, say
@@ -48,7 +49,6 @@ from orchestrator.units import plural
 
 OBSERVER = "orchestrator.audit"
 FOLDER, UPDATES, FAKE_CUDA = "AUDIT_FOLDER", "AUDIT_UPDATES", "AUDIT_FAKE_CUDA"
-EXIT_UNJUDGED = 4
 STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged last window
 OWN_RANKS = "own ranks"
 JOB_UPDATES = 8

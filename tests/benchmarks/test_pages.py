@@ -19,7 +19,7 @@ def test_the_figures_of_a_document_are_those_of_the_results(document):
 
 def test_the_readme_takes_figures_from_results():
     text = (pages.ROOT / "README.md").read_text(encoding="utf-8")
-    assert {"peers", "submission"} <= set(re.findall(r"<!-- figures: (\S+) -->", text))
+    assert {"peers"} <= set(re.findall(r"<!-- figures: (\S+) -->", text))
 
 
 @pytest.mark.parametrize("result", sorted(RESULTS.glob("*.json")), ids=lambda path: path.stem)
