@@ -14,6 +14,8 @@ sum to one, and A agrees with T.
 from __future__ import annotations
 
 import json
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -40,6 +42,8 @@ TOLERANCE = {
     "torch.float16": 5e-3,
 }
 REDUCING = ("ddp", "allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
+MOSTLY_SHARED = 0.5
+"""Share of an epoch's samples from which on ranks that share them are not a sampler's padding."""
 OF_GRADIENT = 0.9
 """Share of a gradient's bytes from which on a collective, or all of a micro-step, reduce it."""
 
@@ -751,6 +755,7 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], keys: Sequence[tuple[in
     if layers.get("dropouts") and len(traces) > 1 and all(r == random[0] for r in random[1:]):
         text = "dropout draws the same numbers on all ranks"
         made.findings.append(Finding("layers", WRONG, text, "same-dropout"))
+    _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
     if "mixed" in layers:
         made.findings.append(Finding("weights", UNJUDGED, layers["mixed"]))
     if "unprobed" in layers and "mixed" not in layers:
@@ -760,3 +765,43 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], keys: Sequence[tuple[in
     found = traces[0].end.get("environment", {})
     text = ", ".join(f"{name} {value}" for name, value in found.items())
     made.findings.append(Finding("environment", RIGHT, text))
+
+
+def _rows_of_epochs(trace: Trace) -> list[list[str]]:
+    """Return the samples of each whole epoch of the training loader, as digests."""
+    loaders = trace.end.get("loaders")
+    if not loaders:
+        return []
+    ends = [*(each["from"] for each in loaders[1:]), trace.end.get("backwards", 0)]
+    progress: dict[int, int] = {}  # others are for evaluation
+    for each, end in zip(loaders, ends, strict=True):
+        progress[each["loader"]] = progress.get(each["loader"], 0) + end - each["from"]
+    training = max(progress, key=progress.__getitem__)
+    epochs = [each for each in loaders if each["loader"] == training]
+    begins = [each["from"] for each in epochs]
+    rows: list[list[str]] = [[] for _ in epochs]
+    passes = [0] * len(epochs)
+    for window in trace.windows.values():
+        for forward in window.record["forwards"]:
+            epoch = bisect_left(begins, forward["before"]) - 1
+            if forward["used"] and epoch >= 0:
+                rows[epoch] += forward["rows"]
+                passes[epoch] += 1
+    return [r for r, n, each in zip(rows, passes, epochs, strict=True) if n >= each["length"]]
+
+
+def _judge_epochs(made: Judgement, ranks: Sequence[list[list[str]]]) -> None:
+    """Judge whether ranks share the samples of an epoch, where all have seen its end."""
+    for epoch, rows in enumerate(zip(*ranks, strict=False)):
+        counts = Counter(row for rank in rows for row in set(rank))
+        if not counts:
+            continue
+        shared = sum(count > 1 for count in counts.values()) / len(counts)
+        distinct_within = all(len(set(rank)) == len(rank) for rank in rows)
+        computed = sum(map(len, rows))
+        if len(rows) > 1 and distinct_within and shared >= MOSTLY_SHARED:
+            text = f"in epoch {epoch} ranks go through the same {len(counts)} samples"
+            made.findings.append(Finding("data", WRONG, text, "same-data"))
+        elif computed > len(counts):
+            text = f"epoch {epoch}: {computed} samples, {computed - len(counts)} of them repeated"
+            made.findings.append(Finding("data", RIGHT, text))

@@ -576,7 +576,9 @@ def _install_loader(observer: Observer) -> None:
         if not observer.is_active:
             return iterator
         with contextlib.suppress(TypeError):
-            observer.loaders.append({"length": len(self), "from": observer.backwards})
+            observer.loaders.append(
+                {"loader": id(self), "length": len(self), "from": observer.backwards}
+            )
         return iterator
 
     loader.__iter__ = iterating

@@ -304,7 +304,8 @@ def print_audit(made: Audit, console: Console) -> None:
     for row in sorted(ROWS, key=lambda row: (order[found.state(row)], ROWS.index(row))):
         state = found.state(row)
         here = [f for f in found.findings if f.row == row and f.state == state]
-        texts = list(dict.fromkeys(f.text for f in here if f.text))
+        here.sort(key=lambda f: f.update is not None)  # what holds for the whole run comes first
+        texts = [f.text for f in here if f.text]
         updates = sorted({f.update for f in here if f.update is not None})
         text = texts[0] if texts else ""
         table.add_row(
