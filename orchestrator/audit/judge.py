@@ -33,7 +33,7 @@ ROWS = (
     "data", "layers", "environment",
 )  # fmt: skip
 ESSENTIAL = ("weights", "length", "gradient", "synchrony", "clearing", "clipping", "schedule")
-EQUAL = 1e-4
+EQUAL = 1e-5
 """Weights, and lengths, that differ relatively by less are equal: float32 rounds them."""
 TOLERANCE = {
     "torch.float64": 1e-9,
@@ -214,9 +214,7 @@ class _Update:
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
-        self.total: float | None = (
-            None  # the number of samples or tokens that the update divides by
-        )
+        self.total: float | None = None  # the number of samples or tokens that it divides by
         self.applied: list[Array] | None = None
         self.weights: list[Array] | None = None
         self.why: str | None = None
@@ -285,9 +283,12 @@ class _Update:
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
         if loss["reason"] or len(loss["reductions"]) <= self.depth:
             return loss["reason"] or "the loss's reduction was not found"
-        arrived = loss["reductions"][self.depth]["gradient"]
+        reduction = loss["reductions"][self.depth]
+        arrived = reduction["gradient"]
         if arrived is None:
             return "no gradient arrived at the loss's reduction"
+        if not np.isfinite(arrived) or not reduction["elements"]:
+            return "a loss is not finite, or over nothing"
         if arrived == 0.0:
             return "a loss was multiplied by zero: whether its samples count is not seen"
         return None
@@ -498,6 +499,9 @@ class _Update:
         def is_near(value: float) -> bool:
             return value != 1 and abs(times / value - 1) <= EQUAL
 
+        factors = self.windows[0].steps[0]["loss"]["factors"]
+        if any(is_near(factor) for factor in factors):
+            return None  # it may be a part of the loss
         if self.name == "sum" and is_near(size):
             return "sum-over-ranks"
         if len(set(self.counts)) > 1 and is_near(float(np.mean(self.counts)) / self.usual):

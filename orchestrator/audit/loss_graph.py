@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any, cast
 
 import torch
@@ -64,6 +64,7 @@ class Loss:
     """What one backward pass differentiates.
 
     Attributes:
+        factors: constants that the script multiplied by, from the root on; no divisors.
         reductions: from the root on. One over a single element is followed by those below it.
         reason: why the loss cannot be judged.
         elements: the edge of the elements that the last reduction reduces.
@@ -72,9 +73,11 @@ class Loss:
     reductions: list[Reduction]
     reason: str | None = None
     elements: GradientEdge | None = None
+    factors: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
-        return {"reductions": [asdict(r) for r in self.reductions], "reason": self.reason}
+        reductions = [asdict(r) for r in self.reductions]
+        return {"reductions": reductions, "reason": self.reason, "factors": self.factors}
 
 
 def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> Loss:
@@ -108,6 +111,8 @@ def _descend(loss: Loss, node: Any, output: int, record: Callable[[], bool]) -> 
         return node.next_functions[output]
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) == 1:
+        if node.name() in ("MulBackward0", "MulBackward1"):
+            loss.factors.append(_factor(node))
         return edges[0]
     main = _smoothed_cross_entropy(node)
     if main is None:
@@ -116,6 +121,11 @@ def _descend(loss: Loss, node: Any, output: int, record: Callable[[], bool]) -> 
         _reduce(loss, node, main[1], record)
         loss.elements = GradientEdge(*main[0].next_functions[0])
     return None
+
+
+def _factor(node: Any) -> float:
+    right = node.name() == "MulBackward1" or node.next_functions[1][0] is None
+    return float(node._saved_other if right else node._saved_self)
 
 
 def _reduce(loss: Loss, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
