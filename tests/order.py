@@ -39,7 +39,7 @@ LONG = (
 """The files that take longest, the longest first."""
 
 _CALM = (
-    *(f"tests/{name}" for name in ("benchmarks", "cli", "config", "docs", "health")),
+    *(f"tests/{name}" for name in ("audit", "benchmarks", "cli", "config", "docs", "health")),
     *(f"tests/{name}" for name in ("jobs", "laws", "plan", "report", "rundir")),
     *(f"tests/{name}" for name in ("snapshot", "third_party", "engine/torch")),
     *(f"tests/engine/{name}" for name in ("test_common.py", "test_published_files.py")),

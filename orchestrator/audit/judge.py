@@ -133,7 +133,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
                 steps = len(record["micro_steps"])
                 clipped = rows[steps + 1] if record["clipped"] else None
                 window = Window(record, rows[:steps], rows[steps], clipped)
-                trace.windows[record["stream"], record["update"]] = window
+                trace.windows[record["optimizer"], record["update"]] = window
     return trace
 
 
@@ -146,22 +146,22 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         made.findings.append(Finding(
             "synchrony", WRONG, f"ranks have made different numbers of updates: {len(whole)} are "
             f"common to all, {len(keys) - len(whole)} are not", "not-in-step"))  # fmt: skip
-    streams = {stream for stream, _ in whole}
-    shared = _same_micro_steps(traces, whole, streams)
+    optimizers = {optimizer for optimizer, _ in whole}
+    shared = _same_micro_steps(traces, whole, optimizers)
     depth = _depth(traces, whole)
     usual: dict[int, int] = {}
-    for stream in streams:
-        counts = [len(t.windows[k].steps) for t in traces for k in whole if k[0] == stream]
-        usual[stream] = max(counts, default=1)
-    judged: dict[int, list[_Update]] = {stream: [] for stream in streams}
-    for stream, update in whole:
-        windows = [trace.windows[stream, update] for trace in traces]
-        before = [trace.windows.get((stream, update - 1)) for trace in traces]
+    for optimizer in optimizers:
+        counts = [len(t.windows[k].steps) for t in traces for k in whole if k[0] == optimizer]
+        usual[optimizer] = max(counts, default=1)
+    judged: dict[int, list[_Update]] = {optimizer: [] for optimizer in optimizers}
+    for optimizer, update in whole:
+        windows = [trace.windows[optimizer, update] for trace in traces]
+        before = [trace.windows.get((optimizer, update - 1)) for trace in traces]
         reason = None if shared else "optimizers step after different micro-steps"
-        one = _Update(made, windows, before, update, usual[stream], depth, reason)
-        one.several = len(streams) > 1
+        one = _Update(made, windows, before, update, usual[optimizer], depth, reason)
+        one.several = len(optimizers) > 1
         one.judge()
-        judged[stream].append(one)
+        judged[optimizer].append(one)
     for updates in judged.values():
         _judge_lengths([one for one in updates if one.level is not None])
         for one in updates:
@@ -171,15 +171,15 @@ def judge(traces: Sequence[Trace]) -> Judgement:
 
 
 def _same_micro_steps(
-    traces: Sequence[Trace], keys: Sequence[tuple[int, int]], streams: set[int]
+    traces: Sequence[Trace], keys: Sequence[tuple[int, int]], optimizers: set[int]
 ) -> bool:
     """Return whether all optimizers step after the same micro-steps."""
-    if len(streams) < 2:
+    if len(optimizers) < 2:
         return True
     found: dict[int, list[list[int]]] = {}
-    for stream, update in keys:
-        steps = [s["backward"] for s in traces[0].windows[stream, update].steps]
-        found.setdefault(stream, []).append(steps)
+    for optimizer, update in keys:
+        steps = [s["backward"] for s in traces[0].windows[optimizer, update].steps]
+        found.setdefault(optimizer, []).append(steps)
     return len({json.dumps(steps) for steps in found.values()}) == 1
 
 

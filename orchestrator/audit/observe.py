@@ -70,7 +70,7 @@ class Window:
     reasons: list[str] = field(default_factory=list)
 
 
-class Stream:
+class TrackedOptimizer:
     """One optimizer: its parameters, and where its gradients are sampled."""
 
     def __init__(self, index: int, optimizer: Optimizer) -> None:
@@ -91,7 +91,7 @@ class Stream:
         for p in self.parameters:
             share = p.numel() * MOST_VALUES // max(total, 1)
             wanted = min(p.numel(), max(LEAST_OF_PARAMETER, share))
-            step = -(-p.numel() // max(wanted, 1)) if total > MOST_VALUES else 1
+            step = -(-p.numel() // max(wanted, 1)) | 1 if total > MOST_VALUES else 1
             values = -(-p.numel() // max(step, 1))
             self.places.append((step, slice(begin, begin + values)))
             begin += values
@@ -124,8 +124,8 @@ class Observer:
     def begin(self, folder: Path, updates: int | None) -> None:
         """Observe what follows as a run of its own."""
         self.folder, self.updates = folder, updates
-        self.streams: dict[int, Stream] = {}
-        self.of_parameter: dict[int, list[tuple[Stream, int]]] = {}
+        self.optimizers: dict[int, TrackedOptimizer] = {}
+        self.of_parameter: dict[int, list[tuple[TrackedOptimizer, int]]] = {}
         self.backwards = self.depth = self.probes = 0
         self.events = 0  # clippings and collectives so far
         self.loss: Loss | None = None
@@ -144,51 +144,58 @@ class Observer:
     def is_active(self) -> bool:
         return not self.ended and os.getpid() == self.pid
 
+    def find(self, optimizer: Any) -> TrackedOptimizer | None:
+        """Return what is known of an optimizer, or of the one that it wraps."""
+        inner = getattr(optimizer, "optimizer", None)
+        return self.optimizers.get(id(optimizer)) or self.optimizers.get(id(inner))
+
     # ------------------------------------------------------------------
     # Gradients.
 
     def add_parameters(self, optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> None:
-        stream = self.streams.get(id(optimizer))
-        if stream is None:
-            stream = self.streams[id(optimizer)] = Stream(len(self.streams), optimizer)
+        tracked = self.optimizers.get(id(optimizer))
+        if tracked is None:
+            tracked = self.optimizers[id(optimizer)] = TrackedOptimizer(
+                len(self.optimizers), optimizer
+            )
         for p in parameters:
             if type(p.data) is not Tensor:
-                stream.reason = f"parameters are {type(p.data).__name__}s"
+                tracked.reason = f"parameters are {type(p.data).__name__}s"
                 continue
-            number = len(stream.parameters)
-            stream.parameters.append(p)
-            self.of_parameter.setdefault(id(p), []).append((stream, number))
-            self._hook(stream, number)
-        stream.choose_places()
+            number = len(tracked.parameters)
+            tracked.parameters.append(p)
+            self.of_parameter.setdefault(id(p), []).append((tracked, number))
+            self._hook(tracked, number)
+        tracked.choose_places()
 
-    def _hook(self, stream: Stream, number: int) -> None:
-        p = stream.parameters[number]
-        if not p.requires_grad or not p.is_leaf or number in stream.hooked:
+    def _hook(self, tracked: TrackedOptimizer, number: int) -> None:
+        p = tracked.parameters[number]
+        if not p.requires_grad or not p.is_leaf or number in tracked.hooked:
             return
-        stream.hooked.add(number)
-        p.register_hook(functools.partial(self._on_gradient, stream, number))
+        tracked.hooked.add(number)
+        p.register_hook(functools.partial(self._on_gradient, tracked, number))
 
-    def _on_gradient(self, stream: Stream, number: int, gradient: Tensor) -> None:
+    def _on_gradient(self, tracked: TrackedOptimizer, number: int, gradient: Tensor) -> None:
         if not self.is_active or self.probing or not self.in_backward:
             return
-        if stream.backward != self.backwards:
-            self._begin_micro_step(stream, stream.parameters[number])
+        if tracked.backward != self.backwards:
+            self._begin_micro_step(tracked, tracked.parameters[number])
         if gradient.is_sparse or type(gradient) is not Tensor:
-            _note(stream.window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
+            _note(tracked.window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
             return
-        stream.put(stream.window.columns[-1], number, gradient)
+        tracked.put(tracked.window.columns[-1], number, gradient)
 
-    def _begin_micro_step(self, stream: Stream, p: nn.Parameter) -> None:
-        stream.backward = self.backwards
-        window = stream.window
+    def _begin_micro_step(self, tracked: TrackedOptimizer, p: nn.Parameter) -> None:
+        tracked.backward = self.backwards
+        window = tracked.window
         held = p.grad
         window.micro_steps.append({
             "backward": self.backwards,
             "cleared": held is None or not bool(held.detach().any()),
-            "lr": [float(group["lr"]) for group in stream.optimizer.param_groups],
+            "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
             "loss": self.loss,
         })  # fmt: skip
-        window.columns.append(np.zeros(stream.values))
+        window.columns.append(np.zeros(tracked.values))
 
     def watch_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -232,51 +239,51 @@ class Observer:
     # Updates.
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        stream = self.streams.get(id(optimizer))
-        if stream is None or not self.is_active:
+        tracked = self.optimizers.get(id(optimizer))
+        if tracked is None or not self.is_active:
             return None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
-            self._take_applied(stream)
+            self._take_applied(tracked)
             return None
-        stream.closure_calls = 0
+        tracked.closure_calls = 0
 
         def watched() -> Any:
             result = closure()
-            stream.closure_calls += 1
-            if stream.closure_calls > 1:
-                _note(stream.window.reasons, "the optimizer calls its closure several times")
-            self._take_applied(stream)
+            tracked.closure_calls += 1
+            if tracked.closure_calls > 1:
+                _note(tracked.window.reasons, "the optimizer calls its closure several times")
+            self._take_applied(tracked)
             return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched}
         return (args[0], watched, *args[2:]), kwargs
 
-    def _take_applied(self, stream: Stream) -> None:
-        for number in range(len(stream.parameters)):
-            if number not in stream.hooked and stream.parameters[number].requires_grad:
-                self._hook(stream, number)
-                _note(stream.window.reasons, "a parameter was unfrozen in this window")
+    def _take_applied(self, tracked: TrackedOptimizer) -> None:
+        for number in range(len(tracked.parameters)):
+            if number not in tracked.hooked and tracked.parameters[number].requires_grad:
+                self._hook(tracked, number)
+                _note(tracked.window.reasons, "a parameter was unfrozen in this window")
         if self.in_backward:
-            _note(stream.window.reasons, "the optimizer steps within backward")
-        held = {id(p) for group in stream.optimizer.param_groups for p in group["params"]}
-        if stream.reason is None and not held.issuperset(map(id, stream.parameters)):
-            stream.reason = "the optimizer's parameters were replaced after it was made"
-        if stream.reason is not None:
-            _note(stream.window.reasons, stream.reason)
-        self.applied = stream.sample(p.grad for p in stream.parameters)
-        scale = getattr(stream.optimizer, "grad_scale", None)
+            _note(tracked.window.reasons, "the optimizer steps within backward")
+        held = {id(p) for group in tracked.optimizer.param_groups for p in group["params"]}
+        if tracked.reason is None and not held.issuperset(map(id, tracked.parameters)):
+            tracked.reason = "the optimizer's parameters were replaced after it was made"
+        if tracked.reason is not None:
+            _note(tracked.window.reasons, tracked.reason)
+        self.applied = tracked.sample(p.grad for p in tracked.parameters)
+        scale = getattr(tracked.optimizer, "grad_scale", None)
         if scale is not None:  # an optimizer that removes the loss scaler's scale by itself
-            stream.window.scale = float(scale)
-            self.applied /= stream.window.scale
+            tracked.window.scale = float(scale)
+            self.applied /= tracked.window.scale
 
     def after_step(self, optimizer: Optimizer, *_: Any) -> None:
-        stream = self.streams.get(id(optimizer))
-        if stream is None or not self.is_active:
+        tracked = self.optimizers.get(id(optimizer))
+        if tracked is None or not self.is_active:
             return
-        window = stream.window
-        weights = stream.sample(stream.parameters)
+        window = tracked.window
+        weights = tracked.sample(tracked.parameters)
         columns = [*window.columns, self.applied]
         if window.before_clip is not None:
             columns.append(window.before_clip)
@@ -286,20 +293,20 @@ class Observer:
         self.data.flush()
         steps = [{**step, "loss": step["loss"].to_json()} for step in window.micro_steps]
         self._write(
-            update=stream.updates, stream=stream.index, place=place, values=stream.values,
+            update=tracked.updates, optimizer=tracked.index, place=place, values=tracked.values,
             micro_steps=steps, clips=window.clips, clipped=window.before_clip is not None,
             schedules=window.schedules, scale=window.scale, reasons=window.reasons,
             weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
             forwards=self.forwards, collectives=self.collectives,
-            gradient_bytes=sum(p.numel() * p.element_size() for p in stream.parameters),
-            group=_group_size(), dtypes=sorted({str(p.dtype) for p in stream.parameters}),
+            gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
+            group=_group_size(), dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
         )  # fmt: skip
-        stream.window = Window()
-        stream.updates += 1
+        tracked.window = Window()
+        tracked.updates += 1
         self.forwards, self.collectives = [], []
         if self.updates is None:
             self.updates = self._enough(len(steps))
-        stepped = [s.updates for s in self.streams.values() if s.updates]
+        stepped = [one.updates for one in self.optimizers.values() if one.updates]
         if self.ends_process and (min(stepped) >= self.updates or max(stepped) > self.updates):
             self.finish("as many updates as were asked for")
             self._leave()
@@ -315,37 +322,35 @@ class Observer:
         epoch = -(-self.loaders[0]["length"] // steps)
         return max(UPDATES_BY_DEFAULT, epoch + 1) if epoch <= MOST_UPDATES else UPDATES_BY_DEFAULT
 
-    def skip(self, stream: Stream) -> None:
+    def skip(self, tracked: TrackedOptimizer) -> None:
         """Forget a window whose update a loss scaler has skipped."""
-        stream.window = Window()
+        tracked.window = Window()
         self.forwards, self.collectives = [], []
-        self._write(skipped=stream.updates, stream=stream.index)
+        self._write(skipped=tracked.updates, optimizer=tracked.index)
 
-    def unscaled(self, stream: Stream, scale: float) -> None:
-        stream.window.scale = scale
-        if stream.window.before_clip is not None:
-            _note(stream.window.reasons, CLIPPED_WHILE_SCALED)
+    def unscaled(self, tracked: TrackedOptimizer, scale: float) -> None:
+        tracked.window.scale = scale
+        if tracked.window.before_clip is not None:
+            _note(tracked.window.reasons, CLIPPED_WHILE_SCALED)
 
     def clip(self, kind: str, parameters: Any) -> None:
         if not self.is_active:
             return
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-        for stream in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
-            window = stream.window
+        for tracked in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
+            window = tracked.window
             self.events += 1
             window.clips.append({
                 "kind": kind, "after": len(window.micro_steps), "event": self.events,
             })  # fmt: skip
-            window.before_clip = stream.sample(p.grad for p in stream.parameters)
+            window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
 
     def schedule(self, scheduler: Any) -> None:
-        optimizer = getattr(scheduler, "optimizer", None)
-        inner = getattr(optimizer, "optimizer", None)
-        stream = self.streams.get(id(optimizer)) or self.streams.get(id(inner))
-        if stream is not None and self.is_active:
-            stream.window.schedules.append({
+        tracked = self.find(getattr(scheduler, "optimizer", None))
+        if tracked is not None and self.is_active:
+            tracked.window.schedules.append({
                 "scheduler": id(scheduler), "name": type(scheduler).__name__,
-                "after": len(stream.window.micro_steps),
+                "after": len(tracked.window.micro_steps),
             })  # fmt: skip
 
     # ------------------------------------------------------------------
@@ -435,9 +440,8 @@ class Observer:
         if self.ended or os.getpid() != self.pid:
             return
         self.ended = True
-        unfinished = {str(s.index): len(s.window.micro_steps) for s in self.streams.values()}
         self._write(
-            end=why, unfinished=unfinished, backwards=self.backwards, loaders=self.loaders,
+            end=why, backwards=self.backwards, loaders=self.loaders,
             layers={**self.layers, "norms": sorted(self.layers["norms"])},
             environment={
                 "torch": torch.__version__, "python": sys.version.split()[0],
@@ -544,22 +548,18 @@ def _install_scaler(observer: Observer) -> None:
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> Any:
-        stream = observer.streams.get(id(optimizer)) or observer.streams.get(
-            id(getattr(optimizer, "optimizer", None))
-        )
-        if stream is not None and self.is_enabled():
-            observer.unscaled(stream, float(self.get_scale()))
+        tracked = observer.find(optimizer)
+        if tracked is not None and self.is_enabled():
+            observer.unscaled(tracked, float(self.get_scale()))
         return unscale(self, optimizer)
 
     @functools.wraps(step)
     def stepping(self: Any, optimizer: Any, *args: Any, **kwargs: Any) -> Any:
-        stream = observer.streams.get(id(optimizer)) or observer.streams.get(
-            id(getattr(optimizer, "optimizer", None))
-        )
-        done = stream.updates if stream else 0
+        tracked = observer.find(optimizer)
+        done = tracked.updates if tracked else 0
         result = step(self, optimizer, *args, **kwargs)
-        if stream is not None and observer.is_active and stream.updates == done:
-            observer.skip(stream)
+        if tracked is not None and observer.is_active and tracked.updates == done:
+            observer.skip(tracked)
         return result
 
     scaler.step, scaler.unscale_ = stepping, unscale_

@@ -1,13 +1,14 @@
 """The verb `audit`: run a training script briefly, observed, and judge its updates.
 
-The script runs as it is, on simulated nodes, in a scratch folder that looks like the current one:
-each entry is a link, and what the script creates is deleted with the folder.
+The script runs unchanged, on simulated nodes, in a scratch folder that looks like the current one:
+each entry is a link, and files that the script creates are deleted with the folder.
 """
 
 from __future__ import annotations
 
 import io
 import os
+import shlex
 import shutil
 import tempfile
 from collections.abc import Generator, Sequence
@@ -32,7 +33,7 @@ from orchestrator.audit.judge import (
 )
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.start import begun, prepare, runner_of
-from orchestrator.config.command_line import key_of, program_overrides
+from orchestrator.config.command_line import key_of, literally, program_overrides
 from orchestrator.config.composer import compose
 from orchestrator.config.job_source import check_target, is_this_python
 from orchestrator.errors import (
@@ -121,7 +122,7 @@ def audit(
         )
     done: list[Audit] = []
     for number in STEPS if steps else (None,):
-        added = [] if steps is None else steps.replace("{steps}", str(number)).split()
+        added = [] if steps is None else shlex.split(steps.replace("{steps}", str(number)))
         with _scratch() as folder:
             made, code = _run(overrides, program, added, updates, folder, output, fake=fake_cuda)
         made.steps = number
@@ -140,7 +141,7 @@ def _run(
 ) -> tuple[Audit, int]:  # fmt: skip
     given = {key_of(one) for one in overrides}
     line = [one for one in DEFAULTS if key_of(one) not in given]
-    line += [*overrides, *OURS, f"run.dir={folder / 'run'}"]
+    line += [*overrides, *OURS, f"run.dir={literally(str(folder / 'run'))}"]
     if program:
         words = _observed([*program, *added], Path.cwd())
         line += program_overrides(words, before=line)
@@ -171,7 +172,7 @@ def _run(
         begun(config, replace(output, console=console), overrides=line, plan=plan) as ready,
     ):
         ended = runner_of(ready.cluster)(ready)
-    made = Audit(config.cluster.nodes * config.cluster.ranks_per_node)
+    made = Audit(plan.ranks)
     made.stated_ranks = not program or bool(given & {key_of(one) for one in DEFAULTS})
     _judge(made, traces_in, ended)
     return made, ended.exit_code
