@@ -409,6 +409,8 @@ class _Update:
         scale = max(float(np.abs(start) @ norms), float(np.linalg.norm(applied)), 1e-300)
         if np.linalg.norm(rest) <= self.tolerance * scale:
             return start, "scaled"
+        if matrix.shape[1] < 2 * len(system):  # so few values would be explained by anything
+            return None
         solved = np.linalg.lstsq(system.T, rest, rcond=1e-5)[0]
         residual = rest - solved @ system
         if np.linalg.norm(residual) > self.tolerance * scale:
