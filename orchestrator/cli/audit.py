@@ -330,7 +330,8 @@ def _summary(made: Audit, found: Judgement) -> str:
     errors = [u["relative_error"] for u in found.updates]
     of = f"{plural(updates, 'update')} on {plural(made.ranks, 'rank')}"
     if made.state == WRONG:
-        largest = f"; its gradient is off by up to {max(errors):.2g}" if errors else ""
+        off = found.state("gradient") != RIGHT and errors
+        largest = f"; its gradient is off by up to {max(errors):.2g}" if off else ""
         return f"wrong: {', '.join(found.faults)} ({of}{largest})"
     if made.state == UNJUDGED:
         return f"not judged: {of}"
