@@ -44,6 +44,7 @@ ELSEWHERE = {
     r"mindspore|job=line": "tests/docs/test_mindspore.py, tests/engine/mindspore",
     r"runs/(start|torch)\b": "the same: it is what these are compared with",
     r"orchestrator rehearse": "minutes: tests/health",
+    r"orchestrator audit": "scripts that train: tests/audit",
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_plans.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_plans.py plans the like",
