@@ -16,7 +16,7 @@ NEED_RANKS = {
     "mean-of-means-over-ranks", "not-reduced", "reduced-each-micro-step", "same-data",
     "clipped-before-reduction", "fewer-micro-steps",
 }  # fmt: skip
-SEEDS = 40
+SEEDS = 20
 
 
 def observed(folder, size):

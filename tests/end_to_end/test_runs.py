@@ -10,7 +10,7 @@ from orchestrator import launch
 from tests import helpers
 from tests.helpers import ROOT, SMALL, TINY
 
-PLACEMENTS = [(1, 1, 1), (2, 2, 4), (3, 1, 5)]
+PLACEMENTS = [(1, 1, 1), (3, 1, 5)]
 
 
 def place(nodes, ranks, steps):

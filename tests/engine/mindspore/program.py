@@ -315,15 +315,11 @@ OWN = (
 )
 
 
-FOR_FOUR = (update_is_numpys_big_batch, ranks_without_samples_take_part, float64_keeps_its_digits)
-"""Of those that cost much, the ones that four ranks repeat."""
-
-
-def checks(size):
+def checks():
     found = {c.__name__: (lambda group, c=c: c(group, Arrays())) for c in CHECKS}
     found["adjoints_in_pynative"] = adjoints(compiled=False)
     found["adjoints_under_jit"] = adjoints(compiled=True)
-    found.update({c.__name__: c for c in (OWN if size == 2 else FOR_FOUR)})
+    found.update({c.__name__: c for c in OWN})
     return found
 
 
@@ -340,7 +336,7 @@ def main():
     group = form_group(spec(folder, rank, size))
     scheduler = group._scheduler.process.pid if group._scheduler else None
     report = {}
-    for name, check in checks(size).items():
+    for name, check in checks().items():
         began = time.perf_counter()
         try:
             check(group)
