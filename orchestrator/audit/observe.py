@@ -402,7 +402,7 @@ class Observer:
             self.layers["dropouts"] += 1
         found = [t for t in _tensors([output]) if t.requires_grad]
         if self.probes < PROBED_MICRO_STEPS:
-            self.outputs += [t for t in found if t.dim() >= 2 and t.shape[0] > 1]
+            self.outputs += [t for t in found if t.dim() >= 2]
         if (
             self.depth == 0
             and found
