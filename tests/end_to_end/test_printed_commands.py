@@ -207,6 +207,8 @@ def check_verb(words):
     if words[0].startswith("--"):
         assert words[0] in ("--help", "--install-completion", "--show-completion")
         return
+    if words[0] == "audit" and "--" in words:  # typer gets what stands before the script
+        words = words[: words.index("--")]
     if words[0] == "launch" or "--" in words:  # a program stands after it
         composed(words[1:])
         return

@@ -21,24 +21,6 @@ from tests.programs import script
 SLOW = "job._target_=tests.engine.mindspore.jobs.SlowLine"
 
 
-def rank_logs(run):
-    return sorted((run / "logs").glob("rank-*.log"))
-
-
-@pytest.mark.timeout(600)
-def test_digits_are_learned_on_two_nodes_with_a_log_for_each_rank(tmp_path):
-    run = tmp_path / "run"
-    # Fewer, larger updates of a narrower net than the job's own, to save time.
-    shape = (
-        "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.evaluate_every=0",
-        "job.layers=[784,64,10]", "accumulation.steps=8",
-    )  # fmt: skip
-    done = helpers.call("job=digits_mindspore", *shape, f"run.dir={run}", timeout=590)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert helpers.result(run)["metrics"]["accuracy"] >= 0.9
-    assert len(rank_logs(run)) == 2
-
-
 @pytest.mark.timeout(400)
 def test_both_engines_agree_from_the_same_start(tmp_path):
     """The block of docs/how-to/mindspore.md, with a narrower net."""
