@@ -96,6 +96,11 @@ FAULTS = {
         "Updates are as many times too short as there are ranks.",
         ("loss = loss * world_size  # where the loss is a sum: DDP divides by world_size",),
     ),
+    "varying-divisor": Fault(
+        "the loss is divided by a count that is not that of its samples or tokens",
+        "Updates have different lengths, so samples of some updates count more than of others.",
+        ("count = (labels[:, 1:] != -100).sum()  # only targets that have a loss",),
+    ),
     "unequal-weights": Fault(
         "micro-steps have different weights",
         "Some samples count more than others.",

@@ -484,6 +484,10 @@ class _Update:
             len(u) > 1 and np.ptp(u[:-1]) == 0 and u[-1] <= u[0] for u in units
         )  # fmt: skip
 
+    def steps(self) -> Iterator[dict[str, Any]]:
+        for window in self.windows:
+            yield from window.steps
+
     def times(self) -> dict[str, float]:
         """Return how long the update is beside that of a mean, by what the mean may count."""
         level = self.level or 0.0
@@ -716,34 +720,65 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
         return
     times = [one.times() for one in updates]
     for counted in times[0]:
-        if all(abs(found[counted] - 1) <= EQUAL for found in times):
+        found = [each[counted] for each in times]
+        if all(abs(value - 1) <= EQUAL for value in found):
             for one in updates:
                 one.total = 1 / (one.level or 1.0)
                 one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
             return
     for counted in times[0]:
-        groups: dict[tuple[int, ...], set[str | None]] = {}
-        for one, found in zip(updates, times, strict=True):
-            near = abs(found[counted] - 1) <= EQUAL
-            fault = "" if near else one.length_fault(found[counted])
-            groups.setdefault(tuple(one.counts), set()).add(fault)
-        agree = all(len(faults) == 1 and None not in faults for faults in groups.values())
-        if not agree or counted == "sum" or (counted != "units" and len(updates) < 3):
-            continue
-        for one, found in zip(updates, times, strict=True):
-            [fault] = groups[tuple(one.counts)]
-            one.total = found[counted] / (one.level or 1.0)
-            if fault:
-                one.say("length", WRONG, f"the update is {found[counted]:.4g} times as long", fault)
-            else:
-                one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
-        return
+        found = [each[counted] for each in times]
+        if counted != "sum" and (counted == "units" or len(updates) > 2):
+            faults = _agreed_faults(updates, found)
+            if faults is not None:
+                _say_faults(updates, found, faults, COUNTED[counted])
+                return
+    _judge_divisors(updates, times)
+
+
+def _agreed_faults(updates: Sequence[_Update], times: Sequence[float]) -> list[str] | None:
+    """Return a fault for each update, "" for none; None where alike updates disagree."""
+    groups: dict[tuple[int, ...], set[str | None]] = {}
+    for one, value in zip(updates, times, strict=True):
+        fault = "" if abs(value - 1) <= EQUAL else one.length_fault(value)
+        groups.setdefault(tuple(one.counts), set()).add(fault)
+    if any(len(faults) > 1 or None in faults for faults in groups.values()):
+        return None
+    return [str(next(iter(groups[tuple(one.counts)]))) for one in updates]
+
+
+def _say_faults(
+    updates: Sequence[_Update], times: Sequence[float], faults: Sequence[str], mean: str
+) -> None:
+    for one, value, fault in zip(updates, times, faults, strict=True):
+        one.total = value / (one.level or 1.0)
+        if fault:
+            one.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
+        else:
+            one.say("length", RIGHT, f"the update is that of {mean}")
+
+
+def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]]) -> None:
+    """Judge lengths that no known count explains: is the divisor at least proportional to one?"""
+    varies = len(updates) > 2 and not any(
+        _is_steady([found[counted] for found in times]) for counted in times[0]
+    )
+    # A factor of the loss's own that changes, such as a weight that is annealed, is no fault.
+    factors = {json.dumps(step["loss"]["factors"]) for one in updates for step in one.steps()}
     for one, found in zip(updates, times, strict=True):
-        total = found["units"] / (one.level or 1.0)
-        one.say(
-            "length", UNJUDGED, f"the update is divided by {1 / (one.level or 1.0):.6g}, where "
-            f"{total:.6g} samples or tokens have a loss",
-        )  # fmt: skip
+        one.total = found["units"] / (one.level or 1.0)
+        text = (
+            f"the update is divided by {1 / (one.level or 1.0):.6g}, where {one.total:.6g} samples "
+            "or tokens have a loss"
+        )
+        if varies and len(factors) == 1:
+            one.say("length", WRONG, text, "varying-divisor")
+        else:
+            one.say("length", UNJUDGED, text)
+
+
+def _is_steady(values: Sequence[float]) -> bool:
+    return max(values) - min(values) <= EQUAL * max(map(abs, values))
 
 
 def _judge_run(made: Judgement, traces: Sequence[Trace], keys: Sequence[tuple[int, int]]) -> None:
