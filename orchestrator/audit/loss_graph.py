@@ -37,6 +37,8 @@ FUSED = frozenset({
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 })  # fmt: skip
 NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of reductions
+TRANSPOSES = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
+MOST_NODES = 500
 STACKS = frozenset({"StackBackward0", "CatBackward0"})
 
 
@@ -239,7 +241,7 @@ def mixes_samples(loss: Loss, outputs: Sequence[Tensor]) -> bool | None:
     """Return whether one element of the loss depends on the model's outputs of other samples.
 
     One row of the elements is differentiated with respect to a module's output; the gradient must
-    vanish except in one row of it. None: there is no output of a module between loss and model.
+    vanish except in one row of it. None: nothing between the loss and the parameters has rows.
     """
     if loss.elements is None:
         return None
@@ -250,7 +252,8 @@ def mixes_samples(loss: Loss, outputs: Sequence[Tensor]) -> bool | None:
         seed.fill_(1.0)
     else:
         seed[0] = torch.randn(seed[0].shape, dtype=torch.float64).to(seed.dtype) + 0.1
-    for output in reversed(outputs):
+    places: list[Any] = [*reversed(outputs), *_products_of_parameters(node, metadata.shape)]
+    for output in places:
         try:
             [gradient] = torch.autograd.grad(
                 [loss.elements], [output], [seed], retain_graph=True, allow_unused=True
@@ -259,9 +262,34 @@ def mixes_samples(loss: Loss, outputs: Sequence[Tensor]) -> bool | None:
             return None
         if cast("Tensor | None", gradient) is None:
             continue
+        # Samples lie along the first dimension, or tokens do and samples along the second.
         touched = [
-            int((gradient.transpose(0, d).flatten(1) != 0).any(1).sum())
-            for d in range(min(2, gradient.dim() - 1) or 1)
+            int((gradient.movedim(d, 0).reshape(gradient.shape[d], -1) != 0).any(1).sum())
+            for d in range(max(1, min(2, gradient.dim() - 1)))
         ]
-        return min(touched, default=1) > 1
+        return min(touched) > 1
     return None
+
+
+def _products_of_parameters(root: Any, shape: Sequence[int]) -> list[GradientEdge]:
+    """Return results of operations with a parameter that have as many rows as the elements.
+
+    They serve where a script computes without modules.
+    """
+    found, seen, queue = [], {root}, [root]
+    while queue and len(seen) < MOST_NODES:
+        node = queue.pop(0)
+        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
+        of_parameter = any(_is_parameter(child) for child in below)
+        rows = tuple(node._input_metadata[0].shape)[:1]
+        if of_parameter and node.name() not in TRANSPOSES and rows == tuple(shape)[:1] != ():
+            found.append(GradientEdge(node, 0))
+        queue += [child for child in below if child not in seen]
+        seen |= set(below)
+    return found
+
+
+def _is_parameter(node: Any) -> bool:
+    if node.name() in TRANSPOSES:
+        node = node.next_functions[0][0]
+    return node is not None and "AccumulateGrad" in node.name()

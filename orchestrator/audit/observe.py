@@ -233,7 +233,9 @@ class Observer:
                 "the loss of a sample depends on other samples of its micro-batch"
             )
         elif mixed is None:
-            self.layers["unprobed"] = "no module's output lies between the loss and the model"
+            self.layers["unprobed"] = (
+                "nothing between the loss and the parameters has a row a sample"
+            )
 
     # ------------------------------------------------------------------
     # Updates.
