@@ -656,7 +656,7 @@ class _Update:
             self.say("schedule", RIGHT, "the learning rate is one value in each window")
 
     def _judge_data(self) -> None:
-        if not any(w.record["forwards"] for w in self.windows):
+        if self.several and not any(w.record["forwards"] for w in self.windows):
             return  # they belong to another optimizer of the same window
         rows = [
             [row for f in w.record["forwards"] if f["used"] for row in f["rows"]]
