@@ -32,10 +32,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
+from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
 from orchestrator.audit.loss_graph import Loss, mixes_samples, read_loss
 
-FOLDER, UPDATES, FAKE_CUDA = "AUDIT_FOLDER", "AUDIT_UPDATES", "AUDIT_FAKE_CUDA"
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
 LEAST_OF_PARAMETER = 16
@@ -640,7 +640,7 @@ def _refuse_own_ranks() -> None:
     import torch.multiprocessing as mp
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise OwnRanks("the script starts its ranks by itself")
+        raise OwnRanks(OWN_RANKS)
 
     mp.spawn = mp.start_processes = refuse  # type: ignore[assignment]
 
@@ -660,7 +660,7 @@ def main(words: list[str]) -> None:
             sys.path.insert(0, str(Path(words[0]).resolve().parent))
             runpy.run_path(words[0], run_name="__main__")
     except OwnRanks:
-        why = "own ranks"
+        why = OWN_RANKS
         raise SystemExit(0) from None
     except SystemExit as error:
         why = (

@@ -19,6 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
+from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import (
     ESSENTIAL,
@@ -49,9 +50,7 @@ from orchestrator.rundir.outcome import Ended, describe_culprit
 from orchestrator.units import plural
 
 OBSERVER = "orchestrator.audit"
-FOLDER, UPDATES, FAKE_CUDA = "AUDIT_FOLDER", "AUDIT_UPDATES", "AUDIT_FAKE_CUDA"
 STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged last window
-OWN_RANKS = "own ranks"
 JOB_UPDATES = 8
 DEFAULTS = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 OURS = ("run.snapshot=false", "run.watch=true", "tracker=none", "run.max_restarts=0")
@@ -214,8 +213,8 @@ def _judge(made: Audit, traces_in: Path, ended: Ended) -> None:
     traces = [read_trace(traces_in, rank) for rank in range(made.ranks)]
     if any(trace.end.get("end") == OWN_RANKS for trace in traces):
         made.reason = (
-            "the script starts its ranks by itself: let audit start them (they have torchrun's "
-            "variables), as in audit cluster.ranks_per_node=2 -- train.py"
+            f"{OWN_RANKS}: let audit start them (they have torchrun's variables), as in "
+            "audit cluster.ranks_per_node=2 -- train.py"
         )
         return
     if not any(trace.windows for trace in traces):

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from orchestrator.agent.processes import this_process_alone
+from orchestrator.audit import FOLDER
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
@@ -61,7 +62,7 @@ def _train(worker: WorkerProcess) -> int:
 @contextmanager
 def _audited(rank: int) -> Generator[None]:
     """Observe the training below for `orchestrator audit`, if that has started this run."""
-    if "AUDIT_FOLDER" not in os.environ:
+    if FOLDER not in os.environ:
         yield
         return
     from orchestrator.audit import observe
