@@ -4,6 +4,7 @@ The test and the job share a folder. The test calls `hold_before`, waits with `w
 acts, and moves the hold on or calls `release`. The job calls `wait_at` in every micro-step.
 """
 
+import json
 import math
 import os
 import time
@@ -35,6 +36,12 @@ class Hold:
     def release(self):
         """Hold no rank any more. The job leaves out its pauses, too, so that the run ends soon."""
         self.hold_before(math.inf)
+
+    def held_members(self, run, update):
+        """Return the members of the newest generation once all are held; () before."""
+        newest = max((run / "attempts" / "000").glob("generation-*.json"))
+        members = json.loads(newest.read_text())["members"]
+        return tuple(members) if {*members} <= self._held_ranks(update) else ()
 
     def wait_until_held(self, update, ranks=(0,), timeout_s=90.0):
         """Wait until these ranks are alive and wait before `update`."""

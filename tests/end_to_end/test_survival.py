@@ -11,6 +11,7 @@ import time
 import pytest
 
 from orchestrator.rundir.metrics import read_metrics
+from orchestrator.units import plural
 from tests import helpers
 from tests.helpers import TINY
 from tests.hold import Hold
@@ -71,8 +72,10 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     node.kill()
     time.sleep(0.05)  # the others agree on the members or form their group; any moment is right
     os.kill(rank_2, signal.SIGKILL)
-    hold.wait_until_held(8, (3, 4, 5))
-    os.kill(helpers.rank_pid(run, 5), signal.SIGSTOP)
+    # Ranks 3, 4 and 5; fewer if gloo has lost a send, which ends a rank (trainer/survival.py).
+    members = helpers.until(lambda: hold.held_members(run, 8), 90, "holding all members")
+    frozen = members[-1]
+    os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
@@ -80,18 +83,21 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     assert "the others redo its update and go on (run.survive)" in said
     check_whole(run, undisturbed)
     notes = survived(run)
-    assert sorted(rank for note in notes for rank in note["gone"]) == [0, 1, 2, 5]
-    assert notes[-1]["ranks"] == 2
+    left = [rank for rank in members if rank != frozen]
+    assert {rank for note in notes for rank in note["gone"]} == {*EVERY_RANK} - {*left}
+    assert notes[-1]["ranks"] == len(left)
     why = [reason for note in notes for reason in note["why"]]
     assert any(reason.startswith("on node0: its agent is gone") for reason in why), why
     assert "on node1: killed by signal 9 (SIGKILL)" in why
     assert any("on node2: it was frozen (SIGSTOP) for 4 s" in reason for reason in why), why
     log = (run / "logs" / "rank-00003.log").read_text()
-    assert "rank 5 went away in update 9, on node2: it was frozen (SIGSTOP)" in log
+    assert f"rank {frozen} went away in update 9, on node2: it was frozen (SIGSTOP)" in log
     assert helpers.result(run)["survived"] == notes
-    assert "rank 5: it was frozen (SIGSTOP) for 4 s (cluster.heartbeat_timeout_s); it was" in said
+    seen = f"rank {frozen}: it was frozen (SIGSTOP) for 4 s (cluster.heartbeat_timeout_s); it was"
+    assert seen in said
     gone = ", ".join(str(rank) for note in notes for rank in note["gone"])
-    assert f"ranks {gone} lost; {len(notes)} updates redone; 2 ranks went on" in output
+    went_on = plural(len(left), "rank")
+    assert f"ranks {gone} lost; {len(notes)} updates redone; {went_on} went on" in output
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
     assert status["survived"] == notes[-1]["generation"]
 
