@@ -211,6 +211,7 @@ class _Update:
         self.made, self.windows, self.before = made, windows, before
         self.update, self.usual, self.depth, self.reason = update, usual, depth, reason
         self.size = len(windows)
+        self.dropped = 0  # forward passes without a backward pass
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
@@ -662,7 +663,7 @@ class _Update:
             [row for f in w.record["forwards"] if f["used"] for row in f["rows"]]
             for w in self.windows
         ]
-        dropped = 0 if self.reason else self._dropped_forwards()
+        dropped = self.dropped = 0 if self.reason else self._dropped_forwards()
         if dropped:
             self.say(
                 "weights", WRONG, f"{dropped} forward passes of this window have no backward pass",
@@ -771,7 +772,7 @@ def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]
             f"the update is divided by {1 / (one.level or 1.0):.6g}, where {one.total:.6g} samples "
             "or tokens have a loss"
         )
-        if varies and len(factors) == 1:
+        if varies and len(factors) == 1 and not any(each.dropped for each in updates):
             one.say("length", WRONG, text, "varying-divisor")
         else:
             one.say("length", UNJUDGED, text)
