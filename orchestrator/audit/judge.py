@@ -211,6 +211,8 @@ class _Update:
         self.made, self.windows, self.before = made, windows, before
         self.update, self.usual, self.depth, self.reason = update, usual, depth, reason
         self.size = len(windows)
+        if len({len(window.applied) for window in windows}) > 1:
+            self.reason = "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about

@@ -235,7 +235,7 @@ def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
     end = traces[0].end
     loaders = end.get("loaders", [])
     updates = len({update for _, update in traces[0].windows})
-    steps = max(len(w.steps) for w in traces[0].windows.values())
+    steps = max((len(w.steps) for w in traces[0].windows.values()), default=1)
     lengths = [loader["length"] for loader in loaders[:1]]
     if lengths and lengths[0] > end.get("backwards", 0):
         needed = -(-lengths[0] // steps)
