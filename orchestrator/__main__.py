@@ -406,9 +406,11 @@ def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> Non
         return
     _print_plan(made, console)
     if said:
-        sys.stdout.write(f"\n{request.text}\n")
-        refused = said["refused"]
-        say(console, f"the scheduler would say: {said['scheduler']}", "red" if refused else "")
+        if request.text:
+            sys.stdout.write(f"\n{request.text}\n")
+        if said["scheduler"]:
+            style = "red" if said["refused"] else ""
+            say(console, f"the scheduler would say: {said['scheduler']}", style)
         if said["warning"]:
             say(console, f"warning: {said['warning']}", "yellow", prose=True)
 

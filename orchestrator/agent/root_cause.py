@@ -36,6 +36,7 @@ OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
 NODE_WENT_AWAY = "the node went away: "
+WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|(NCCL|HCCL) watchdog")
 LAST_WORD = "error: "
 """Prefix of the last line of a rank whose main thread was stuck in the framework."""
 
@@ -166,8 +167,15 @@ def add_finished_peers(culprit: Culprit, finished: Sequence[int]) -> Culprit:
 
 
 def _gave_up(run: RunDir, end: End) -> bool:
-    """Return whether a rank's last line reports a lost peer while it was stuck in the framework."""
-    last = () if end.rank is None else tail(run.rank_log(end.rank), 1)
+    """Return whether a rank ended since it had waited for others while stuck in the framework.
+
+    Its last line says so, or NCCL's or HCCL's watchdog has ended it with SIGABRT.
+    """
+    if end.rank is None:
+        return False
+    if end.status == -signal.SIGABRT:
+        return any(WATCHDOG.search(line) for line in tail(run.rank_log(end.rank)))
+    last = tail(run.rank_log(end.rank), 1)
     return bool(last) and last[0].startswith(LAST_WORD)
 
 

@@ -10,6 +10,8 @@ from pathlib import Path
 import psutil
 
 CGROUPS = Path("/sys/fs/cgroup")
+NVIDIA = Path("/proc/driver/nvidia/gpus")
+AMD = Path("/sys/class/kfd/kfd/topology/nodes")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,11 +56,14 @@ def free_memory_bytes() -> int:
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
-    """Return the GPUs that this process may use: CUDA's variable, or else the driver's list."""
-    if "CUDA_VISIBLE_DEVICES" in env:
-        return [name for name in env["CUDA_VISIBLE_DEVICES"].split(",") if name.strip()]
-    driver = Path("/proc/driver/nvidia/gpus")
-    return [str(i) for i in range(len(list(driver.iterdir())))] if driver.is_dir() else []
+    """Return the GPUs that this process may use: by variable, or else the drivers' lists."""
+    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
+        if variable in env:
+            return [name for name in env[variable].split(",") if name.strip()]
+    found = len(list(NVIDIA.glob("*")))
+    # AMD's driver lists CPUs as well, with an id of 0.
+    found = found or sum(_read(gpu) != "0" for gpu in AMD.glob("*/gpu_id"))
+    return [str(number) for number in range(found)]
 
 
 def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:

@@ -81,6 +81,18 @@ def test_where_all_only_followed_the_one_seen_first_is_named(begun):
     assert find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)]).rank == 0
 
 
+def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
+    begun.logs.mkdir(exist_ok=True)
+    begun.rank_log(0).write_text(
+        "update 3\n[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n"
+        "terminate called after throwing an instance of 'c10::DistBackendError'\n"
+    )
+    ends = [ended("node0", 0, -6, 1.0)]
+    assert find_root_cause(begun, [], ends, [straggler(1, 90.0)]).rank == 1
+    begun.rank_log(0).write_text("free(): invalid pointer\n")
+    assert find_root_cause(begun, [], ends, [straggler(1, 90.0)]).rank == 0
+
+
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
     begun.node_log("node1").write_text("last\n")
     culprit = find_root_cause(

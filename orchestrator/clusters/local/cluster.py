@@ -24,7 +24,7 @@ from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
 from orchestrator.agent.processes import processor_s
 from orchestrator.agent.root_cause import tail
 from orchestrator.agent.stacks import STACK_S
-from orchestrator.clusters.api import Cluster, Culprit, Handle, Request, State
+from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
 from orchestrator.config.frameworks import check_installed, check_tracker
@@ -240,6 +240,20 @@ class LocalCluster(Cluster):
             "join_s": self.config.cluster.rendezvous_timeout_s,
         }
         return replace(asked, details=details)
+
+    def check(self, request: Request) -> Admission:
+        """Warn of GPUs that stay unused; asks nobody."""
+        gpus = request.details["gpus"]
+        if not gpus or any(gpus) or self.config.transport in ON_CPUS:
+            return Admission()
+        count, ranks = len(visible_gpus(os.environ)), request.nodes * request.ranks_per_node
+        unused, them = ("its GPU stays", "it") if count == 1 else (f"its {count} GPUs stay", "them")
+        sentence = (
+            f"this machine has too few GPUs for one each of the {ranks} ranks, so {unused} unused: "
+            f"cluster.nodes=1 cluster.ranks_per_node={count} uses {them}, transport=gloo says that "
+            "CPUs are meant"
+        )
+        return Admission(warnings=(sentence,))
 
     @property
     def share(self) -> Share:

@@ -397,7 +397,11 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
             f"--container-workdir={here.folder}",
         ], ["python3"]
     if cluster.container_runtime == "apptainer":
-        gpus = ["--nv"] if gpu_count(cluster.gpus_per_node) else []
+        flags = (
+            f"{name}={value}" for name, value in cluster.slurm_flags.items()
+        )  # gres=gpu:4, say
+        asked = gpu_count(cluster.gpus_per_node) or any("gpu" in flag for flag in flags)
+        gpus = ["--nv"] if asked else []
         binds = "--bind=" + ",".join(shared)
         return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
     return [], [here.python]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from numbers import Real
@@ -205,6 +206,11 @@ def _check_optimizer(optimizer: Optimizer, parameters: Named) -> None:
 
 _WORD_BITS = 48  # float64 carries 53 exactly
 _WORDS = 5
+KERNEL_VARIABLES = (
+    "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO",
+    "NCCL_PROTO", "NCCL_NVLS_ENABLE",
+)  # fmt: skip
+"""Variables by which CUDA's libraries choose other kernels, or NCCL another order of sums."""
 
 
 def versions() -> dict[str, str]:
@@ -213,11 +219,16 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),
     }
-    if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+    for name in ("cuda", "hip"):
+        if version := getattr(torch.version, name):
+            found[name] = version
+    found.update((name, os.environ[name]) for name in KERNEL_VARIABLES if name in os.environ)
     if torch.cuda.is_available():
-        found["gpu"] = torch.cuda.get_device_name()
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
+        found["tf32"] = f"cudnn {torch.backends.cudnn.allow_tf32}"
         found["cudnn"] = str(torch.backends.cudnn.version())
         nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
         found["nccl"] = ".".join(str(part) for part in nccl.version())

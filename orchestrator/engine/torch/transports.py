@@ -68,7 +68,7 @@ def _wait_for_gloo() -> None:
 # What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
 _LOST = re.compile(
     r"reset by peer|closed by peer|broken pipe|connection (was )?(reset|closed|aborted|refused)|"
-    r"timed? ?out|timeout caused pair closure|unhandled system error|remote process exited|"
+    r"time[sd]? ?out|timing out|unhandled system error|remote process exited|"
     r"socket closed|communicator was aborted|connection terminated|no route to host",
     re.IGNORECASE,
 )
@@ -94,6 +94,10 @@ class TransportWork:
     Attributes:
         tensors: views without other references in Python.
         held_by_gloo: its threads may hold them a little longer.
+        timeout: for transports whose `wait()` blocks a stream of the device only. With a time-out
+            NCCL blocks this thread too, aborts the communicator when the time is up, and raises
+            here. Without one its watchdog would end the process with SIGABRT, on every rank that
+            only waited.
     """
 
     work: Any
@@ -101,12 +105,13 @@ class TransportWork:
     rank: int
     tensors: Sequence[Tensor]
     held_by_gloo: bool
+    timeout: timedelta | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
         with peer_lost_during(self.operation, self.rank), for_others(self.operation):
-            self.work.wait()
+            self.work.wait(*(() if self.timeout is None else (self.timeout,)))
         self.work = None
         if self.held_by_gloo:
             _kept_for_gloo[:] = [*_in_use(_kept_for_gloo), *self.tensors]
@@ -175,12 +180,16 @@ class TorchGroup(BaseGroup):
     Args:
         process_group: a `torch.distributed` process group or one of its backends; None only for a
             group of one rank.
+        wait_timeout_s: see `TransportWork.timeout`; None for transports whose waits block.
         place: see `BaseGroup`.
     """
 
-    def __init__(self, process_group: Any, **place: Any) -> None:
+    def __init__(
+        self, process_group: Any, *, wait_timeout_s: float | None = None, **place: Any
+    ) -> None:
         super().__init__(**place)
         self._group = process_group
+        self._timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(_SUMS_AT_ONCE)]
         self._summing: deque[CompletedWork] = deque()
         self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
@@ -192,7 +201,9 @@ class TorchGroup(BaseGroup):
 
         Args:
             process_group: formed by the caller, who also ends it.
-            device: where tensors live; by default the current CUDA device under NCCL, else the CPU.
+            device: where tensors live, the model's say; by default the one that the group is bound
+                to (`init_process_group(device_id=...)`), else the current device, on the CPU for
+                gloo.
 
         Raises:
             ConfigError: it is no process group.
@@ -205,7 +216,12 @@ class TorchGroup(BaseGroup):
             )
         backend = str(process_group.name()).lower()
         if device is None:
-            device = torch.device("cuda") if "nccl" in backend else torch.device("cpu")
+            device = getattr(process_group, "bound_device_id", None)
+        if device is None:
+            accelerator = torch.accelerator.current_accelerator()
+            device = torch.device("cpu")
+            if backend != "gloo" and accelerator is not None:
+                device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         return cls(
             process_group,
             rank=process_group.rank(),
@@ -225,10 +241,12 @@ class TorchGroup(BaseGroup):
 
     def transport_collectives(self) -> int | None:
         """Return the collectives since the group was formed, by the process group's own sequence
-        number.
+        number. Other backends than these keep none, or not of all calls.
         """
         if self._group is None:
             return 0
+        if self.transport not in ("gloo", "nccl"):
+            return None
         counted = int(self._group._get_sequence_number_for_group())
         return counted - self._parts_of_one
 
@@ -249,14 +267,15 @@ class TorchGroup(BaseGroup):
         views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held_by_gloo`
         with peer_lost_during(operation, self.rank):
             work = call(views)
-        return TransportWork(work, operation, self.rank, views, self.transport == "gloo")
+        gloo = self.transport == "gloo"
+        return TransportWork(work, operation, self.rank, views, gloo, self._timeout)
 
     def _start_sum(self, flat: Tensor) -> Work:
         return self._start("all_reduce_sum", self._group.allreduce, flat)  # sums by default
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
         # Equally large on all ranks, so all choose alike.
-        if self.transport == "gloo" and flat.nbytes >= _DIRECT_BYTES:
+        if self._sends_directly(flat) and flat.nbytes >= _DIRECT_BYTES:
             if parts[self.rank].data_ptr() != flat.data_ptr():
                 parts[self.rank].copy_(flat)
             return self._start_pairwise("all_gather", parts, [flat] * self.size)
@@ -275,8 +294,22 @@ class TorchGroup(BaseGroup):
             "all_gather", lambda both: self._group._allgather_base(*both), tensor, mine
         )
 
+    def _sends_directly(self, tensor: Tensor) -> bool:
+        """Return whether ranks exchange pieces of it by send and receive.
+
+        Raises:
+            TransportError: it is on a device, whose addresses gloo would take for the CPU's.
+        """
+        if self.transport == "gloo" and not tensor.is_cpu:
+            raise TransportError(
+                f"gloo exchanges pieces of tensors on the CPU only, but this one is on "
+                f"{tensor.device}: sharded optimizers, reduction='reproducible' and gathers need "
+                "transport=nccl for a model on GPUs"
+            )
+        return self.transport == "gloo"
+
     def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
-        if self.transport != "gloo":
+        if not self._sends_directly(tensor):
             return self._start(
                 "reduce_scatter_sum",
                 lambda both: self._group._reduce_scatter_base(*both),
@@ -327,7 +360,7 @@ class TorchGroup(BaseGroup):
     def _start_exchange(
         self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
     ) -> Work:
-        if self.transport == "gloo":
+        if self._sends_directly(sent):
             into, pieces = received.split(receive_counts), sent.split(send_counts)
             into[self.rank].copy_(pieces[self.rank])
             return self._start_pairwise("all_to_all", into, pieces)
@@ -352,7 +385,10 @@ def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
         ConfigError: a launcher has started more processes than this, and they have not met.
     """
     if dist.is_available() and dist.is_initialized():
-        return TorchGroup.wrap(dist.group.WORLD)
+        # gloo reduces the tensors of a model on GPUs as well; what ranks agree on stays on the CPU.
+        gloo = str(dist.get_backend()).lower() == "gloo"
+        on_device = torch.device(device).type != "cpu" and not gloo
+        return TorchGroup.wrap(dist.group.WORLD, device=device if on_device else None)
     for name in _RANKS:
         if (ranks := os.environ.get(name, "")).isdecimal() and int(ranks) > 1:
             raise ConfigError(
@@ -521,6 +557,9 @@ class _ProcessGroupTransport(Transport):
     @classmethod
     def form(cls, spec: GroupSpec, store: Store) -> TorchGroup:
         device = cls.device(spec.local_rank)
+        # NCCL and HCCL exchange addresses over it at their first collective, for which a rank may
+        # be late by as long as it takes to build its data.
+        store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
         process_group = cls.connect(spec, store, device)
         # It stays until the end of the process. To destroy a gloo group blocks until the time-out
         # of its pending operations, on every rank that was not a neighbour of the one that died; a
@@ -533,6 +572,7 @@ class _ProcessGroupTransport(Transport):
             generation=spec.generation,
             transport=cls.__name__.lower(),
             device=device,
+            wait_timeout_s=None if device.type == "cpu" else spec.collective_timeout_s,
         )
 
 
@@ -551,6 +591,11 @@ class Gloo(_ProcessGroupTransport):
         # The constructor waits for its peers with the same time-out as collectives do later.
         group._set_default_timeout(timedelta(seconds=spec.collective_timeout_s))
         return group
+
+
+def _watchdog_timeout(spec: GroupSpec) -> timedelta:
+    """Return a longer time than ranks wait: the watchdog ends the process without a word."""
+    return timedelta(seconds=spec.collective_timeout_s + 60.0)
 
 
 class Nccl(_ProcessGroupTransport):
@@ -573,8 +618,12 @@ class Nccl(_ProcessGroupTransport):
         torch.cuda.set_device(device)
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
         options = nccl.Options()
-        options._timeout = timedelta(seconds=spec.collective_timeout_s)
-        return nccl(store, spec.rank, spec.size, options)
+        options._timeout = _watchdog_timeout(spec)
+        group = nccl(store, spec.rank, spec.size, options)
+        # It would connect at the first collective. Now all ranks are here, so a wrong network
+        # interface, or two ranks on one GPU, is an error of the start and named as one.
+        group.eager_connect_single_device(device)
+        return group
 
 
 class Hccl(_ProcessGroupTransport):
@@ -592,6 +641,7 @@ class Hccl(_ProcessGroupTransport):
 
     @classmethod
     def device(cls, local_rank: int) -> torch.device:
+        importlib.import_module("torch_npu")  # makes torch know the device
         return torch.device("npu", local_rank)
 
     @classmethod
@@ -600,5 +650,5 @@ class Hccl(_ProcessGroupTransport):
         npu: Any = importlib.import_module("torch_npu")
         torch.get_device_module("npu").set_device(device)
         return npu._C._distributed_c10d.ProcessGroupHCCL(
-            store, spec.rank, spec.size, timedelta(seconds=spec.collective_timeout_s)
+            store, spec.rank, spec.size, _watchdog_timeout(spec)
         )

@@ -1,0 +1,39 @@
+"""GPUs of this machine: shared out to ranks, or left unused, which is said."""
+
+import pytest
+
+from orchestrator.clusters import machine
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.composer import compose
+
+
+@pytest.mark.parametrize(
+    ("visible", "overrides", "shared", "warning"),
+    [
+        ("", [], None, ""),
+        ("0", [], [[], []], "so its GPU stays unused: cluster.nodes=1 cluster.ranks_per_node=1"),
+        ("4,5", [], [[], []], "its 2 GPUs stay unused: cluster.nodes=1 cluster.ranks_per_node=2"),
+        ("4,5", ["transport=gloo"], [[], []], ""),
+        ("4,5", ["cluster.nodes=1"], [["4", "5"]], ""),
+        ("0,1,2,3,4", [], [["0", "1"], ["2", "3"]], ""),
+    ],
+)
+def test_gpus_are_shared_out_or_their_idleness_is_said(
+    visible, overrides, shared, warning, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cluster = cluster_of(compose(["job=digits", *overrides]))
+    request = cluster.request(tmp_path / "run", 0)
+    assert request.details["gpus"] == shared
+    warnings = cluster.check(request).warnings
+    assert len(warnings) == bool(warning)
+    assert warning in "".join(warnings)
+
+
+def test_gpus_of_amd_are_counted_without_the_processors_in_the_drivers_list(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "AMD", tmp_path)
+    for number, gpu in enumerate(("0", "48213", "1022")):
+        (tmp_path / str(number)).mkdir()
+        (tmp_path / str(number) / "gpu_id").write_text(f"{gpu}\n")
+    assert machine.visible_gpus({}) == ["0", "1"]
+    assert machine.visible_gpus({"HIP_VISIBLE_DEVICES": "1"}) == ["1"]

@@ -1,0 +1,174 @@
+"""What differs on GPUs and can be shown without one: late results, late ranks, waits, devices."""
+
+import threading
+import time
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from orchestrator import Loss
+from orchestrator.engine.torch import (
+    Accumulator,
+    TorchGroup,
+    form_group,
+    group,
+    rendezvous,
+    run_in_threads,
+    transports,
+)
+from orchestrator.errors import PeerLost, TransportError
+from orchestrator.testing.processes import run_ranks, spec
+
+# ------------------------------------------------------------------ Results that come late
+
+
+class LateGroup(group.InProcessGroup):
+    """Overwrites a collective's tensors until it is waited for, as a busy device might."""
+
+    def _late(self, work, *tensors):
+        for tensor in tensors:
+            tensor.fill_(float("nan"))
+
+        def check():
+            assert all(bool(tensor.isnan().all()) for tensor in tensors), "written while under way"
+
+        return group.CompletedWork(group.CompletedWork(after=check), work.wait)
+
+    def _start_sum(self, flat):
+        return self._late(super()._start_sum(flat), flat)
+
+    def _start_reduce_scatter(self, out, tensor):
+        return self._late(super()._start_reduce_scatter(out, tensor), tensor)
+
+    def _start_gather(self, parts, flat):
+        others = [part for rank, part in enumerate(parts) if rank != self.rank]
+        return self._late(super()._start_gather(parts, flat), *others)
+
+    def _start_exchange(self, received, sent, receive_counts, send_counts):
+        work = super()._start_exchange(received, sent, receive_counts, send_counts)
+        return self._late(work, received)
+
+
+def _trained(ranks, **options):
+    def train(ours):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+        accumulator = Accumulator(model, optimizer, ours, clip_norm=0.5, **options)
+        data = torch.randn(3, ranks, 2, 5, 8)
+        for update in range(3):
+            for step in range(2):
+                batch = data[update, ours.rank, step]
+                loss = Loss(model(batch).square().sum(), len(batch))
+                accumulator.backward(loss, last=step == 1)
+            accumulator.boundary()
+        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+    return run_in_threads(ranks, train)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"overlap": False}, {"bucket_bytes": 256}, {"shard_optimizer": True},
+     {"reduction": "reproducible"}],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_read_before_its_wait_nor_written_while_under_way(options, monkeypatch):
+    wanted = _trained(2, **options)
+    monkeypatch.setattr(group, "InProcessGroup", LateGroup)
+    for found, right in zip(_trained(2, **options), wanted, strict=True):
+        assert torch.equal(found, right)
+
+
+# ------------------------------------------------------------------ Ranks that come late
+
+
+class Lazy(transports.Gloo):
+    """Connects at its first collective, with the help of the store, as NCCL does."""
+
+    @classmethod
+    def form(cls, spec, store):
+        made = super().form(spec, store)
+        start, met = made._start, []
+
+        def started(*arguments):
+            if not met:
+                met.append(True)
+                if spec.rank == 0:
+                    store.set("unique-id", "…")
+                store.get("unique-id")
+            return start(*arguments)
+
+        made._start = started
+        return made
+
+
+def _first_collective_late(ours, folder):
+    rendezvous._STORE_TIMEOUT_S = 0.5
+    rendezvous.transport_of = lambda _: Lazy
+    following = form_group(spec(ours.rank, 2, folder, generation=1))
+    if ours.rank == 0:
+        time.sleep(2.0)  # four times as long as the store waits during the rendezvous
+    number = torch.ones(1)
+    following.all_reduce_sum(number)
+    return number.item()
+
+
+def test_a_rank_may_be_late_at_the_first_collective_of_a_transport_that_connects_there(tmp_path):
+    assert run_ranks(2, tmp_path, _first_collective_late, tmp_path) == [2.0, 2.0]
+
+
+# ------------------------------------------------------------------ Waits that block a stream
+
+
+class Stream:
+    """Work whose `wait()` without a time-out returns at once, as that of NCCL."""
+
+    def __init__(self, ready):
+        self.ready = ready
+
+    def wait(self, timeout=None):
+        if timeout is not None and not self.ready.wait(timeout.total_seconds()):
+            raise RuntimeError(
+                "[Rank 0] Watchdog caught collective operation timeout: WorkNCCL(SeqNum=3, "
+                "OpType=ALLREDUCE, Timeout(ms)=100) ran for 101 milliseconds before timing out."
+            )
+
+
+def _work(ready, timeout):
+    return transports.TransportWork(Stream(ready), "all_reduce_sum", 0, (), False, timeout)
+
+
+def test_a_wait_with_a_timeout_raises_in_the_thread_that_waits():
+    ready = threading.Event()
+    with pytest.raises(PeerLost, match=r"lost a peer during all_reduce_sum: .*timing out"):
+        _work(ready, timedelta(seconds=0.1)).wait()
+    ready.set()
+    _work(ready, timedelta(seconds=0.1)).wait()
+
+
+# ------------------------------------------------------------------ Devices
+
+
+@pytest.fixture
+def fake_world():
+    dist.init_process_group("fake", rank=0, world_size=256, store=FakeStore())
+    yield dist.group.WORLD
+    dist.destroy_process_group()
+
+
+def test_the_device_of_a_backend_that_is_no_ones_known_is_the_given_or_the_cpu(fake_world):
+    ours = TorchGroup.wrap(fake_world)
+    assert (ours.device.type, ours.size, ours.transport_collectives()) == ("cpu", 256, None)
+    assert TorchGroup.wrap(fake_world, device="meta").device.type == "meta"
+    assert transports.group_of_torch("meta").device.type == "meta"
+
+
+def test_gloo_refuses_to_exchange_addresses_of_a_device():
+    ours = TorchGroup(object(), rank=0, size=2, transport="gloo")
+    with pytest.raises(TransportError, match=r"CPU only, but this one is on meta.*transport=nccl"):
+        ours.reduce_scatter_sum_async(torch.ones(1, device="meta"), torch.ones(2, device="meta"))
