@@ -40,6 +40,7 @@ from orchestrator.engine.api import AccumulationOptions, BoundaryReport
 from orchestrator.engine.common.boundary import NEWCOMERS, STOP, Trailer, UpdatePolicy
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.torch.buffers import (
+    HALVES,
     GradHooks,
     GradientBuffers,
     Named,
@@ -76,7 +77,9 @@ _REDUCTIONS = ("fast", "reproducible")
 def _reduction_for(
     parameters: Named, group: BaseGroup, options: AccumulationOptions
 ) -> FastReduction | ReproducibleReduction:
-    """Build the reduction of these options, with its buffers. One rank is never sharded.
+    """Build the reduction of these options, with its buffers.
+
+    One rank is sharded for the sake of float32 masters only.
 
     Raises:
         ConfigError: options that do not go together, or a bucket that is too small for a number.
@@ -91,7 +94,7 @@ def _reduction_for(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
     overlap, bucket_bytes = options.overlap, options.bucket_bytes
-    if sharded and group.size > 1:
+    if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
         order = aligned_first(parameters)
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
@@ -494,6 +497,7 @@ class Accumulator:
         self._window.close()
         self._step_guard.remove()
         self._hooks.remove()
+        self.buffers.release()
         if release and self._shard is not None:
             self._shard.release()
         elif release and self.options.shard_optimizer:

@@ -16,7 +16,6 @@ from orchestrator.engine.torch.group import BaseGroup, Work, to_floats
 from orchestrator.errors import JobError
 
 _CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
-_HALVES = (torch.float16, torch.bfloat16)
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
@@ -36,8 +35,7 @@ class GradientNorm:
         self._pieces.append(piece)
         whole = piece.numel() // _CHUNK * _CHUNK
         if whole:
-            wide = torch.float32 if piece.dtype in _HALVES else None
-            chunks = torch.linalg.vector_norm(piece[:whole].view(-1, _CHUNK), dim=1, dtype=wide)
+            chunks = torch.linalg.vector_norm(piece[:whole].view(-1, _CHUNK), dim=1)
             self._norms.append(torch.linalg.vector_norm(chunks, dtype=torch.float64))
         self._norms.append(torch.linalg.vector_norm(piece[whole:], dtype=torch.float64))
 

@@ -2,7 +2,9 @@
 
 Parameters move into flat buffers with the gradient's layout and become views of them, so a bucket
 of weights is one slice, as a bucket of the gradient is. Rank r owns segment r of each bucket. The
-parts of a parameter in its segments (pieces) replace the parameter in the optimizer.
+parts of a parameter in its segments (pieces) replace the parameter in the optimizer. Pieces of
+float16 and bfloat16 parameters are float32 masters, which a step is rounded from, so that steps too
+small for the parameter's dtype add up all the same.
 
     [Rajbhandari et al. 2020, ZeRO, stage 1 and the gradient's half of stage 2, arXiv 1910.02054]
 """
@@ -31,6 +33,7 @@ from orchestrator.engine.torch.group import (
     gather_texts,
 )
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
+from orchestrator.engine.torch.state import MASTER
 from orchestrator.errors import ConfigError, JobError, StateLost
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = (
@@ -149,13 +152,32 @@ class Piece:
     """A parameter's numbers from `start` on, n of them.
 
     Attributes:
-        weight: shape (n), a leaf that shares the parameter's memory.
+        weight: shape (n), a leaf that the optimizer steps: it shares the parameter's memory, or is
+            the master of `rounded`.
         gradient: shape (n), in the flat gradient.
+        rounded: shape (n), shares the parameter's memory, where `weight` is a master.
     """
 
     start: int
     weight: Tensor
     gradient: Tensor
+    rounded: Tensor | None = None
+
+    @classmethod
+    def of(cls, start: int, weight: Tensor, gradient: Tensor) -> Piece:
+        if weight.dtype == gradient.dtype:
+            return cls(start, weight, gradient)
+        return cls(start, weight.to(gradient.dtype), gradient, weight)
+
+    def begin_step(self) -> None:
+        """Take over weights that were written since the last step: loaded, or clamped, say."""
+        if self.rounded is not None:
+            changed = self.rounded != self.weight.to(self.rounded.dtype)
+            self.weight.copy_(torch.where(changed, self.rounded.to(self.weight.dtype), self.weight))
+
+    def end_step(self) -> None:
+        if self.rounded is not None:
+            self.rounded.copy_(self.weight)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -194,7 +216,11 @@ class OptimizerShard:
         self.gradients: Sequence[Tensor] = [
             buffers.gradients[buffer][start:end] for buffer, start, end in reduction.owned
         ]
-        weights = [torch.zeros_like(flat) for flat in buffers.flats]
+        dtypes = {p.buffer: p.parameter.real.dtype for p in self._places}
+        weights = [
+            torch.zeros_like(flat, dtype=dtypes[number])
+            for number, flat in enumerate(buffers.flats)
+        ]
         for place in self._places:  # move the parameters
             view = place.view(weights[place.buffer])
             view.copy_(place.parameter.detach())
@@ -203,7 +229,7 @@ class OptimizerShard:
         self._weights = [weights[buffer][start:end] for buffer, start, end in self._slices]
         self._pieces = [  # of each parameter; none for many of them
             [
-                Piece(a - place.start, weights[buffer][a:b].detach(), buffers.flats[buffer][a:b])
+                Piece.of(a - place.start, weights[buffer][a:b].detach(), buffers.flats[buffer][a:b])
                 for buffer, first, last in reduction.owned
                 for a, b in [(max(first, place.start), min(last, place.start + place.count))]
                 if buffer == place.buffer and a < b
@@ -256,12 +282,14 @@ class OptimizerShard:
         left_alone = set(unused)
         for number, pieces in enumerate(self._pieces):
             for piece in pieces:
+                piece.begin_step()
                 piece.weight.grad = None if number in left_alone else piece.gradient
         yield
         for place, pieces in zip(self._places, self._pieces, strict=True):
             place.parameter.grad = None
             for piece in pieces:
                 piece.weight.grad = None
+                piece.end_step()
 
     def non_finite(self) -> list[str]:
         """Return the names of the parameters whose gradient holds NaN or infinity. Collective."""
@@ -353,12 +381,16 @@ class OptimizerShard:
                 for piece in self._pieces[number]:
                     if state:
                         end = piece.start + piece.weight.numel()
-                        states[index] = {
+                        mine = {
                             key: value[piece.start : end].clone()
                             if _is_elementwise(key, value)
                             else copy.deepcopy(value)  # optimizers count in place
                             for key, value in state.items()
                         }
+                        master = mine.pop(MASTER, None)
+                        if master is not None and piece.rounded is not None:
+                            piece.weight.copy_(master)
+                        states[index] = mine
                     index += 1
             parts.append({**group, "params": list(range(first, index))})
         self._loads = True
@@ -374,8 +406,7 @@ class OptimizerShard:
         """
         mine: dict[int, dict[str, tuple[str, Any]]] = {}  # (dtype, value); no value: elementwise
         for number, pieces in enumerate(self._pieces):
-            state = self._optimizer.state.get(pieces[0].weight) if pieces else None
-            for key, value in (state or {}).items():
+            for key, value in self._state_of(pieces[0]).items() if pieces else ():
                 said = "", value
                 if isinstance(value, Tensor):
                     dtype = str(value.dtype).removeprefix("torch.")
@@ -396,12 +427,17 @@ class OptimizerShard:
                 layout.setdefault(int(number), kept)
         return layout
 
+    def _state_of(self, piece: Piece) -> Mapping[str, Any]:
+        """Return the optimizer's state of a piece, and its master."""
+        state = self._optimizer.state.get(piece.weight, {})
+        return state if piece.rounded is None else {**state, MASTER: piece.weight}
+
     def _buckets(self, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
         held: list[tuple[int, Tensor]] = []
         for place, pieces in zip(self._places, self._pieces, strict=True):
             for piece in pieces if place.buffer == kind.buffer else ():
-                value = self._optimizer.state.get(piece.weight, {}).get(kind.key)
+                value = self._state_of(piece).get(kind.key)
                 if isinstance(value, Tensor) and value.dtype == getattr(torch, kind.dtype):
                     held.append((place.start + piece.start, value))
         for buffer, start, end in self._slices:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch.buffers import Named
+from orchestrator.engine.torch.buffers import HALVES, Named
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -167,6 +167,12 @@ def _unsupported_reason(parameter: Any) -> str | None:  # noqa: PLR0911  # one f
     if kind.__torch_dispatch__ is not _PLAIN:
         return (
             f"is a {kind.__name__}, not a plain tensor: its gradient cannot be laid in flat buffers"
+        )
+    if parameter.dtype in HALVES and not hasattr(parameter, "grad_dtype"):
+        return (
+            f"is {parameter.dtype}, whose gradients add up in float32, which torch "
+            f"{torch.__version__} cannot do: use torch 2.13, or float32 parameters with "
+            "train.precision=bfloat16"
         )
     if parameter.device.type == "meta":
         return "is on the meta device, without numbers: give the model memory before (to_empty)"

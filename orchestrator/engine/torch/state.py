@@ -94,8 +94,15 @@ def load_optimizer(folder: Path, packed: Any, restore: Callable[[dict[str, Any]]
         raise RunFolderError(f"{folder / OPTIMIZER} is of another optimizer: {error}") from error
 
 
+MASTER = "master"
+"""Name, in a saved state, of the float32 weights that a sharded optimizer steps in the place of
+float16 or bfloat16 parameters."""
+
+
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """`load_state_dict`, but to the bit."""
+    """`load_state_dict`, but to the bit, and without the masters of a sharded optimizer."""
+    states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in saved["state"].items()}
+    saved = {**saved, "state": states}
     optimizer.load_state_dict(saved)
     # torch casts state to the parameter's dtype, which would round moments kept in a wider one.
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
