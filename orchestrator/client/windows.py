@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from orchestrator.client.checkpoints import Checkpoints
@@ -34,7 +35,7 @@ from orchestrator.client.options import (
     whole_number,
 )
 from orchestrator.client.run import Run
-from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.api import BoundaryReport, MicroBatch
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.engine import peak_memory_bytes
@@ -64,8 +65,10 @@ class UserWindow:
         self.given, self._windows = given, windows
 
     def __len__(self) -> int:
-        """Return the number of this rank's micro-batches, perhaps 0."""
-        return len(self.given.micro_batches)
+        """Return the number of this rank's micro-batches, perhaps 0. Of a model that `fully_shard`
+        has sharded some are perhaps padding, whose losses count nothing.
+        """
+        return self._windows.micro_steps(self.given)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
@@ -73,7 +76,7 @@ class UserWindow:
         Random numbers come from a seed that depends only on the update and the micro-batch's place
         in it.
         """
-        for number, micro_batch in enumerate(self.given.micro_batches):
+        for number, micro_batch in enumerate(self._windows.padded(self.given)):
             self._windows.hand_out(self, number)
             seed = self._windows.seed
             seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
@@ -123,8 +126,13 @@ class Windows:
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)
+        copies = {one.fully_sharded.copy for one in accumulators if one.fully_sharded}
+        if len(copies) > 1:
+            raise ConfigError("models that share windows must be sharded over the same ranks")
+        self._ahead = RankWindows(plan, rank)
+        self._copy = [RankWindows(plan, other) for copy in copies for other in copy]
         self._loop = TrainingLoop(
-            windows=RankWindows(plan, rank),
+            windows=self._ahead,
             updates=self.updates,
             state=state,
             callbacks=[*record, *options.callbacks],
@@ -145,8 +153,9 @@ class Windows:
         """Yield this rank's micro-batches of all windows to come, in order: a `batch_sampler` for
         a DataLoader, which reads ahead.
         """
-        for micro_batch in self._loop.micro_batches(self.first):
-            yield list(micro_batch.indices)
+        for update in range(self.first, self.updates):
+            for micro_batch in self.padded(self._ahead.window(update)):
+                yield list(micro_batch.indices)
 
     def __iter__(self) -> Iterator[UserWindow]:
         if self._begun:
@@ -178,7 +187,7 @@ class Windows:
         for one in self._all:
             one.begin_tracked(
                 given.update,
-                micro_batches=len(mine),
+                micro_batches=self.micro_steps(given),
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
                 leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
@@ -206,7 +215,25 @@ class Windows:
         if number < len(window):
             for part in self._parts:
                 part.taken = number + 1
+                part.padding = number >= len(window.given.micro_batches)
         self._loop.begin_micro_step(window.given, number)
+
+    def micro_steps(self, given: Window) -> int:
+        """Return the micro-steps of this rank: as many as any rank of its copy of the model has,
+        since these are collective.
+        """
+        return max((len(others.micro_batches) for others in self._of_copy(given)), default=0)
+
+    def padded(self, given: Window) -> Iterator[MicroBatch]:
+        """Yield this rank's micro-batches, and some once more that only keep the copy in step."""
+        yield from given.micro_batches
+        for number in range(len(given.micro_batches), self.micro_steps(given)):
+            longest = max(self._of_copy(given), key=lambda window: len(window.micro_batches))
+            yield longest.micro_batches[number]
+
+    def _of_copy(self, given: Window) -> list[Window]:
+        """Return the windows of all ranks that hold this rank's copy of the model."""
+        return [ranks.window(given.update) for ranks in self._copy] or [given]
 
     def _report(self) -> BoundaryReport:
         """Return the first accumulator's report, with the others' losses as metrics, and the
@@ -279,6 +306,8 @@ class AccumulatorState:
         self._all, self._decided, self._others = accumulators, dict(decided), others
         self._group = accumulators[0].group
         self._optimizers: list[dict[str, Any] | None] = []
+        self._weights: dict[str, Tensor] | None = None
+        self._fully_sharded = any(one.fully_sharded for one in accumulators)
         modules = [one.model for one in accumulators if isinstance(one.model, Module)]
         if len(modules) < len(accumulators):
             raise ConfigError(
@@ -296,6 +325,10 @@ class AccumulatorState:
 
     def gather_state(self) -> None:
         self._optimizers = [one.optimizer_state() for one in self._all]
+        if self._fully_sharded:
+            from orchestrator.engine.torch.fully_sharded import whole_weights
+
+            self._weights = whole_weights(self._model, keep=self._group.rank == 0)
 
     def holds_state(self) -> bool:
         return not any(one.sharded for one in self._all)
@@ -304,9 +337,9 @@ class AccumulatorState:
         """Write the state that was gathered into `folder`; see `rundir.checkpoints.Saves`."""
         parts = {f"optimizer {n}": state for n, state in enumerate(self._optimizers)}
         parts |= {f"state {name}": part.state_dict() for name, part in self._others.items()}
-        self._optimizers = []
+        weights, self._weights, self._optimizers = self._weights, None, []
         return {
-            "model": save_model(self._model, folder),
+            "model": save_model(self._model, folder, weights),
             "optimizer": save_optimizer(parts, folder),
             "precision": [one.precision.state() for one in self._all],
             "state": list(self._others),
@@ -333,7 +366,10 @@ class AccumulatorState:
                 f"{', '.join(extra.get('state', ())) or 'nothing'}, but state= has "
                 f"{', '.join(self._others) or 'nothing'}"
             )
-        load_model(self._model, folder, extra["model"])
+        shard = None
+        if self._fully_sharded:
+            from orchestrator.engine.torch.fully_sharded import shard_like as shard
+        load_model(self._model, folder, extra["model"], shard)
         load_optimizer(folder, extra["optimizer"], self._restore)
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)

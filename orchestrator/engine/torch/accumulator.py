@@ -29,7 +29,7 @@ import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -57,6 +57,7 @@ from orchestrator.engine.torch.start_checks import (
     check_same_start,
     check_supported,
     finite_float,
+    is_fully_sharded,
 )
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
@@ -64,6 +65,9 @@ from orchestrator.engine.torch.window_checks import checked_loss, replicas_of
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.job import Loss
+
+if TYPE_CHECKING:
+    from orchestrator.engine.torch.fully_sharded import FullySharded
 
 # ------------------------------------------------------------------ Choice of the reduction
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
@@ -74,8 +78,32 @@ from orchestrator.job import Loss
 _REDUCTIONS = ("fast", "reproducible")
 
 
+def _fully_sharded(
+    model: Any, trained: Named, group: BaseGroup, options: AccumulationOptions
+) -> FullySharded | None:
+    """Return the copies of a model that `fully_shard` has sharded; None for any other.
+
+    Raises:
+        ConfigError: the options are not for such a model.
+    """
+    if not (isinstance(model, Module) and is_fully_sharded(model)):
+        return None
+    if options.reduction != "fast" or options.shard_optimizer:
+        raise ConfigError(
+            "a model that fully_shard() has sharded takes reduction='fast' and no "
+            "shard_optimizer: FSDP adds up gradients within a copy in an order of its own, and "
+            "shards the optimizer's state already"
+        )
+    from orchestrator.engine.torch.fully_sharded import FullySharded  # takes a second to import
+
+    return FullySharded(model, trained, group)
+
+
 def _reduction_for(
-    parameters: Named, group: BaseGroup, options: AccumulationOptions
+    parameters: Named,
+    group: BaseGroup,
+    options: AccumulationOptions,
+    fully_sharded: FullySharded | None,
 ) -> FastReduction | ReproducibleReduction:
     """Build the reduction of these options, with its buffers.
 
@@ -94,6 +122,8 @@ def _reduction_for(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
     overlap, bucket_bytes = options.overlap, options.bucket_bytes
+    if fully_sharded is not None:
+        return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
         order = aligned_first(parameters)
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
@@ -145,20 +175,26 @@ class Accumulator:
         self.optimizer = check_optimizer(optimizer, "the optimizer")
         named, trained = check_supported(self.model, self.optimizer)
         _refuse_shared(trained)
-        check_same_start(group, self.model, named, optimizer, options)
+        self.fully_sharded = _fully_sharded(self.model, trained, group, options)
+        replicas = self.fully_sharded.replicas if self.fully_sharded else group
+        check_same_start(group, self.model, named, optimizer, options, replicas)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
         self._stepping = False  # the optimizer may step now
         self._step_guard = _refuse_other_steps(self)
-        self._reduction = _reduction_for(trained, group, options)
+        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
         self._used = UsedParameters(self.buffers.used, group)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
-        self._replicas = replicas_of(named, group)
+        self._replicas = replicas_of(() if self.fully_sharded else named, group)
+        self._copies = replicas_of(named, replicas)
+        # A copy over all ranks talks in each micro-step, over the group that others call silent.
+        silent = options.silent and (not self.fully_sharded or replicas.size > 1)
+        options = options.with_options({"silent": silent})
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
@@ -261,10 +297,13 @@ class Accumulator:
             last, leaf = self._next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
+                padding = self._tracker is not None and self._tracker.padding
+                if padding:
+                    row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
                 self._losses += row
                 self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
-                factor = self.precision.scale / self._expected
+                factor = 0.0 if padding else self.precision.scale / self._expected
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
@@ -342,7 +381,7 @@ class Accumulator:
                 self._replicas.check(totals, update)
             with self.clock.optimize:
                 norm = self._step(update, totals, mine, norm_of_sum.value())
-            sent = self.group.since(self._window.mark)
+            sent, apart = self.group.since(self._window.mark), self._reduction.sent_apart
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
             report = BoundaryReport(
@@ -351,9 +390,9 @@ class Accumulator:
                 gradient_norm=norm,
                 loss_scale=scale,
                 micro_steps=self._window.micro_steps,
-                collectives=sent.collectives,
+                collectives=sent.collectives + apart.collectives,
                 exchanges=self._used.exchanges,
-                bytes_on_wire=sent.bytes_on_wire,
+                bytes_on_wire=sent.bytes_on_wire + apart.bytes_on_wire,
                 **shared,
                 **seconds,
             )
@@ -398,6 +437,8 @@ class Accumulator:
         if self._shard is not None:
             with self.clock.wait:
                 self._shard.gather_weights()
+        if self.fully_sharded is not None:
+            self.fully_sharded.reshard()
         return norm
 
     # ------------------------------------------------------------------ between windows
@@ -411,7 +452,7 @@ class Accumulator:
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""
-        return sum(gradient.numel() for gradient in self.buffers.gradients)
+        return sum(p.numel() * (2 if p.is_complex() else 1) for p in self.buffers.parameters)
 
     def gradient_bytes(self) -> int:
         """Return the memory of all gradient buffers that were made."""
@@ -420,7 +461,7 @@ class Accumulator:
     @property
     def sharded(self) -> bool:
         """True if this rank holds a part of the optimizer's state only."""
-        return self._shard is not None
+        return self._shard is not None or self.fully_sharded is not None
 
     def optimizer_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return the optimizer's `state_dict()`, put together from all ranks' where it is sharded.
@@ -433,6 +474,8 @@ class Accumulator:
         Raises:
             StateLost: on all ranks; `left` lacks a rank of the group, and thus its shard.
         """
+        if self.fully_sharded is not None:
+            return self.fully_sharded.whole_state(self.optimizer, keep=self.group.rank == 0)
         if self._shard is None:
             return self.optimizer.state_dict()
         return self._shard.state_on_first() if left is None else self._shard.state_on_all(left)
@@ -443,6 +486,8 @@ class Accumulator:
         Raises:
             ValueError, KeyError: it is another optimizer's.
         """
+        if self.fully_sharded is not None:
+            state = self.fully_sharded.sharded_state(self.optimizer, state)
         if self._shard is None:
             restore_optimizer(self.optimizer, state)
         else:
@@ -454,7 +499,7 @@ class Accumulator:
         Raises:
             ReplicasDiffer: on all ranks alike.
         """
-        self._replicas.check_all()
+        self._copies.check_all()
 
     def track_windows(self, tracker: MicroBatchTracker) -> None:
         """Take all windows from `run.windows` from now on. Not collective.
@@ -525,7 +570,7 @@ _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()
 def _refuse_shared(trained: Named) -> None:
     """Raise `ConfigError` for a parameter that a living accumulator has."""
     for collected in (False, True):
-        taken = {id(place.parameter) for one in _living for place in one.buffers.places}
+        taken = {id(parameter) for one in _living for parameter in one.buffers.parameters}
         shared = [name for name, parameter in trained if id(parameter) in taken]
         if shared and collected:
             raise ConfigError(

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -66,6 +67,24 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     """
     dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
     return torch.float32 if dtype in HALVES else dtype
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of a DTensor; any other tensor itself."""
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def _as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
+    """Return `view` as the gradient of a parameter, which may be a DTensor."""
+    if not hasattr(parameter, "_local_tensor"):
+        return view
+    from torch.distributed.tensor import DTensor  # takes a second to import
+
+    whole = cast("DTensor", parameter)
+    return DTensor.from_local(
+        view, whole.device_mesh, whole.placements,
+        run_check=False, shape=whole.shape, stride=whole.stride(),
+    )  # fmt: skip
 
 
 def aligned_first(parameters: Named) -> list[int]:
@@ -160,7 +179,7 @@ class GradientBuffers:
     """The buffers of one model, and the gradients as views into them.
 
     Args:
-        parameters: the trained ones, each once.
+        parameters: the trained ones, each once; of DTensors this rank's parts count.
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
@@ -173,7 +192,7 @@ class GradientBuffers:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
         payloads: their meaningful parts: gradients, in the last one the trailer as well.
         gradients: their gradients alone.
-        places, views: one for each parameter, in the order of `parameters`.
+        parameters, places, views: one for each, in the order of `parameters`.
         trailer: the trailer's numbers.
         expected: the version that each view has if only backwards wrote to it; hooks count here.
         used: 1 for each parameter that got a gradient, as of the latest `complete`.
@@ -190,7 +209,8 @@ class GradientBuffers:
     ) -> None:
         self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
-        plans = _buffer_plans(parameters, trailer=trailer > 0, order=order)
+        local = [(name, local_part(parameter)) for name, parameter in parameters]
+        plans = _buffer_plans(local, trailer=trailer > 0, order=order)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -198,7 +218,7 @@ class GradientBuffers:
         for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
             for number in members:
-                name, parameter = parameters[number]
+                name, parameter = local[number]
                 count = _real_numbers(parameter)
                 places[number] = Place(name, parameter, buffer, start, count)
                 start += count
@@ -211,23 +231,24 @@ class GradientBuffers:
         self.places = [places[number] for number in range(len(parameters))]
         # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
         self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
-        self._parameters = [parameter for _, parameter in parameters]
+        self.parameters = [parameter for _, parameter in parameters]
+        self._gradients = list(map(_as_sharded, self.views, self.parameters))
         self._addresses = [view.data_ptr() for view in self.views]
         self.expected = [0] * len(parameters) if same_as is None else same_as.expected
         self.used = bytearray(len(parameters)) if same_as is None else same_as.used
         self._at_begin: list[int] = []
         self._narrow = [
             number
-            for number, (_, parameter) in enumerate(parameters)
+            for number, (_, parameter) in enumerate(local)
             if gradient_dtype(parameter) not in (parameter.dtype, parameter.real.dtype)
         ]
         for number in self._narrow:
-            self._parameters[number].grad_dtype = None  # any: a backward's is added to float32
+            self.parameters[number].grad_dtype = None  # any: a backward's is added to float32
 
     def clone_layout(self) -> GradientBuffers:
         """Return further buffers of the same layout, zero."""
         return GradientBuffers(
-            [(place.name, place.parameter) for place in self.places],
+            [(p.name, whole) for p, whole in zip(self.places, self.parameters, strict=True)],
             metric_count=self.metric_count,
             pad_to=self.pad_to,
             order=self.order,
@@ -244,8 +265,8 @@ class GradientBuffers:
 
     def attach(self) -> None:
         """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
-        for parameter, view in zip(self._parameters, self.views, strict=True):
-            parameter.grad = view
+        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+            parameter.grad = gradient
 
     def check(self) -> None:
         """Check that only backwards wrote gradients, before and after one.
@@ -256,23 +277,23 @@ class GradientBuffers:
         Raises:
             JobError: something else wrote there.
         """
-        if not all(map(is_, map(_GRADIENT, self._parameters), self.views)):
-            for number, view in enumerate(self.views):
-                self._take(number, self._parameters[number], view)
+        if not all(map(is_, map(_GRADIENT, self.parameters), self._gradients)):
+            for number, parameter in enumerate(self.parameters):
+                self._take(number, parameter, self._gradients[number])
         if list(map(version_of, self.views)) != self.expected:
             versions = zip(self.views, self.expected, strict=True)
             raise self._foreign_write(
                 next(n for n, (v, due) in enumerate(versions) if version_of(v) != due)
             )
 
-    def _take(self, number: int, parameter: Tensor, view: Tensor) -> None:
-        found = parameter.grad
-        if found is not None and found is not view:
+    def _take(self, number: int, parameter: Tensor, gradient: Tensor) -> None:
+        found, view = parameter.grad, self.views[number]
+        if found is not None and found is not gradient:
             if found.requires_grad or self.expected[number] == version_of(view):
                 raise self._foreign_write(number)
-            view.add_(found)
+            view.add_(local_part(found))
             self.expected[number] = version_of(view)
-        parameter.grad = view
+        parameter.grad = gradient
 
     def complete(self) -> None:
         """Check once more at the end of a window or a leaf, and note which parameters were used.
@@ -289,7 +310,7 @@ class GradientBuffers:
         self.used[:] = bytes(map(or_, self.used, map(ne, self.expected, self._at_begin)))
 
     def _foreign_write(self, number: int) -> JobError:
-        name, gradient = self.places[number].name, self._parameters[number].grad
+        name, gradient = self.places[number].name, self.parameters[number].grad
         if gradient is not None and gradient.requires_grad:
             return JobError(
                 f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
@@ -309,17 +330,17 @@ class GradientBuffers:
         It sees gradients of its parameters' dtype, rounded once from the sum.
         """
         for number in self._narrow:
-            self._parameters[number].grad = self.views[number].to(self._parameters[number].dtype)
+            self.parameters[number].grad = self._gradients[number].to(self.parameters[number].dtype)
         for number in unused:
-            self._parameters[number].grad = None
+            self.parameters[number].grad = None
         yield
         self.attach()
 
     def release(self) -> None:
         """Let the parameters' gradients be of their own dtype again."""
         for number in self._narrow:
-            self._parameters[number].grad = None
-            self._parameters[number].grad_dtype = self._parameters[number].dtype
+            self.parameters[number].grad = None
+            self.parameters[number].grad_dtype = self.parameters[number].dtype
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose gradient holds NaN or infinity. Not collective."""

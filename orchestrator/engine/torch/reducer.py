@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from orchestrator.engine.api import Counters
 from orchestrator.engine.common.boundary import Trailer, limb_bits
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.buffers import GradientBuffers, Slice, bucket_slices
@@ -68,9 +69,11 @@ class FastReduction:
     Attributes:
         buffers_made: sets of gradient buffers that exist.
         slices: the buckets.
+        sent_apart: the last window's traffic on other groups than the accumulator's.
     """
 
     buffers_made = 1
+    sent_apart = Counters()
 
     def __init__(
         self,

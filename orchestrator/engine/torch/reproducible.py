@@ -22,7 +22,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor
 
-from orchestrator.engine.api import MicroBatch
+from orchestrator.engine.api import Counters, MicroBatch
 from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.group import BaseGroup
@@ -145,6 +145,8 @@ class ReproducibleReduction:
             `finish`.
         buffers_made: sets of gradient buffers that exist.
     """
+
+    sent_apart = Counters()
 
     def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
         self._group = group

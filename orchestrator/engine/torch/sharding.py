@@ -98,10 +98,38 @@ def _bytes_reached(parameter: Tensor) -> int:
 # travels in one small gather: each rank's row of exact sums, and the norm of its segments.
 
 
-class ShardedReduction(FastReduction):
-    """A `FastReduction` that leaves each rank with the sum of its segments.
+class RowReduction(FastReduction):
+    """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
-    The buffers have no trailer, and are padded to a multiple of the ranks.
+    Attributes:
+        _all_ranks: the ranks that exchange rows.
+        _norm_counts: no other rank has this one's part as well.
+    """
+
+    _all_ranks: BaseGroup
+    _norm_counts = True
+
+    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+        """Send the rest, wait for this rank's sums, exchange rows. Collective.
+
+        Args:
+            norm: takes in the norms of the ranks' parts, whose norm is the gradient's.
+        """
+        own = GradientNorm()
+        self._sum_buckets(own)
+        row = [*trailer.numbers(WIDE), own.value() if self._norm_counts else 0.0]
+        rows = self._all_ranks.all_gather(
+            torch.tensor([row], dtype=torch.float64, device=self._all_ranks.device)
+        )
+        norm.add(rows[:, -1])
+        # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
+        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE)
+
+
+class ShardedReduction(RowReduction):
+    """A reduction that leaves each rank with the sum of its segments.
+
+    The buffers are padded to a multiple of the ranks.
 
     Attributes:
         owned: this rank's segment of each bucket, all equally long.
@@ -111,6 +139,7 @@ class ShardedReduction(FastReduction):
         return bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
 
     def _arriving(self) -> list[Slice]:
+        self._all_ranks = self._group
         rank, ranks = self._group.rank, self._group.size
         self.owned: list[Slice] = [
             (buffer, start + rank * length, start + (rank + 1) * length)
@@ -126,22 +155,6 @@ class ShardedReduction(FastReduction):
         self._under_way.append(
             self._group.reduce_scatter_sum_async(segment, bucket, in_window=True)
         )
-
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        """Send the rest, wait for this rank's sums, exchange rows. Collective.
-
-        Args:
-            norm: takes in the norms of the ranks' segments, whose norm is the gradient's.
-        """
-        norm_of_segments = GradientNorm()
-        self._sum_buckets(norm_of_segments)
-        row = [*trailer.numbers(WIDE), norm_of_segments.value()]
-        rows = self._group.all_gather(
-            torch.tensor([row], dtype=torch.float64, device=self._group.device)
-        )
-        norm.add(rows[:, -1])
-        # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE)
 
 
 # ------------------------------------------------------------------ Shard of one rank

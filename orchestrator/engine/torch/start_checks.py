@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch.buffers import HALVES, Named
+from orchestrator.engine.torch.buffers import HALVES, Named, local_part
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -101,12 +101,10 @@ def _words(value: Any) -> str:
 
 
 _PLAIN: Any = torch.nn.Parameter.__torch_dispatch__  # pyright: ignore[reportAttributeAccessIssue]
-_SHARD_INSTEAD = "give it the plain model; shard_optimizer=True shards the optimizer's state"
 _REDUCES_ITSELF = {  # by the names of torch's classes: to import them would take a second
     "DistributedDataParallel": "give the accumulator the module within, model.module, and call "
     "that one in your loop",
-    "FullyShardedDataParallel": _SHARD_INSTEAD,
-    "FSDPModule": _SHARD_INSTEAD,
+    "FullyShardedDataParallel": "shard it with fully_shard, the second version of FSDP",
 }
 
 
@@ -151,17 +149,34 @@ def check_supported(
             for number, item in enumerate(model)
         ]
     parameters = trained_parameters(named)
+    by_fsdp = isinstance(model, Module) and is_fully_sharded(model)
     for name, parameter in parameters:
-        if reason := _unsupported_reason(parameter):
+        if reason := _unsupported_reason(parameter, by_fsdp=by_fsdp):
             raise ConfigError(f"parameter {name} {reason}")
     _check_optimizer(optimizer, parameters)
     return named, parameters
 
 
-def _unsupported_reason(parameter: Any) -> str | None:  # noqa: PLR0911  # one for each reason
+def is_fully_sharded(model: Module) -> bool:
+    """Return whether `fully_shard` was called on a part of the model."""
+    return any(
+        kind.__name__ == "FSDPModule" for layer in model.modules() for kind in type(layer).__mro__
+    )
+
+
+def _unsupported_reason(  # noqa: PLR0911  # one for each reason
+    parameter: Any, *, by_fsdp: bool
+) -> str | None:
     kind = type(parameter)
     if any(one.__name__ == "DTensor" for one in kind.__mro__):
-        return f"is a DTensor, whose gradient is reduced by itself: {_SHARD_INSTEAD}"
+        return (
+            None
+            if by_fsdp
+            else (
+                "is a DTensor that no fully_shard() made: give it the plain model, with "
+                "shard_optimizer=True say, or one that fully_shard() has sharded"
+            )
+        )
     if isinstance(parameter, UninitializedParameter):
         return "has no shape yet, as it is a lazy layer's: call the model once before"
     if kind.__torch_dispatch__ is not _PLAIN:
@@ -289,11 +304,13 @@ def check_same_start(
     named: Named,
     optimizer: Optimizer,
     options: AccumulationOptions,
+    replicas: BaseGroup,
 ) -> None:
     """Check that all ranks begin with the same. Collective.
 
     Args:
         group: the ranks; alone, nothing is done.
+        replicas: those whose numbers are the same: all, unless the model is sharded.
         model: its buffers are looked at, too, where it is a module.
         named: its parameters, trained or not.
         optimizer: with its groups and its state.
@@ -306,7 +323,7 @@ def check_same_start(
     if group.size == 1:
         return
     buffers = list(model.named_buffers()) if isinstance(model, Module) else []
-    tensors = [*named, *buffers]
+    tensors = [(name, local_part(tensor)) for name, tensor in (*named, *buffers)]
     shapes = [
         (f"the accumulator's {name}", repr(value))
         for name, value in options.shared_by_ranks().items()
@@ -318,9 +335,11 @@ def check_same_start(
             shapes.append((f"{kind} number {number}", f"{name} ({form})"))
     if options.broadcast:
         check_same_traits(group, shapes)
-        broadcast_tensors(group, [tensor for _, tensor in tensors])
+        broadcast_tensors(replicas, [tensor for _, tensor in tensors])
     numbers = [(f"{_NUMBERS}{name}", _digest(tensor)) for name, tensor in tensors]
-    check_same_traits(group, [*shapes, *numbers, *_optimizer_traits(optimizer, named)])
+    if replicas is not group:
+        check_same_traits(group, shapes)
+    check_same_traits(replicas, [*shapes, *numbers, *_optimizer_traits(optimizer, named)])
 
 
 def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
@@ -372,4 +391,4 @@ def _digest(value: Any) -> str:
     """Return the first digits of a tensor's SHA-256; anything else in Python's words."""
     if not isinstance(value, Tensor):
         return repr(value)
-    return hashlib.sha256(bytes_of(value).cpu().numpy().data).hexdigest()[:16]
+    return hashlib.sha256(bytes_of(local_part(value)).cpu().numpy().data).hexdigest()[:16]

@@ -28,22 +28,40 @@ WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 BESIDE = "beside"  # metadata entry: aliases and complex tensors
 
 
-def save_model(model: Module, folder: Path) -> dict[str, Any]:
-    """Write the state of `model`; give what of it JSON holds (modules' extra state)."""
+def save_model(
+    model: Module, folder: Path, whole: Mapping[str, Tensor] | None = None
+) -> dict[str, Any]:
+    """Write the state of `model`; give what of it JSON holds (modules' extra state).
+
+    Args:
+        whole: tensors in the place of those that are sharded.
+    """
     tensors, rest = model_state(model)
+    tensors |= whole or {}
     write_prepared(folder / WEIGHTS, *prepared(tensors))
     return rest
 
 
-def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
+def load_model(
+    model: Module,
+    folder: Path,
+    rest: Mapping[str, Any],
+    shard: Callable[[Tensor, Tensor], Tensor] | None = None,
+) -> None:
     """Load what `save_model` wrote. Raises `RunFolderError` when it is another model's
     state.
+
+    Args:
+        shard: gives the part of a whole tensor for one of the model's.
     """
     tensors = _read(folder / WEIGHTS)
     # Tensors within extra state were written under names that begin with its own.
     within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
     state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
     state |= {name: unpack(value, tensors) for name, value in rest.items()}
+    if shard is not None:
+        held, _ = model_state(model)
+        state |= {n: shard(state[n], tensor) for n, tensor in held.items() if n in state}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:

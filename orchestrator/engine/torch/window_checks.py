@@ -12,7 +12,7 @@ from torch import Tensor
 
 from orchestrator.engine.common.job_checks import check_metric_names
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
-from orchestrator.engine.torch.buffers import Named
+from orchestrator.engine.torch.buffers import Named, local_part
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
@@ -166,7 +166,7 @@ def digests_of(
 
 def replicas_of(named: Named, group: BaseGroup) -> Replicas:
     """Return the detector of parameters, trained or not, that differ between ranks."""
-    parameters = [parameter for _, parameter in named]
+    parameters = [local_part(parameter) for _, parameter in named]
     return Replicas(
         [name for name, _ in named],
         [parameter.numel() for parameter in parameters],

@@ -1,0 +1,232 @@
+"""Models in shards: `fully_shard` (FSDP2) within groups of ranks, this reduction between them.
+
+A model sharded over a mesh of one dimension is one copy, held by all ranks. On a mesh of two
+dimensions, (replicate, shard), each row of ranks holds a copy (HSDP); usually a row is a node.
+
+FSDP gathers weights and scatters gradients within a copy, in each micro-step, and adds this rank's
+shards into the flat buffers. Left to itself it would reduce between copies in each backward, too,
+and divide by the number of ranks. Here it does neither: the sums of the micro-steps are reduced
+between copies once, at the boundary, so copies may have different numbers of micro-steps, and none.
+
+Within a copy every micro-step is collective: its ranks need equally many. `run.windows` pads with
+micro-steps of weight 0; other loops do so themselves.
+
+    [Zhao et al. 2023, PyTorch FSDP, arXiv 2304.11277, section 3.2.2 on hybrid sharding]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.common.boundary import Trailer
+from orchestrator.engine.torch.buffers import GradientBuffers, Named
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.reducer import GradientNorm
+from orchestrator.engine.torch.sharding import RowReduction
+from orchestrator.engine.torch.transports import TorchGroup
+from orchestrator.errors import ConfigError, SilenceError
+
+try:  # what switches FSDP's own reduction between copies off has no public name
+    from torch.distributed.fsdp._fully_shard._fsdp_common import (
+        DDPMeshInfo,
+        FSDPMeshInfo,
+    )
+except ImportError:  # another torch: `FullySharded` says so
+    DDPMeshInfo = FSDPMeshInfo = None
+
+
+class FullySharded:
+    """The copies of one model that `fully_shard` has sharded, as this rank sees them.
+
+    Building it changes the model: FSDP adds up gradients and leaves dividing, and reducing between
+    copies, to the boundary.
+
+    Args:
+        model: with FSDP modules; every trained parameter is in one.
+        group: all ranks.
+
+    Attributes:
+        copy: numbers in `group` of the ranks that hold this rank's copy.
+        replicas: the ranks that hold the same shards of the other copies.
+
+    Raises:
+        ConfigError: a mesh, a wrapper or a torch that cannot be served.
+    """
+
+    def __init__(self, model: Module, trained: Named, group: BaseGroup) -> None:
+        self._group = group
+        self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
+        meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
+        for name, parameter in trained:
+            if not isinstance(parameter, DTensor):
+                raise ConfigError(
+                    f"parameter {name} is not sharded, but others are: call fully_shard(model) on "
+                    "the whole model last, which takes all parameters that are left"
+                )
+        if len(meshes) > 1:
+            raise ConfigError("all parts of a model have to be sharded over one and the same mesh")
+        if not meshes:
+            raise ConfigError("fully_shard() was called on the model, but nothing that is trained")
+        mesh: DeviceMesh = meshes.pop()
+        if mesh.ndim > 2 or mesh.size() != group.size:
+            raise ConfigError(
+                f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, but there are "
+                f"{group.size} ranks: it has to be over all of them, in one dimension or in two "
+                "(replicate, shard)"
+            )
+        row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
+        self.copy = tuple(int(rank) for rank in row)
+        self.replicas: BaseGroup = TorchGroup.alone(device=group.device)
+        if mesh.ndim > 1 and mesh.size(0) > 1:
+            self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
+        for module in self._modules:
+            self._take_over(module)
+
+    def _take_over(self, module: Any) -> None:
+        """Have FSDP sum gradients within a copy, and do nothing else with them."""
+        if FSDPMeshInfo is None or not hasattr(module, "set_reduce_scatter_unused_params"):
+            raise ConfigError(
+                f"fully_shard of torch {torch.__version__} cannot leave its reduction between "
+                "copies to the accumulator; torch 2.13 can"
+            )
+        module.set_gradient_divide_factor(1.0)  # these do not include the modules within
+        module.set_force_sum_reduction_for_comms(True)
+        # Ranks of a copy that use other parameters would else scatter buffers of other sizes.
+        module.set_reduce_scatter_unused_params(True)
+        for part in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # no public name
+            info = part.mesh_info
+            if DDPMeshInfo is not None and isinstance(info, DDPMeshInfo):
+                alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)
+                if part.post_forward_mesh_info == info:
+                    part.post_forward_mesh_info = alone
+                part.mesh_info = alone
+
+    def reshard(self) -> None:
+        """Free whole weights after a step: they are those before it."""
+        for module in self._modules:
+            cast("Any", module).reshard()
+
+    def reduction(self, parameters: Named, bucket_bytes: int | None) -> FullyShardedReduction:
+        """Build the reduction of the model's trained parameters."""
+        return FullyShardedReduction(parameters, self._group, self.replicas, bucket_bytes)
+
+    # State is saved as that of a model that is not sharded, so it can be read with any number of
+    # ranks, and without any sharding.
+
+    def whole_state(self, optimizer: Optimizer, *, keep: bool) -> dict[str, Any] | None:
+        """Return the optimizer's `state_dict()` with whole tensors on the CPU. Collective; None if
+        not kept.
+        """
+        saved = optimizer.state_dict()
+        states = {
+            number: {
+                key: _whole(value, keep=keep) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            for number, state in saved["state"].items()
+        }
+        return {**saved, "state": states} if keep else None
+
+    def sharded_state(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
+        """Return `whole_state`'s as this rank's optimizer keeps it. Not collective."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {
+            number: {
+                key: shard_like(value, parameters[number]) if isinstance(value, Tensor) else value
+                for key, value in state.items()
+            }
+            for number, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+
+def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
+    """Return all of a sharded tensor on the CPU. Collective; empty where it is not kept."""
+    whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    return whole.detach().cpu() if keep else torch.empty(0)
+
+
+def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
+    """Return this rank's shards of a whole tensor, sharded as `parameter`. Not collective."""
+    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
+        return whole
+    placed = whole.to(parameter.device)
+    return distribute_tensor(
+        placed, parameter.device_mesh, parameter.placements, src_data_rank=None
+    )
+
+
+def whole_weights(model: Module, *, keep: bool) -> dict[str, Tensor] | None:
+    """Return the tensors of `model` by name, whole, on the CPU. Collective; None if not kept."""
+    found = {
+        name: _whole(value, keep=keep)
+        for name, value in model.state_dict().items()
+        if isinstance(value, Tensor)
+    }
+    return found if keep else None
+
+
+def _sharded(named: Named) -> Iterator[tuple[str, DTensor]]:
+    return ((name, tensor) for name, tensor in named if isinstance(tensor, DTensor))
+
+
+class ShardedGradients(GradientBuffers):
+    """Gradient buffers of this rank's shards."""
+
+    group: BaseGroup
+
+    def non_finite(self) -> list[str]:
+        """Return the parameters whose gradient holds NaN or infinity. Collective."""
+        mine = set(super().non_finite())
+        rows = gather_numbers(self.group, [float(place.name in mine) for place in self.places])
+        return [
+            place.name
+            for place, any_of in zip(self.places, zip(*rows, strict=True), strict=True)
+            if any(any_of)
+        ]
+
+
+class FullyShardedReduction(RowReduction):
+    """A `FastReduction` of shards between copies, in one go at the boundary.
+
+    Raises:
+        SilenceError: something else reduced between copies in a window.
+    """
+
+    def __init__(
+        self,
+        parameters: Named,
+        group: BaseGroup,
+        replicas: BaseGroup,
+        bucket_bytes: int | None,
+    ) -> None:
+        buffers = ShardedGradients(parameters, metric_count=None)
+        buffers.group = group
+        super().__init__(buffers, replicas, bucket_bytes, overlap=False)
+        self._all_ranks, self._replicas = group, replicas
+        self._norm_counts = replicas.rank == 0
+        self._silent_since = 0
+
+    def begin(self, leaves: int | None) -> None:
+        super().begin(leaves)
+        self._silent_since = self._replicas.transport_collectives() or 0
+
+    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+        if sent := (self._replicas.transport_collectives() or 0) - self._silent_since:
+            raise SilenceError(
+                f"{sent} collectives ran between the copies of the model in mid-window: they are "
+                "reduced at the boundary, once"
+            )
+        mark = self._replicas.mark()
+        totals = super().finish(trailer, norm)
+        self.sent_apart = self._replicas.since(mark)
+        return totals

@@ -1,0 +1,268 @@
+"""Models that `fully_shard` has sharded: exact updates, one reduction between copies a window."""
+
+from __future__ import annotations
+
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from orchestrator import Loss
+from orchestrator.client.run import Run
+from orchestrator.engine.torch import Accumulator
+from orchestrator.errors import ConfigError, NonFiniteError, SilenceError
+from orchestrator.testing.processes import run_ranks
+
+SAMPLES, UPDATES = 24, 3
+SIZES = ([2, 3, 1], [1, 1, 4], [4, 3], [2, 3])
+"""Micro-batches of four ranks: those of the first copy on a mesh of 2 x 2 have three, of the second
+two."""
+
+
+def _net(dtype=torch.float64):
+    torch.manual_seed(0)
+    sizes = ((10, 17), (17, 13), (13, 5))  # none is a multiple of the ranks
+    return nn.Sequential(*(nn.Sequential(nn.Linear(*size), nn.Tanh()) for size in sizes)).to(dtype)
+
+
+def _data(dtype=torch.float64):
+    seeded = torch.Generator().manual_seed(3)
+    return torch.randn(UPDATES, SAMPLES, 10, generator=seeded, dtype=torch.float64).to(dtype)
+
+
+def _optimizer(net):
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _sharded(shape, group, folder, dtype=torch.float64, **more):
+    if not dist.is_initialized():
+        where = f"file://{folder}/met"
+        dist.init_process_group("gloo", init_method=where, rank=group.rank, world_size=group.size)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("copies", "shards")[-len(shape) :])
+    net = _net(dtype)
+    for layer in net:
+        fully_shard(layer, mesh=mesh, **more)
+    return fully_shard(net, mesh=mesh, **more), mesh
+
+
+def _micro_batches(rank, shape):
+    """Return a rank's samples, and 0 or 1 for each micro-batch: all ranks of a copy have equally
+    many.
+    """
+    first = sum(sum(sizes) for sizes in SIZES[:rank])
+    found = []
+    for size in SIZES[rank]:
+        found.append((slice(first, first + size), 1))
+        first += size
+    wide = shape[-1]
+    copy = SIZES[rank // wide * wide : rank // wide * wide + wide]
+    return found + [(slice(0, 1), 0)] * (max(map(len, copy)) - len(found))
+
+
+def _updates(accumulator, net, rank, shape, dtype=torch.float64, updates=range(UPDATES)):
+    reports = []
+    for update in updates:
+        for samples, counts in _micro_batches(rank, shape):
+            batch = _data(dtype)[update][samples]
+            total = net(batch).square().sum() * counts
+            accumulator.backward(Loss(total, len(batch) * counts))
+        reports.append(accumulator.boundary())
+    return reports
+
+
+def _whole(net):
+    return [parameter.full_tensor().detach().numpy() for parameter in net.parameters()]
+
+
+def _one_process(updates=UPDATES):
+    net = _net()
+    optimizer, norms = _optimizer(net), []
+    for batch in _data()[:updates]:
+        optimizer.zero_grad()
+        (net(batch).square().sum() / SAMPLES).backward()
+        norms.append(float(nn.utils.clip_grad_norm_(net.parameters(), 0.5)))
+        optimizer.step()
+    return [parameter.detach() for parameter in net.parameters()], norms
+
+
+def _farthest(found, wanted):
+    pairs = zip(found, wanted, strict=True)
+    return max(float(np.linalg.norm(a - np.asarray(b)) / np.linalg.norm(b)) for a, b in pairs)
+
+
+def _trained(group, folder, shape, precision):
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    net, _ = _sharded(shape, group, folder, dtype)
+    accumulator = Accumulator(net, _optimizer(net), clip_norm=0.5)
+    reports = _updates(accumulator, net, group.rank, shape, dtype)
+    accumulator.check_replicas()
+    sent = [(report.collectives, report.bytes_on_wire) for report in reports]
+    return _whole(net), [report.gradient_norm for report in reports], sent, accumulator.sharded
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4,), (4, 1)], ids=str)
+@pytest.mark.parametrize(("precision", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
+def test_an_update_is_that_of_one_big_batch(shape, precision, bound, tmp_path):
+    wanted, norms = _one_process()
+    for weights, found, sent, sharded in run_ranks(
+        4, tmp_path, _trained, tmp_path, shape, precision
+    ):
+        assert _farthest(weights, wanted) <= bound
+        assert found == pytest.approx(norms, rel=max(bound, 1e-11))
+        assert sharded
+        between = len(shape) == 2  # one reduction between copies, and the gather of rows
+        assert [collectives for collectives, _ in sent] == [1 + between] * UPDATES
+
+
+def _with_idle_copy(group, folder):
+    """The second copy has no micro-step at all."""
+    net, _ = _sharded((2, 2), group, folder)
+    accumulator = Accumulator(net, _optimizer(net), clip_norm=0.5)
+    for update in range(UPDATES):
+        if group.rank < 2:
+            half = slice(group.rank * 12, group.rank * 12 + 12)
+            accumulator.backward(Loss(net(_data()[update][half]).square().sum(), 12))
+        accumulator.boundary()
+    return _whole(net)
+
+
+def test_a_copy_may_be_idle(tmp_path):
+    wanted, _ = _one_process()
+    for found in run_ranks(4, tmp_path, _with_idle_copy, tmp_path):
+        assert _farthest(found, wanted) <= 1e-12
+
+
+def _in_bfloat16(group, folder):
+    """Compute in bfloat16; reduce, add up and step in float32, as FSDP's policy says."""
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    net, _ = _sharded((2, 2), group, folder, torch.float32, mp_policy=policy)
+    accumulator = Accumulator(net, torch.optim.SGD(net.parameters(), lr=0.1))
+    _updates(accumulator, net, group.rank, (2, 2), torch.float32, range(1))
+    return _whole(net), [parameter.to_local().dtype for parameter in net.parameters()]
+
+
+def test_a_policy_of_mixed_precision_is_kept(tmp_path):
+    net = _net()
+    net(_data()[0]).square().sum().backward()
+    wanted = [p.detach() - 0.1 * p.grad / SAMPLES for p in net.parameters()]
+    for found, dtypes in run_ranks(4, tmp_path, _in_bfloat16, tmp_path):
+        assert _farthest(found, wanted) <= 1e-2
+        assert set(dtypes) == {torch.float32}
+
+
+def _refusals(group, folder):
+    net, mesh = _sharded((2, 2), group, folder)
+    said = []
+    for more in ({"reduction": "reproducible"}, {"shard_optimizer": True}):
+        with pytest.raises(ConfigError) as caught:
+            Accumulator(net, _optimizer(net), **more)
+        said.append(str(caught.value))
+    part = _net()
+    fully_shard(part[0], mesh=mesh)
+    with pytest.raises(ConfigError) as caught:
+        Accumulator(part, _optimizer(part))
+    said.append(str(caught.value))
+    alone = fully_shard(_net(), mesh=mesh["shards"])
+    with pytest.raises(ConfigError) as caught:
+        Accumulator(alone, _optimizer(alone))
+    said.append(str(caught.value))
+
+    accumulator = Accumulator(net, _optimizer(net))
+    with pytest.raises(ConfigError) as caught:
+        Accumulator(net, _optimizer(net))
+    said.append(str(caught.value))
+    accumulator.backward(Loss(net(_data()[0][:2]).square().sum(), 2))
+    dist.all_reduce(torch.ones(1), group=mesh.get_group(0))
+    with pytest.raises(SilenceError) as caught:
+        accumulator.boundary()
+    said.append(str(caught.value))
+    return said
+
+
+def test_what_cannot_be_served_is_refused(tmp_path):
+    words = (
+        "takes reduction='fast'", "takes reduction='fast'",
+        "parameter 1.0.weight is not sharded, but others are",
+        r"sharded over a mesh of shape (2,), but there are 4 ranks",
+        "belongs to another accumulator",
+        "1 collectives ran between the copies of the model in mid-window",
+    )  # fmt: skip
+    for said in run_ranks(4, tmp_path, _refusals, tmp_path):
+        for sentence, word in zip(said, words, strict=True):
+            assert word in sentence
+
+
+def _not_finite(group, folder):
+    net, _ = _sharded((2, 2), group, folder)
+    accumulator = Accumulator(net, _optimizer(net))
+    before = _whole(net)
+    total = net(_data()[0][:2]).square().sum()
+    if group.rank == 3:
+        total = total + (total * 0.0).sqrt()  # 0, with a gradient of 0 times infinity
+    accumulator.backward(Loss(total, 2))
+    with pytest.raises(NonFiniteError) as caught:
+        accumulator.boundary()
+    assert _farthest(_whole(net), before) == 0
+    return str(caught.value)
+
+
+def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(tmp_path):
+    said = run_ranks(4, tmp_path, _not_finite, tmp_path)
+    assert len(set(said)) == 1
+    assert "0.0.weight" in said[0]
+
+
+# ------------------------------------------------------------------ run.windows and checkpoints
+
+
+def _windows(group, folder, shape, checkpoints, updates):
+    """Train on 23 samples in windows of 10: ranks have different numbers of micro-batches."""
+    net = _net() if shape is None else _sharded(shape, group, folder)[0]
+    accumulator = Accumulator(net, _optimizer(net), group if shape is None else None, clip_norm=0.5)
+    data = _data().reshape(-1, 10)[:23]
+    windows = Run({}).windows(
+        len(data), accumulator, global_batch=10, micro_batch=2, updates=updates,
+        checkpoints=checkpoints,
+    )  # fmt: skip
+    first, lengths, ahead = windows.first, [], windows.indices()
+    for window in windows:
+        lengths.append((len(window), len(window.given.micro_batches)))
+        for indices in window:
+            assert indices == next(ahead)
+            batch = data[indices]
+            accumulator.backward(Loss(net(batch).square().sum(), len(batch)))
+        report = accumulator.boundary()
+        assert report.weight == window.samples
+    assert next(ahead, None) is None
+    plain = [p.detach().numpy() for p in net.parameters()] if shape is None else None
+    return plain or _whole(net), first, lengths
+
+
+@pytest.mark.timeout(300)
+def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp_path):
+    kept = tmp_path / "kept"
+
+    def train(name, shape, updates):
+        folder = tmp_path / name
+        folder.mkdir()
+        checkpoints = shutil.copytree(kept, folder / "checkpoints") if kept.exists() else kept
+        ranks = math.prod(shape or (1,))
+        return run_ranks(ranks, folder, _windows, folder, shape, str(checkpoints), updates)
+
+    [(wanted, _, _)] = train("alone", None, 6)
+    shutil.rmtree(kept)
+    begun = train("begun", (2, 2), 4)
+    lengths = [[length for length, _ in counts] for _, _, counts in begun]
+    padded = sum(length - own for _, _, counts in begun for length, own in counts)
+    assert lengths[0] == lengths[1] and lengths[2] == lengths[3]
+    assert padded > 0
+    for name, shape in {"pair": (1, 2), "six": (3, 2), "plain": None}.items():
+        for weights, first, _ in train(name, shape, 6):
+            assert first == 4
+            assert _farthest(weights, wanted) <= 1e-12
