@@ -10,7 +10,7 @@ HYDRA_NEXT := $(VENV)/hydra-1.4
 , := ,
 
 .DEFAULT_GOAL := help
-.PHONY: help setup run test test-quick lint style unit bench docs slurm-up slurm-down clean
+.PHONY: help setup run test test-quick lint style unit bench gpu-check docs slurm-up slurm-down clean
 
 help:  ## list the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | awk -F ':.*## ' '{printf "  make %-11s %s\n", $$1, $$2}'
@@ -77,6 +77,9 @@ $(BENCH_STAMP): $(STAMP)
 bench: setup $(BENCH_STAMP)  ## side by side with peers, an hour (BENCH_ARGS=--quick: minutes)
 	@echo "== benchmarks"
 	@$(BIN)/python -m benchmarks $(BENCH_ARGS)
+
+gpu-check: setup  ## what has to hold on GPUs, in ten minutes: a table, and gpu-check.json
+	@$(BIN)/python -m benchmarks.gpu_check $(GPU_CHECK_ARGS)
 
 docs: setup  ## build the documentation into build/site
 	@$(BIN)/python -m properdocs build --strict

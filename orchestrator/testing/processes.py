@@ -26,15 +26,23 @@ _context.set_forkserver_preload(
 )
 
 
-def spec(rank: int, size: int, folder: Path, *, transport: str = "gloo", **more: Any) -> GroupSpec:
-    """Return the spec of a rank of a simulated node of its own."""
+def spec(
+    rank: int,
+    size: int,
+    folder: Path,
+    *,
+    transport: str = "gloo",
+    one_node: bool = False,
+    **more: Any,
+) -> GroupSpec:
+    """Return the spec of a rank of a simulated node of its own, or of one node for all."""
     given: dict[str, Any] = {"timeout_s": 60.0, "collective_timeout_s": 60.0, **more}
     return GroupSpec(
         rank=rank,
         size=size,
-        local_rank=0,
-        node=f"node{rank}",
-        address=f"127.0.1.{rank + 1}",
+        local_rank=rank if one_node else 0,
+        node="node0" if one_node else f"node{rank}",
+        address="127.0.1.1" if one_node else f"127.0.1.{rank + 1}",
         folder=folder,
         transport=transport,
         **given,

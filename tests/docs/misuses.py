@@ -382,12 +382,21 @@ def _():
         accumulated(model=nn.parallel.DistributedDataParallel(net()))
 
 
-@misuse("a model in FSDP2 (`fully_shard`), or of DTensors")
+@misuse("DTensors that no `fully_shard` made")
+def _():
+    from torch.distributed.tensor import distribute_module
+
+    with one_process_group():
+        accumulated(model=distribute_module(net(), init_device_mesh("cpu", (1,))))
+
+
+@misuse('`reduction="reproducible"` for a model in FSDP2')
 def _():
     from torch.distributed.fsdp import fully_shard
 
     with one_process_group():
-        accumulated(model=fully_shard(net(), mesh=init_device_mesh("cpu", (1,))))
+        model = fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))
+        accumulated(model=model, reduction="reproducible")
 
 
 @misuse("a lazy layer that was not called yet")

@@ -191,7 +191,7 @@ class Accumulator:
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
         self._replicas = replicas_of(() if self.fully_sharded else named, group)
-        self._copies = replicas_of(named, replicas)
+        self._copies = replicas_of(named, replicas) if self.fully_sharded else self._replicas
         # A copy over all ranks talks in each micro-step, over the group that others call silent.
         silent = options.silent and (not self.fully_sharded or replicas.size > 1)
         options = options.with_options({"silent": silent})

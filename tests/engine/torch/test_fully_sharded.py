@@ -260,7 +260,8 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
     begun = train("begun", (2, 2), 4)
     lengths = [[length for length, _ in counts] for _, _, counts in begun]
     padded = sum(length - own for _, _, counts in begun for length, own in counts)
-    assert lengths[0] == lengths[1] and lengths[2] == lengths[3]
+    assert lengths[0] == lengths[1]
+    assert lengths[2] == lengths[3]
     assert padded > 0
     for name, shape in {"pair": (1, 2), "six": (3, 2), "plain": None}.items():
         for weights, first, _ in train(name, shape, 6):

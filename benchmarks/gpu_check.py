@@ -1,0 +1,491 @@
+"""`make gpu-check`: what has to hold where there are GPUs, in ten minutes; a table and a file.
+
+    python -m benchmarks.gpu_check [--transport nccl|gloo] [--ranks N] [--only NAME …] [--out FILE]
+
+Without GPUs, what does not need them runs over gloo. Please send us `gpu-check.json` where there
+are any: nothing else has run on GPUs yet.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import cross_entropy
+
+from orchestrator import Loss
+from orchestrator.engine.torch import Accumulator, TorchGroup
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.errors import PeerLost
+from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.transports import all_checks
+
+ROOT = Path(__file__).resolve().parent.parent
+LATE_S = {"nccl": 30.0, "gloo": 2.0}
+MIB = 2**20
+
+
+class Skipped(Exception):
+    """A check that this machine cannot make, with the reason."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What the checks run on."""
+
+    transport: str
+    ranks: int
+    folder: Path
+
+    @property
+    def gpus(self) -> bool:
+        return self.transport == "nccl"
+
+    def on_ranks(self, function: Callable[..., Any], *arguments: Any, ranks: int = 0) -> list[Any]:
+        """Return the results of `function(group, *arguments)` on ranks of one node."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        return run_ranks(
+            ranks or self.ranks, folder, function, *arguments,
+            transport=self.transport, one_node=True, collective_timeout_s=60.0,
+        )  # fmt: skip
+
+    def need_gpus(self) -> None:
+        if not self.gpus:
+            raise Skipped("needs GPUs")
+
+
+# ------------------------------------------------------------------ One loop for many checks
+
+
+def _net(dtype: torch.dtype, device: torch.device, *, wide: int = 64) -> nn.Module:
+    torch.manual_seed(0)
+    layers = nn.Linear(20, wide), nn.GELU(), nn.Linear(wide, wide), nn.GELU(), nn.Linear(wide, 5)
+    return nn.Sequential(*layers).to(device, dtype)
+
+
+def _data(dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    x = torch.randn(3, 61, 20, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    return x.to(device, dtype), x[..., :5].argmax(-1).to(device)
+
+
+def _trained(
+    group: BaseGroup,
+    precision: str = "float32",
+    *,
+    compiled: bool = False,
+    guarded: bool = False,
+    leaf: int = 4,
+    **options: Any,
+) -> tuple[list[list[float]], list[float]]:
+    """Train three windows of 61 samples, uneven over ranks, with one of them idle if possible."""
+    dtype = torch.float64 if precision == "float64" else torch.float32
+    net = _net(dtype, group.device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
+    accumulator = Accumulator(net, optimizer, group, clip_norm=0.5, precision=precision, **options)
+    forward: Any = torch.compile(net) if compiled else net
+    losses: list[float] = []
+    for x, y in zip(*_data(dtype, group.device), strict=True):
+        leaves = torch.arange(61).split(leaf)
+        busy = group.size if group.size < 3 or "reduction" in options else group.size - 1
+        numbers = torch.arange(len(leaves)).tensor_split(busy)
+        mine = numbers[group.rank].tolist() if group.rank < busy else []
+        for number in mine:
+            batch = leaves[number]
+            if guarded:  # from here to the boundary nothing may wait for the device
+                torch.cuda.set_sync_debug_mode("error")
+            with accumulator.precision.forward():
+                total = cross_entropy(forward(x[batch[0] : batch[-1] + 1]),
+                                      y[batch[0] : batch[-1] + 1], reduction="sum")  # fmt: skip
+            accumulator.backward(Loss(total, len(batch)), last=number == mine[-1])
+            if guarded:
+                torch.cuda.set_sync_debug_mode("default")
+        losses.append(accumulator.boundary().loss)
+    return [p.detach().double().cpu().reshape(-1).tolist() for p in net.parameters()], losses
+
+
+def _alone(precision: str, device: str) -> list[list[float]]:
+    group = TorchGroup.alone(device=device)
+    return _trained(group, precision)[0]
+
+
+def _farthest(found: list[list[float]], wanted: list[list[float]]) -> float:
+    both = [torch.tensor(flat, dtype=torch.float64) for one in (found, wanted) for flat in one]
+    pairs = zip(both[: len(found)], both[len(found) :], strict=True)
+    return max(float((a - b).norm() / b.norm()) for a, b in pairs)
+
+
+def _expect(holds: bool, words: str) -> str:
+    if not holds:
+        raise AssertionError(words)
+    return words
+
+
+# ------------------------------------------------------------------ The checks
+
+
+def versions(machine: Machine) -> str:
+    """Report versions, the GPUs and how they are connected."""
+    shm = shutil.disk_usage("/dev/shm").free // MIB  # noqa: S108  # NCCL's
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    found = [
+        f"torch {torch.__version__}, CUDA {torch.version.cuda}, HIP {torch.version.hip}",
+        f"{platform.machine()}, {len(os.sched_getaffinity(0))} CPUs",
+        f"shared memory {shm} MiB, memlock {locked}",
+    ]
+    if machine.gpus:
+        nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009
+        found.append(f"NCCL {'.'.join(map(str, nccl.version()))}")
+        found += [str(torch.cuda.get_device_properties(n)) for n in range(machine.ranks)]
+        pairs = [(a, b) for a in range(machine.ranks) for b in range(machine.ranks) if a != b]
+        direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
+        found.append(f"peer access: {direct} of {len(pairs)} pairs")
+        if shutil.which("nvidia-smi"):
+            topology = subprocess.run(
+                ["nvidia-smi", "topo", "-m"], capture_output=True, text=True, check=False
+            )
+            found.append(topology.stdout.strip())
+    return "; ".join(found)
+
+
+def _device(group: BaseGroup) -> tuple[str, str]:
+    index = group.device.index or 0
+    uuid = str(torch.cuda.get_device_properties(index).uuid) if group.device.type == "cuda" else ""
+    return str(group.device), uuid
+
+
+def binding(machine: Machine) -> str:
+    """Each rank has the GPU of its local rank, and no two the same."""
+    found = machine.on_ranks(_device)
+    if machine.gpus:
+        _expect(len({uuid for _, uuid in found}) == machine.ranks, f"ranks share GPUs: {found}")
+        return ", ".join(f"rank {rank}: {device}" for rank, (device, _) in enumerate(found))
+    return _expect({device for device, _ in found} == {"cpu"}, "all on the CPU")
+
+
+def _late(group: BaseGroup, late_s: float) -> float:
+    if group.rank == 0:
+        time.sleep(late_s)
+    number = torch.ones(1, device=group.device)
+    group.all_reduce_sum(number)
+    return number.item()
+
+
+def late_rank(machine: Machine) -> str:
+    """A group works whose rank 0 is late at its first collective."""
+    late_s = LATE_S[machine.transport]
+    found = machine.on_ranks(_late, late_s)
+    return _expect(set(found) == {float(machine.ranks)}, f"rank 0 was {late_s:g} s late")
+
+
+def conformance(machine: Machine) -> str:
+    """The suite of groups: dtypes, empty and uneven tensors, strides, adjoints."""
+    found = machine.on_ranks(all_checks)
+    return _expect(set(found) == {machine.transport}, "the suite of groups passes")
+
+
+def exactness(machine: Machine) -> str:
+    """Uneven and idle ranks take the step of one big batch."""
+    said: list[str] = []
+    bounds = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
+    bounds |= {"float16": 5e-2} if machine.gpus else {}
+    device = "cuda" if machine.gpus else "cpu"
+    for precision, bound in bounds.items():
+        wanted = _alone(precision, device)
+        for options in ({}, {"shard_optimizer": True}):
+            found = machine.on_ranks(_Trained(precision, options))
+            off = max(_farthest(weights, wanted) for weights, _ in found)
+            _expect(off <= bound, f"{precision} {options}: off by {off:.1e}, at most {bound:g}")
+            said.append(f"{precision}{' sharded' if options else ''} {off:.0e}")
+    return ", ".join(said)
+
+
+@dataclass(frozen=True)
+class _Trained:
+    """`_trained` with options, as a function that can be sent to a process."""
+
+    precision: str
+    options: dict[str, Any]
+
+    def __call__(self, group: BaseGroup) -> tuple[list[list[float]], list[float]]:
+        return _trained(group, self.precision, **self.options)
+
+
+class _SameBits(_Trained):
+    def __call__(self, group: BaseGroup) -> tuple[list[list[float]], list[float]]:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+        torch.set_num_threads(1)
+        return super().__call__(group)
+
+
+def same_bits(machine: Machine) -> str:
+    """Reproducible mode gives the same bits on every number of ranks; fast mode perhaps twice."""
+    counts = [n for n in (1, 2, 3, 4, 8) if n <= machine.ranks]
+    runs = [
+        machine.on_ranks(_SameBits("float32", {"reduction": "reproducible"}), ranks=n)[0]
+        for n in counts
+    ]
+    _expect(all(run == runs[0] for run in runs), f"reproducible on {counts} ranks: other bits")
+    fast = [machine.on_ranks(_Trained("float32", {}))[0] for _ in range(2)]
+    repeats = "repeats" if fast[0] == fast[1] else "does not repeat"
+    return f"reproducible: one digest on {counts} ranks; fast {repeats} bit for bit"
+
+
+def compiled(machine: Machine) -> str:
+    """A compiled model takes the same step."""
+    if shutil.which("cc") is None and shutil.which("gcc") is None:
+        raise Skipped("no compiler")
+    wanted = _alone("float32", "cuda" if machine.gpus else "cpu")
+    found = machine.on_ranks(_Trained("float32", {"compiled": True}))
+    off = max(_farthest(weights, wanted) for weights, _ in found)
+    return _expect(off <= 1e-2, f"off by {off:.0e}")
+
+
+def silent_micro_steps(machine: Machine) -> str:
+    """Within a window nothing waits for the device."""
+    machine.need_gpus()
+    machine.on_ranks(_Trained("float32", {"guarded": True}))
+    return "no synchronisation in a micro-step"
+
+
+def _busy_stream(group: BaseGroup) -> bool:
+    """Gradients that are still being computed when the boundary is called arrive all the same."""
+    tensor = torch.zeros(2**20, device=group.device)
+    torch.cuda._sleep(2 * 10**9)  # noqa: SLF001  # a second or so
+    tensor += 1
+    work = group.all_reduce_sum_async(tensor)
+    work.wait()
+    return bool((tensor == group.size).all())
+
+
+def late_results(machine: Machine) -> str:
+    """Collectives see what the stream has not computed yet."""
+    machine.need_gpus()
+    return _expect(all(machine.on_ranks(_busy_stream)), "sums of a busy stream are right")
+
+
+def _loses_a_peer(group: BaseGroup) -> str:
+    group.barrier()
+    if group.rank == group.size - 1:
+        return "left"
+    began = time.monotonic()
+    try:
+        _late(group, 0.0)
+    except PeerLost as error:
+        return f"PeerLost after {time.monotonic() - began:.0f} s: {error}"[:160]
+    return "nothing was raised"
+
+
+def lost_rank(machine: Machine) -> str:
+    """A rank that ends is `PeerLost` on the others, in the thread that waits."""
+    found = machine.on_ranks(_loses_a_peer)
+    _expect(all(words.startswith("PeerLost") for words in found[:-1]), str(found))
+    return found[0]
+
+
+def _orchestrator(run: Path, *line: str) -> dict[str, Any]:
+    command = [sys.executable, "-m", "orchestrator", *line]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+    if done.returncode:
+        raise AssertionError((done.stdout + done.stderr)[-2000:])
+    return json.loads((run / "result.json").read_text(encoding="utf-8"))
+
+
+def resume(machine: Machine) -> str:
+    """A run that ended early and goes on has the bits of an undisturbed one."""
+    whole, parts = machine.folder / "whole", machine.folder / "parts"
+    same = (
+        "job=digits", "cluster.nodes=1", f"cluster.ranks_per_node={machine.ranks}",
+        "accumulation.reduction=reproducible", "accumulation.micro_batch=16",
+        f"transport={machine.transport}", "train.epochs=null",
+    )  # fmt: skip
+    results = [_orchestrator(whole, "launch", *same, f"run.dir={whole}", "train.updates=12")]
+    _orchestrator(parts, "launch", *same, f"run.dir={parts}", "train.updates=6")
+    results.append(_orchestrator(parts, "resume", str(parts), "train.updates=12"))
+    digests = {one["weights_sha256"] for one in results}
+    return _expect(len(digests) == 1, f"weights {min(digests)[:12]} after 12 updates")
+
+
+def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> float:
+    """Train a sharded model; return how far it is from one process's."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    kind = group.device.type
+    dist.init_process_group(
+        "nccl" if kind == "cuda" else "gloo", init_method=f"file://{folder}/met-{len(shape)}",
+        rank=group.rank, world_size=group.size,
+    )  # fmt: skip
+    mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
+    x, y = _data(torch.float64, group.device)
+    net, plain = (_net(torch.float64, group.device) for _ in range(2))
+    for layer in net:  # type: ignore[attr-defined]
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(net, mesh=mesh)
+    optimizers = [torch.optim.AdamW(one.parameters(), lr=0.01) for one in (net, plain)]
+    accumulator = Accumulator(net, optimizers[0], clip_norm=0.5)
+    for one_x, one_y in zip(x, y, strict=True):
+        mine = torch.arange(60).tensor_split(group.size)[group.rank].split(5 + len(shape))
+        for piece in mine:
+            total = cross_entropy(net(one_x[piece]), one_y[piece], reduction="sum")
+            accumulator.backward(Loss(total, len(piece)))
+        accumulator.boundary()
+        optimizers[1].zero_grad()
+        cross_entropy(plain(one_x[:60]), one_y[:60]).backward()
+        nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
+        optimizers[1].step()
+    found = [p.full_tensor().reshape(-1).tolist() for p in net.parameters()]  # type: ignore[attr-defined]
+    dist.destroy_process_group()
+    return _farthest(found, [p.detach().reshape(-1).tolist() for p in plain.parameters()])
+
+
+def fully_sharded(machine: Machine) -> str:
+    """FSDP2 and HSDP take the step of one big batch."""
+    shapes: list[tuple[int, ...]] = [(machine.ranks,)]
+    if machine.ranks % 2 == 0 and machine.ranks > 2:
+        shapes.append((2, machine.ranks // 2))
+    said: list[str] = []
+    for shape in shapes:
+        off = max(machine.on_ranks(_fully_sharded, str(machine.folder), shape))
+        said.append(_expect(off <= 1e-9, f"mesh {shape} {off:.0e}"))
+    return ", ".join(said)
+
+
+def _timed(group: BaseGroup, ddp: bool) -> float:
+    """Return the median seconds of an update with four micro-steps of a model of 20 MiB."""
+    device = group.device
+    net: Any = _net(torch.float32, device, wide=1600)
+    x = torch.randn(64, 20, device=device)
+    y = torch.zeros(64, dtype=torch.long, device=device)
+    seconds: list[float] = []
+    if ddp:
+        net = nn.parallel.DistributedDataParallel(net)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, fused=True)
+    accumulator = None if ddp else Accumulator(net, optimizer, group)
+    for _ in range(25):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        for step in range(4):
+            last = step == 3
+            if accumulator is not None:
+                total = cross_entropy(net(x), y, reduction="sum")
+                accumulator.backward(Loss(total, 64), last=last)
+                continue
+            net.require_backward_grad_sync = last
+            (cross_entropy(net(x), y) / 4).backward()
+        if accumulator is not None:
+            accumulator.boundary()
+        else:
+            optimizer.step()
+            optimizer.zero_grad()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds[5:])
+
+
+def _ratio(group: BaseGroup, folder: str) -> float:
+    dist.init_process_group(
+        "nccl" if group.device.type == "cuda" else "gloo", init_method=f"file://{folder}/ratio",
+        rank=group.rank, world_size=group.size,
+    )  # fmt: skip
+    ours = min(_timed(group, ddp=False) for _ in range(2))
+    theirs = min(_timed(group, ddp=True) for _ in range(2))
+    dist.destroy_process_group()
+    return ours / theirs
+
+
+def speed(machine: Machine) -> str:
+    """Report the time of an update relative to DDP with no_sync."""
+    ratio = statistics.median(machine.on_ranks(_ratio, str(machine.folder)))
+    return f"{ratio:.2f} of DDP + no_sync (K = 4)"
+
+
+def _bandwidth(group: BaseGroup, mib: int) -> float:
+    tensor = torch.ones(mib * MIB // 4, device=group.device)
+    seconds: list[float] = []
+    for _ in range(6):
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        began = time.perf_counter()
+        group.all_reduce_sum(tensor)
+        if group.device.type == "cuda":
+            torch.cuda.synchronize()
+        seconds.append(time.perf_counter() - began)
+    return 2 * (group.size - 1) / group.size * tensor.nbytes / min(seconds) / 1e9
+
+
+def bandwidth(machine: Machine) -> str:
+    """Report the bus bandwidth of an all-reduce."""
+    sizes = (1, 16, 256, 1024) if machine.gpus else (1, 16)
+    said = [f"{mib} MiB: {max(machine.on_ranks(_bandwidth, mib)):.1f} GB/s" for mib in sizes]
+    return ", ".join(said)
+
+
+CHECKS = (
+    versions, binding, late_rank, conformance, exactness, same_bits, compiled, silent_micro_steps,
+    late_results, lost_rank, resume, fully_sharded, speed, bandwidth,
+)  # fmt: skip
+
+
+def run_checks(transport: str, ranks: int, only: list[str]) -> list[dict[str, Any]]:
+    """Make the checks, one after the other, whatever comes of them."""
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        machine = Machine(transport, ranks, Path(folder))
+        for check in CHECKS:
+            name = check.__name__.replace("_", " ")
+            if only and name not in only:
+                continue
+            began, details = time.monotonic(), ""
+            try:
+                result, words = "pass", check(machine)
+            except Skipped as reason:
+                result, words = "skip", str(reason)
+            except Exception as error:  # noqa: BLE001  # is the result
+                result, words = "fail", f"{type(error).__name__}: {error}".splitlines()[0][:300]
+                details = traceback.format_exc()
+            row = {
+                "check": name, "result": result, "words": words, "details": details,
+                "meaning": check.__doc__, "seconds": round(time.monotonic() - began, 1),
+            }  # fmt: skip
+            rows.append(row)
+            print(f"{result}  {row['seconds']:5.1f} s  {name:20} {words}", flush=True)
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu_check", description=__doc__)
+    gpus = torch.cuda.device_count()
+    parser.add_argument("--transport", choices=["nccl", "gloo"], default="nccl" if gpus else "gloo")
+    parser.add_argument("--ranks", type=int, default=gpus or 2, help="default: one for each GPU")
+    parser.add_argument("--only", nargs="*", default=[], help="names of checks")
+    parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
+    given = parser.parse_args()
+    rows = run_checks(given.transport, given.ranks, given.only)
+    given.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
+    print(f"written: {given.out}; details of failures are in it")
+    sys.exit(any(row["result"] == "fail" for row in rows))
+
+
+if __name__ == "__main__":
+    main()
