@@ -116,6 +116,6 @@ def _few_cpus(cluster: ClusterConfig) -> Iterator[str]:
     if gpu_count(cluster.gpus_per_node) and cluster.cpus_per_rank < CPUS_FOR_A_GPU:
         yield (
             f"cluster.cpus_per_rank={cluster.cpus_per_rank} is little for a rank with a GPU: its "
-            "main and autograd threads, NCCL's, and engine.loader_workers share them; with "
+            "main and autograd threads, NCCL's, and train.loader_workers share them; with "
             f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
         )
