@@ -22,7 +22,7 @@ from orchestrator.engine.torch.rendezvous import form_group
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(
-    ["torch", "torch._dynamo", "orchestrator.testing.torch_groups", __name__]
+    ["torch", "torch._dynamo", "orchestrator.engine.torch.accumulator", __name__]
 )
 
 

@@ -11,15 +11,127 @@ simulated node with a loopback address of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
 
 from orchestrator.engine.conformance import CHECKS, expect
+from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import PeerLost
+from orchestrator.job import Loss
 from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
 
 LOST_AFTER_S = 3.0
+
+# ------------------------------------------------------------------ Groups of torch tensors
+# Requirements besides the suite of all groups (`conformance.py`). Collective: each is called on
+# every rank, and raises `AssertionError` where the contract is broken.
+
+
+DTYPES = (
+    torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32,
+    torch.uint8, torch.complex64, torch.complex128,
+)  # fmt: skip
+SAMPLES = 13
+
+
+class TorchArrays:
+    """Torch tensors for the suite of all groups."""
+
+    def make(self, values: Sequence[Any], shape: Sequence[int]) -> Tensor:
+        return torch.tensor(list(values), dtype=torch.float32).reshape(list(shape))
+
+    def read(self, tensor: Tensor) -> list[float]:
+        return tensor.reshape(-1).tolist()
+
+
+def _expect_equal(found: Tensor, wanted: Tensor, what: str) -> None:
+    expect((found.dtype, found.tolist()), (wanted.dtype, wanted.tolist()), what)
+
+
+def takes_every_dtype_and_stride(group: BaseGroup) -> None:
+    """Test sums, broadcasts and gathers of tensors as models have them."""
+    total, last = sum(range(group.size + 1)), group.size - 1
+    sizes = [rank + 1 for rank in range(group.size)]
+    for dtype in DTYPES:
+        mine = torch.full((2, 3), group.rank + 1, device=group.device).to(dtype)
+        for tensor in (mine.clone(), mine.t().contiguous().t(), mine.repeat(1, 2)[:, ::2]):
+            before = tensor.stride()
+            group.all_reduce_sum(tensor)
+            _expect_equal(tensor.cpu(), torch.full((2, 3), total).to(dtype), f"sum of {dtype}")
+            expect(tensor.stride(), before, "strides after a sum")
+            group.broadcast(tensor, last)
+        part = torch.full((sizes[group.rank], 2), group.rank, device=group.device).to(dtype)
+        gathered = group.all_gather(part.t().contiguous().t(), sizes)
+        wanted = torch.cat([torch.full((n, 2), rank).to(dtype) for rank, n in enumerate(sizes)])
+        _expect_equal(gathered.cpu(), wanted, f"gathered {dtype}")
+
+
+def keeps_sums_under_way_apart(group: BaseGroup) -> None:
+    """Begin eight sums before waiting for the first."""
+    ranks = range(group.size)
+    tensors = [torch.full((1000,), float(group.rank + n), device=group.device) for n in range(8)]
+    for work in [group.all_reduce_sum_async(tensor) for tensor in tensors]:
+        work.wait()
+    wanted = [float(sum(rank + n for rank in ranks)) for n in range(8)]
+    expect([tensor[-1].item() for tensor in tensors], wanted, "sums that were under way at once")
+
+
+def sends_pieces_to_those_they_are_for(group: BaseGroup) -> None:
+    """Test `all_to_all`, where the last rank gives nothing and gets something."""
+    giving = group.size - 1 or 1
+    first = 100.0 * group.rank
+    mine = torch.arange(2 * group.size, device=group.device) + first
+    mine = mine if group.rank < giving else mine[:0]
+    counts = [2 if rank < giving else 0 for rank in range(group.size)]
+    received = torch.empty(sum(counts), device=group.device)
+    group.all_to_all(received, mine, counts=counts)
+    wanted = [100.0 * rank + 2 * group.rank + n for rank in range(giving) for n in (0, 1)]
+    expect(received.tolist(), wanted, "pieces of all_to_all")
+
+
+def an_update_is_that_of_one_big_batch(group: BaseGroup) -> None:
+    """Test `Accumulator` over uneven parts, with each of its reductions."""
+    draw = torch.Generator().manual_seed(1)
+    x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
+    for options in ({}, {"shard_optimizer": True}, {"reduction": "reproducible"}):
+        mine = x.tensor_split(group.size)[group.rank]
+        found = _after_an_update(group, mine, **options)
+        wanted = _after_an_update(None, x)
+        if not torch.allclose(found, wanted, rtol=1e-12, atol=0.0):
+            raise AssertionError(f"weights after an update with {options}: {found} for {wanted}")
+
+
+def _after_an_update(group: BaseGroup | None, x: Tensor, **options: Any) -> Tensor:
+    torch.manual_seed(0)
+    model = torch.nn.Linear(3, 2, dtype=torch.float64)
+    if group is not None:
+        model, x = model.to(group.device), x.to(group.device)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if group is None:
+        (model(x).square().sum() / len(x)).backward()
+        optimizer.step()
+    else:
+        accumulator = Accumulator(model, optimizer, group, **options)
+        for part in x.split(1 if options.get("reduction") else 2):
+            accumulator.backward(Loss(model(part).square().sum(), weight=len(part)))
+        accumulator.boundary()
+    return torch.cat([weight.detach().flatten().cpu() for weight in model.parameters()])
+
+
+TORCH_CHECKS: tuple[Callable[[BaseGroup], None], ...] = (
+    takes_every_dtype_and_stride,
+    keeps_sums_under_way_apart,
+    sends_pieces_to_those_they_are_for,
+    an_update_is_that_of_one_big_batch,
+)
+
+
+# ------------------------------------------------------------------ Transports
 
 
 def all_checks(group: BaseGroup) -> str:

@@ -86,7 +86,7 @@ class AgentLink:
         self._standstill: ProgressWatchdog | None = None
         self.on_message: Callable[[Mapping[str, Any]], None] = lambda _: None
         self.on_beat: Callable[[], None] = lambda: None
-        self._place: tuple[float, str, tuple[int, ...], bool] = (0.0, "", (), False)
+        self._place: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
         self.saves_on_failure = self.run_failed = False
         answer_when_asked()
         self.mark("the start (imports, the job's own)")
@@ -142,13 +142,9 @@ class AgentLink:
         """Check the main thread's progress from now on."""
         self._standstill = ProgressWatchdog(patience)
 
-    def mark(self, place: str, *numbers: int, waits: bool = False) -> None:
-        """Mark where the main thread is. `place` has a `%d` for each number.
-
-        Args:
-            waits: it may wait for others there without marking it (accelerators' collectives do).
-        """
-        self._place = (time.monotonic(), place, numbers, waits)
+    def mark(self, place: str, *numbers: int) -> None:
+        """Mark where the main thread is. `place` has a `%d` for each number."""
+        self._place = (time.monotonic(), place, numbers)
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -157,10 +153,9 @@ class AgentLink:
             self.on_beat()
 
     def _seen(self, stood_s: float) -> Seen:
-        now, (came, place, numbers, may_wait) = time.monotonic(), self._place
+        now, (_, place, numbers) = time.monotonic(), self._place
         where, stack, waits = place % numbers, tuple(main_stack()), ""
-        wait = waiting.under_way() or ((came, "") if may_wait and numbers else None)
-        if wait is not None and now - wait[0] >= BEAT_S:
+        if (wait := waiting.under_way()) is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
         at = f"at {where}, {in_words(stack)}"
         return Seen(at=at, waits=waits, stack=stack, stood_s=stood_s)
@@ -169,9 +164,9 @@ class AgentLink:
         """Report a standstill; end this rank if it hangs. Return for how long it has stood still,
         if unusually long.
         """
-        now, (came, place, numbers, may_wait) = time.monotonic(), self._place
+        now, (came, place, numbers) = time.monotonic(), self._place
         where, since = place % numbers, max(came, waiting.last_ended())
-        change = standstill.look(now, since, waits=may_wait or waiting.waits())
+        change = standstill.look(now, since, waits=waiting.waits())
         if change == "moves":
             log.info("it moves on")
         elif change == "behind":
@@ -207,15 +202,10 @@ class AgentLink:
 
 
 class PlaceMarks(Callback):
-    """Mark each place of the loop, on every rank; leave the loop when another worker failed.
+    """Mark each place of the loop, on every rank; leave the loop when another worker failed."""
 
-    Args:
-        waits_unmarked: the transport's collectives return before they are done (accelerators), so
-            that a rank may wait for others anywhere in a boundary.
-    """
-
-    def __init__(self, link: AgentLink, *, waits_unmarked: bool) -> None:
-        self._link, self._waits_unmarked = link, waits_unmarked
+    def __init__(self, link: AgentLink) -> None:
+        self._link = link
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         if self._link.run_failed:
@@ -223,7 +213,7 @@ class PlaceMarks(Callback):
         if done < steps:
             self._link.mark("micro-step %d of %d of update %d", done + 1, steps, update + 1)
         else:
-            self._link.mark("the boundary of update %d", update + 1, waits=self._waits_unmarked)
+            self._link.mark("the boundary of update %d", update + 1)
 
     def on_boundary(self, done: Done) -> None:
         after = done.window.update + 1

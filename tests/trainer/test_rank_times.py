@@ -7,7 +7,7 @@ import torch
 from orchestrator.client.loop import Done
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.torch import run_in_threads
-from orchestrator.trainer.rank_times import RankTimes
+from orchestrator.trainer.recorder import RankTimes
 
 
 class Gathers:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
 from torch.optim import Optimizer
+from torch.utils.data import get_worker_info
 
 from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
@@ -46,10 +47,11 @@ def seed_torch(seed: int) -> None:
     file operations a call, several hundred a second in training.
     """
     torch.default_generator.manual_seed(seed)
-    if torch.accelerator.is_available():
+    # A loader's worker computes on no device, and would wake one up only to seed it.
+    if get_worker_info() is None and torch.accelerator.is_available():
         device: Any = torch.get_device_module()
         # Of one that has none (Apple's), torch's own way is the one that is known.
-        getattr(device, "manual_seed_all", torch.manual_seed)(seed)
+        getattr(device, "manual_seed", torch.manual_seed)(seed)
 
 
 # ------------------------------------------------------------------ Devices and dtypes

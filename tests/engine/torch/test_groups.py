@@ -30,8 +30,7 @@ from orchestrator.engine.torch.group import sum_into
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
 from orchestrator.testing.processes import run_ranks
-from orchestrator.testing.torch_groups import TORCH_CHECKS, TorchArrays
-from orchestrator.testing.transports import all_checks
+from orchestrator.testing.transports import TORCH_CHECKS, TorchArrays, all_checks
 from slurm.polling import first_true
 from tests.helpers import ROOT
 
