@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
+from itertools import groupby
 from numbers import Real
 from typing import Any
 
@@ -128,6 +129,7 @@ def _real_number(what: str, value: Any) -> Any:
 # some 5 GB/s on a CPU core, and only the sums leave a device. It detects drift, not an adversary.
 
 
+_ROWS = 128  # of `LARGEST_PIECE` numbers, as int64: 64 MiB
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 _ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio: its multiples are spread evenly
 _MIX = 0xBF58476D1CE4E5B9 - 2**64  # of SplitMix64 [Steele, Lea and Flood 2014]
@@ -139,6 +141,21 @@ def _multipliers(device: torch.device) -> Tensor:
     mixed = torch.arange(1, 4 * LARGEST_PIECE + 1, dtype=torch.int64) * _ODD
     mixed = (mixed ^ (mixed >> 30)) * _MIX
     return ((mixed ^ (mixed >> 27)) | 1).to(device)
+
+
+def _sum_of(bits: Tensor) -> Tensor:
+    return (bits * _multipliers(bits.device)[: len(bits)]).sum()
+
+
+def _sums_together(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return what `_sum_of` gives for each part, in few kernels, as a device wants it."""
+    sums: list[Tensor] = []
+    for _, alike in groupby(parts, key=lambda part: (part.device, part.dtype, len(part))):
+        rows = list(alike)
+        for first in range(0, len(rows), _ROWS):
+            some = torch.stack(rows[first : first + _ROWS])
+            sums += (some * _multipliers(some.device)[: some.shape[1]]).sum(1).unbind()
+    return sums
 
 
 def digests_of(
@@ -158,7 +175,8 @@ def digests_of(
         kinds.add((numbers.device, parts[-1].dtype))
     if joint and len(kinds) == 1 and sum(map(len, parts)) <= LARGEST_PIECE:
         parts = [torch.cat(parts)]
-    sums = [(part * _multipliers(part.device)[: len(part)]).sum() for part in parts]
+    on_cpu = all(part.is_cpu for part in parts)
+    sums = list(map(_sum_of, parts)) if on_cpu else _sums_together(parts)
     if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
         return torch.stack(sums).tolist()  # one wait for the device, not one a piece
     return list(map(int, sums))

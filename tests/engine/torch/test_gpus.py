@@ -19,6 +19,7 @@ from orchestrator.engine.torch import (
     rendezvous,
     run_in_threads,
     transports,
+    window_checks,
 )
 from orchestrator.errors import PeerLost, TransportError
 from orchestrator.testing.processes import run_ranks, spec
@@ -172,3 +173,12 @@ def test_gloo_refuses_to_exchange_addresses_of_a_device():
     ours = TorchGroup(object(), rank=0, size=2, transport="gloo")
     with pytest.raises(TransportError, match=r"CPU only, but this one is on meta.*transport=nccl"):
         ours.reduce_scatter_sum_async(torch.ones(1, device="meta"), torch.ones(2, device="meta"))
+
+
+def test_digests_on_a_device_are_those_on_the_cpu(monkeypatch):
+    monkeypatch.setattr(window_checks, "_ROWS", 2)
+    drawn = torch.Generator().manual_seed(0)
+    sizes = (7, 7, 7, 3, 7, 1)
+    parts = [torch.randint(-(2**31), 2**31, (n,), generator=drawn).int() for n in sizes]
+    together = window_checks._sums_together(parts)
+    assert [int(one) for one in together] == [int(window_checks._sum_of(part)) for part in parts]
