@@ -83,6 +83,11 @@ class FullySharded:
                 f"{group.size} ranks: it has to be over all of them, in one dimension or in two "
                 "(replicate, shard)"
             )
+        if any(parameter.device.type != mesh.device_type for _, parameter in trained):
+            raise ConfigError(
+                f"shards are kept on another device than {mesh.device_type}, where the mesh "
+                "reduces: CPUOffloadPolicy is not available"
+            )
         row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
         self.copy = tuple(int(rank) for rank in row)
         self.replicas: BaseGroup = TorchGroup.alone(device=group.device)

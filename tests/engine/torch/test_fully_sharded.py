@@ -125,6 +125,7 @@ def _with_idle_copy(group, folder):
     net, _ = _sharded((2, 2), group, folder)
     accumulator = Accumulator(net, _optimizer(net), clip_norm=0.5)
     for update in range(UPDATES):
+        accumulator.optimizer.zero_grad()  # as in many loops, and not needed
         if group.rank < 2:
             half = slice(group.rank * 12, group.rank * 12 + 12)
             accumulator.backward(Loss(net(_data()[update][half]).square().sum(), 12))
