@@ -47,7 +47,7 @@ from orchestrator.engine.torch.state import load_model, load_optimizer, save_mod
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.window import Window
+from orchestrator.plan.window import Window, planner_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
 
@@ -63,12 +63,13 @@ class UserWindow:
     def __init__(self, given: Window, windows: Windows) -> None:
         self.update, self.epoch, self.samples = given.update, given.epoch, given.samples
         self.given, self._windows = given, windows
+        self._micro_steps = windows.micro_steps(given)
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches, perhaps 0. Of a model that `fully_shard`
         has sharded some are perhaps padding, whose losses count nothing.
         """
-        return self._windows.micro_steps(self.given)
+        return self._micro_steps
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
@@ -130,7 +131,8 @@ class Windows:
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
         self._ahead = RankWindows(plan, rank)
-        self._copy = [RankWindows(plan, other) for copy in copies for other in copy]
+        self._copy = next(iter(copies), ())
+        self._planner = planner_of(plan)
         self._loop = TrainingLoop(
             windows=self._ahead,
             updates=self.updates,
@@ -222,18 +224,19 @@ class Windows:
         """Return the micro-steps of this rank: as many as any rank of its copy of the model has,
         since these are collective.
         """
-        return max((len(others.micro_batches) for others in self._of_copy(given)), default=0)
+        if not self._copy:
+            return len(given.micro_batches)
+        of_ranks = self._planner.assignment(given.update).micro_batches
+        return max(len(of_ranks[rank]) for rank in self._copy)
 
     def padded(self, given: Window) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches, and some once more that only keep the copy in step."""
+        """Yield this rank's micro-batches, and others' that only keep its copy in step."""
         yield from given.micro_batches
-        for number in range(len(given.micro_batches), self.micro_steps(given)):
-            longest = max(self._of_copy(given), key=lambda window: len(window.micro_batches))
-            yield longest.micro_batches[number]
-
-    def _of_copy(self, given: Window) -> list[Window]:
-        """Return the windows of all ranks that hold this rank's copy of the model."""
-        return [ranks.window(given.update) for ranks in self._copy] or [given]
+        own, steps = len(given.micro_batches), self.micro_steps(given)
+        if own < steps:
+            of_ranks = self._planner.assignment(given.update).micro_batches
+            longest = max(self._copy, key=lambda rank: len(of_ranks[rank]))
+            yield from self._planner.window(given.update, longest).micro_batches[own:]
 
     def _report(self) -> BoundaryReport:
         """Return the first accumulator's report, with the others' losses as metrics, and the
