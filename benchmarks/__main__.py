@@ -20,6 +20,7 @@ MEASUREMENTS = (
     "peers",
     "reproducible",
     "boundary",
+    "sharded",
     "checkpoints",
     "survive",
     "memory",
