@@ -169,6 +169,8 @@ class PairwiseExchange:
 
 _RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
 """Variables in which launchers state how many processes they have started."""
+_DEVICE_BACKENDS = ("nccl", "hccl")
+"""Backends whose waits block a stream of the device, and not the thread."""
 _NEVER_SENT = 99  # a tag
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 _SUMS_AT_ONCE = 2  # of gloo's, each with memory of its own
@@ -222,12 +224,19 @@ class TorchGroup(BaseGroup):
             device = torch.device("cpu")
             if backend != "gloo" and accelerator is not None:
                 device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        wait_timeout_s = None
+        if backend in _DEVICE_BACKENDS:
+            one = process_group._get_backend(torch.device(device))
+            # Shortly before its watchdog would end the process. Plug-ins may not say when.
+            timeout = getattr(getattr(one, "options", None), "_timeout", None)
+            wait_timeout_s = None if timeout is None else 0.9 * timeout.total_seconds()
         return cls(
             process_group,
             rank=process_group.rank(),
             size=process_group.size(),
             transport=backend,
             device=device,
+            wait_timeout_s=wait_timeout_s,
         )
 
     @classmethod
@@ -616,6 +625,9 @@ class Nccl(_ProcessGroupTransport):
     @classmethod
     def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
         torch.cuda.set_device(device)
+        # After a time-out its watchdog writes there which collectives each rank had begun.
+        for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
+            os.environ.setdefault(variable, str(spec.folder / "nccl_trace_rank_"))
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
         options = nccl.Options()
         options._timeout = _watchdog_timeout(spec)

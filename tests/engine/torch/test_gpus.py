@@ -3,6 +3,7 @@
 import threading
 import time
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -150,6 +151,34 @@ def test_a_wait_with_a_timeout_raises_in_the_thread_that_waits():
         _work(ready, timedelta(seconds=0.1)).wait()
     ready.set()
     _work(ready, timedelta(seconds=0.1)).wait()
+
+
+class NcclOf:
+    """The face of a process group over NCCL, with its watchdog's time-out."""
+
+    def __init__(self, timeout_s):
+        self.options = SimpleNamespace(_timeout=timedelta(seconds=timeout_s))
+        self.allreduce = lambda tensors: Stream(threading.Event())
+
+    def name(self):
+        return "nccl"
+
+    def rank(self):
+        return 0
+
+    def size(self):
+        return 2
+
+    def _get_backend(self, device):
+        return self
+
+
+def test_a_wrapped_group_waits_no_longer_than_its_watchdog():
+    ours = TorchGroup.wrap(NcclOf(0.2), device="cpu")
+    began = time.monotonic()
+    with pytest.raises(PeerLost):
+        ours.all_reduce_sum(torch.ones(1))
+    assert time.monotonic() - began >= 0.18
 
 
 # ------------------------------------------------------------------ Devices
