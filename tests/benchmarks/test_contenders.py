@@ -51,18 +51,6 @@ def test_collectives_and_bytes_of_an_update_are_counted():
     assert rows["DDP plain"]["bytes"] / floor == pytest.approx(3, abs=0.15)
 
 
-def test_peak_memory_of_a_contender_is_its_own():
-    with loopback(2) as link:
-        found = on_ranks(
-            link,
-            {"kind": "peaks", "net": "digits", "contenders": ["ours"], "leaves": [2, 4]},
-            timeout_s=120,
-        )
-    small, large = (row["bytes"] for row in found["rows"])
-    assert min(small, large) > 4 * 4 * PARAMETERS  # weights, gradients, two moments
-    assert large < 1.25 * small  # flat in K, but for pages that two processes share out differently
-
-
 def test_a_boundary_is_timed_without_the_optimizers_step():
     task = {"kind": "boundary", "net": "digits", "leaves": [1, 3], "repetitions": 3}
     rows = on_ranks(alone(), task, timeout_s=120)["rows"]

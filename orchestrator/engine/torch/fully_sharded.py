@@ -185,14 +185,16 @@ def _sharded(named: Named) -> Iterator[tuple[str, DTensor]]:
 
 
 class ShardedGradients(GradientBuffers):
-    """Gradient buffers of this rank's shards."""
+    """Gradient buffers of this rank's shards. `group`: all ranks."""
 
-    group: BaseGroup
+    def __init__(self, parameters: Named, group: BaseGroup) -> None:
+        super().__init__(parameters, metric_count=None)
+        self._group = group
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose gradient holds NaN or infinity. Collective."""
         mine = set(super().non_finite())
-        rows = gather_numbers(self.group, [float(place.name in mine) for place in self.places])
+        rows = gather_numbers(self._group, [float(place.name in mine) for place in self.places])
         return [
             place.name
             for place, any_of in zip(self.places, zip(*rows, strict=True), strict=True)
@@ -214,11 +216,10 @@ class FullyShardedReduction(RowReduction):
         replicas: BaseGroup,
         bucket_bytes: int | None,
     ) -> None:
-        buffers = ShardedGradients(parameters, metric_count=None)
-        buffers.group = group
+        buffers = ShardedGradients(parameters, group)
         super().__init__(buffers, replicas, bucket_bytes, overlap=False)
         self._all_ranks, self._replicas = group, replicas
-        self._norm_counts = replicas.rank == 0
+        self._norm_counts = replicas.rank == 0  # its shards are those of the other replicas, too
         self._silent_since = 0
 
     def begin(self, leaves: int | None) -> None:
