@@ -258,7 +258,7 @@ class Coordinator:
 
     def _check_unresponsive(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
-        state, seconds = event["state"], event["seconds"]
+        state, seconds, silent_s = event["state"], event["seconds"], event["silent_s"]
         if state == BUSY and not self._survived:
             return  # the others wait for it
         limit_s = self._spec.hang_s
@@ -270,11 +270,11 @@ class Coordinator:
             culprit = self._positions.unresponsive(worker.rank, node, event, limit_s)
             worker.given_up = culprit.cause
             self._lose(culprit, stalled=state in (STOPPED_PROCESS, ASLEEP))
-        elif self._survived and seconds > self._spec.silence_s and not worker.silence_reported:
+        elif self._survived and silent_s > self._spec.silence_s and not worker.silence_reported:
             worker.silence_reported = True
             self._warn(
                 worker.rank,
-                f"rank {worker.rank} has said nothing for {seconds:.0f} s, but its process lives, "
+                f"rank {worker.rank} has said nothing for {silent_s:.0f} s, but its process lives, "
                 "perhaps in code that holds Python's interpreter; the others wait for it",
             )
 

@@ -130,8 +130,14 @@ class NodeWatch:
         elif "seen" in message and not signs.program and not self.frozen:
             signs.seen = Seen.from_json(message["seen"])
 
+    def silent_s(self, rank: int) -> float:
+        """Return the seconds since the worker's last message; 0 before the first."""
+        received = self.ranks[rank].received
+        return self._clock() - received if received else 0.0
+
     def unresponsive(self) -> dict[int, tuple[str, float]]:
-        """Return the workers that send nothing, each with its state and for how long, in seconds.
+        """Return the workers that send nothing, each with its state and for how long, in seconds:
+        since it last used a processor, where it is silent or asleep.
 
         Before its first message and after its last, only a stopped worker counts.
         """

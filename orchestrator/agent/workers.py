@@ -233,6 +233,7 @@ class Workers:
                         "rank": rank,
                         "state": state,
                         "seconds": seconds,
+                        "silent_s": self._watch.silent_s(rank),
                         "asleep_in": asleep_in(worker.pid),
                         "seen": self._seen(rank),
                     }

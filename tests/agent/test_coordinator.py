@@ -101,6 +101,23 @@ def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     assert attempt.newest["members"] == [0, 1, 2]
 
 
+def _silent(state, seconds, silent_s=None):
+    silent_s = seconds if silent_s is None else silent_s
+    return {
+        "state": state, "seconds": seconds, "silent_s": silent_s, "asleep_in": "", "seen": SEEN,
+    }  # fmt: skip
+
+
+def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwhile(tmp_path):
+    """A tick of the kernel's clock is enough: seconds count from it, and silence does not."""
+    attempt = Attempt(tmp_path, survive=True)
+    attempt.take("trains", 1)
+    attempt.take("unresponsive", 1, **_silent("silent", 2.0, silent_s=5.0))
+    assert not attempt.run.warnings(0, 1).exists()
+    attempt.take("unresponsive", 1, **_silent("silent", 3.0, silent_s=6.0))
+    assert "rank 1 has said nothing for 6 s" in attempt.run.warnings(0, 1).read_text()
+
+
 @pytest.mark.parametrize(
     ("state", "survive", "limit_s"),
     [
@@ -114,12 +131,12 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     attempt = Attempt(tmp_path, survive=survive)
     attempt.take("trains", 1)
     for seconds in range(1, limit_s or 200):
-        attempt.take("unresponsive", 1, state=state, seconds=seconds, asleep_in="", seen=SEEN)
+        attempt.take("unresponsive", 1, **_silent(state, seconds))
     attempt.tick(GRACE_S)
     assert not attempt.told("kill")
     assert not attempt.told("die")
     for seconds in range(limit_s or 200, 300):
-        attempt.take("unresponsive", 1, state=state, seconds=seconds, asleep_in="", seen=SEEN)
+        attempt.take("unresponsive", 1, **_silent(state, seconds))
     attempt.tick(GRACE_S)
     killed, ended = attempt.told("kill"), attempt.told("die")
     assert (len(killed), len(ended)) == (
@@ -133,7 +150,7 @@ def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     for seconds in (59.0, 60.0):
         assert not attempt.told("keep places")
-        attempt.take("unresponsive", 1, state="silent", seconds=seconds, asleep_in="", seen=SEEN)
+        attempt.take("unresponsive", 1, **_silent("silent", seconds))
         attempt.tick()
     assert attempt.told("keep places")
 
@@ -287,7 +304,7 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("orchestrator.agent.coordinator.warn_of", full)
-    attempt.take("unresponsive", 1, state="busy", seconds=9.0, asleep_in="", seen=SEEN)
+    attempt.take("unresponsive", 1, **_silent("busy", 9.0))
     attempt.tick()
 
 

@@ -115,7 +115,9 @@ def test_a_worker_that_sends_nothing_and_does_nothing_is_silent(child):
     until(lambda: state_of(child.pid) == "S", 5, "sleep")
     assert [node.second() for _ in range(20)] == [None] * 20  # it has not begun yet
     node.watch.receive(3, {})
+    assert node.watch.silent_s(3) == 0
     assert [node.second() for _ in range(5)] == [None, *(("silent", n) for n in (2, 3, 4, 5))]
+    assert node.watch.silent_s(3) == 5
     node.watch.receive(3, {"word": "finished"})
     assert not any(node.second() for _ in range(20))
 
