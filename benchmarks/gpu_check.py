@@ -335,8 +335,9 @@ def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> flo
     )  # fmt: skip
     mesh = init_device_mesh(kind, shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
     x, y = _data(torch.float64, group.device)
-    net, plain = (_net(torch.float64, group.device) for _ in range(2))
-    for layer in net:  # type: ignore[attr-defined]
+    net: Any = _net(torch.float64, group.device)
+    plain = _net(torch.float64, group.device)
+    for layer in net:
         if isinstance(layer, nn.Linear):
             fully_shard(layer, mesh=mesh)
     fully_shard(net, mesh=mesh)
@@ -352,7 +353,7 @@ def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> flo
         cross_entropy(plain(one_x[:60]), one_y[:60]).backward()
         nn.utils.clip_grad_norm_(plain.parameters(), 0.5)
         optimizers[1].step()
-    found = [p.full_tensor().reshape(-1).tolist() for p in net.parameters()]  # type: ignore[attr-defined]
+    found = [p.full_tensor().reshape(-1).tolist() for p in net.parameters()]
     dist.destroy_process_group()
     return _farthest(found, [p.detach().reshape(-1).tolist() for p in plain.parameters()])
 

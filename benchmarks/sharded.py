@@ -1,4 +1,4 @@
-"""An update of a model in shards beside the same switches set by hand (FSDP2 and HSDP)."""
+"""An update of a model in shards against the same switches set by hand (FSDP2 and HSDP)."""
 
 from __future__ import annotations
 

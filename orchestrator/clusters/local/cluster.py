@@ -242,7 +242,7 @@ class LocalCluster(Cluster):
         return replace(asked, details=details)
 
     def check(self, request: Request) -> Admission:
-        """Warn of GPUs that stay unused; asks nobody."""
+        """Warn of GPUs that stay unused."""
         gpus = request.details["gpus"]
         if not gpus or any(gpus) or self.config.transport in ON_CPUS:
             return Admission()

@@ -168,15 +168,14 @@ def _unsupported_reason(  # noqa: PLR0911  # one for each reason
     parameter: Any, *, by_fsdp: bool
 ) -> str | None:
     kind = type(parameter)
+    if parameter.device.type == "meta":
+        return "is on the meta device, without numbers: give the model memory before (to_empty)"
     if any(one.__name__ == "DTensor" for one in kind.__mro__):
-        return (
-            None
-            if by_fsdp
-            else (
-                "is a DTensor that no fully_shard() made: give it the plain model, with "
-                "shard_optimizer=True say, or one that fully_shard() has sharded"
-            )
+        unsharded = (
+            "is a DTensor that no fully_shard() made: give it the plain model, with "
+            "shard_optimizer=True say, or one that fully_shard() has sharded"
         )
+        return None if by_fsdp else unsharded
     if isinstance(parameter, UninitializedParameter):
         return "has no shape yet, as it is a lazy layer's: call the model once before"
     if kind.__torch_dispatch__ is not _PLAIN:
@@ -189,8 +188,6 @@ def _unsupported_reason(  # noqa: PLR0911  # one for each reason
             f"{torch.__version__} cannot do: use torch 2.13, or float32 parameters with "
             "train.precision=bfloat16"
         )
-    if parameter.device.type == "meta":
-        return "is on the meta device, without numbers: give the model memory before (to_empty)"
     if parameter.layout is not torch.strided:
         return f"is stored as {parameter.layout}; parameters have to be dense"
     if not parameter.is_leaf:

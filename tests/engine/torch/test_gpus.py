@@ -1,4 +1,4 @@
-"""What differs on GPUs and can be shown without one: late results, late ranks, waits, devices."""
+"""Behaviour of GPUs that can be tested without one: late results and ranks, waits, devices."""
 
 import threading
 import time
