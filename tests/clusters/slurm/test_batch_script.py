@@ -111,13 +111,14 @@ def test_srun_ends_no_node_for_another_and_the_jobs_code_is_that_of_its_end(
 
 
 def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_path, monkeypatch):
-    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.LATE_S", 0.1)
+    # Long enough for bash to run a trap on a busy machine before the signal that none can catch.
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.LATE_S", 2)
 
     def hang(run: RunDir) -> None:
         outcome = f'"{run.attempts}/003/outcome.json"'
         (tmp_path / "srun").write_text(
-            f"#!/bin/bash\ntrap 'echo USR2 >{tmp_path}/heard' USR2\ntouch {outcome}\n"
-            "while :; do sleep 0.1; done\n"
+            f"#!/bin/bash\ntrap 'echo USR2 >{tmp_path}/heard' USR2\ntrap 'exit 143' TERM\n"
+            f"touch {outcome}\nwhile :; do sleep 0.1; done\n"
         )
 
     script = Script(tmp_path, slurm_config(), before=hang)
