@@ -6,10 +6,9 @@ import json
 import os
 import random
 import re
-import resource
 import signal
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
@@ -20,11 +19,11 @@ PER_RUN = 4
 EARLY = 0.7  # of a fault's own part of the run; the rest is for what follows from it
 
 KILL_RANK, KILL_TWO, KILL_NODE = "kill a rank", "kill two ranks", "kill a node"
-FREEZE_RANK, FREEZE_NODE, FILL_DISK = "freeze a rank", "freeze a node", "fill the disk"
+FREEZE_RANK, FREEZE_NODE = "freeze a rank", "freeze a node"
 STOP, KILL_LAUNCHER = "stop, resume", "kill the launcher"
 KILL_SCRIPT, REQUEUE, ASK_TO_LEAVE = "kill the batch script", "requeue", "ask to leave"
-ON_ALL = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO, FREEZE_NODE, FILL_DISK)
-SIMULATED = (*ON_ALL, KILL_LAUNCHER)
+ON_ALL = (KILL_RANK, KILL_NODE, FREEZE_RANK, STOP, KILL_TWO)
+SIMULATED = (*ON_ALL, FREEZE_NODE, KILL_LAUNCHER)
 ON_SLURM = (*ON_ALL, KILL_SCRIPT, REQUEUE, ASK_TO_LEAVE)
 ORDERLY = (STOP, REQUEUE, ASK_TO_LEAVE)  # after these, ranks leave between two updates
 
@@ -114,91 +113,44 @@ class Injected:
     Attributes:
         gone: ranks that the others lose by it.
         whole_run: no rank survives it, or all leave.
-        lasts_s: it lasts until it is lifted, at most so long.
     """
 
     text: str
     gone: frozenset[int] = frozenset()
     whole_run: bool = False
-    lasts_s: float = 0.0
 
 
-class FaultInjector:
-    """Fault injection into processes of this machine."""
+def inject(kind: str, target: float, ranks: Mapping[int, RankProcess]) -> Injected:
+    """Kill or freeze processes of this machine.
 
-    def __init__(self) -> None:
-        self._limits: dict[int, tuple[int, int]] = {}  # pid: its limits before its disk was full
-        self._frozen: list[int] = []
-
-    def inject(self, kind: str, target: float, ranks: Mapping[int, RankProcess]) -> Injected:
-        """Inject a fault.
-
-        Args:
-            target: chooses among these ranks, or among their nodes: from 0 to below 1.
-        """
-        if kind == FILL_DISK:
-            self._fill(ranks.values())
-            return Injected(text=kind)
-        if not ranks:
-            return Injected(text=f"{kind}: none was left")
-        if kind in (KILL_NODE, FREEZE_NODE):
-            node = choose(sorted({process.node for process in ranks.values()}), target)
-            hit = {rank: process for rank, process in ranks.items() if process.node == node}
-            # Agents first: one that still runs would report the end of its ranks.
-            pids = [*{process.agent for process in hit.values()}, *(p.pid for p in hit.values())]
-            text = node
-        else:
-            first = choose(sorted(ranks), target)
-            two = [rank for rank in sorted(ranks) if rank > first][:1] if kind == KILL_TWO else []
-            hit = {rank: ranks[rank] for rank in (first, *two)}
-            pids = [process.pid for process in hit.values()]
-            text = f"rank{'s' * len(two)} {' and '.join(map(str, hit))}"
-        freeze = kind in (FREEZE_RANK, FREEZE_NODE)
-        _send(pids, signal.SIGSTOP if freeze else signal.SIGKILL)
-        if kind == FREEZE_NODE:
-            self._frozen = pids
-        return Injected(text=f"{'freeze' if freeze else 'kill'} {text}", gone=frozenset(hit))
-
-    def _fill(self, processes: Iterable[RankProcess]) -> None:
-        """Let neither ranks nor agents write to a file, as on a full disk.
-
-        The kernel's limit of file sizes (RLIMIT_FSIZE) lets every write fail.
-        """
-        for pid in {pid for process in processes for pid in (process.pid, process.agent)}:
-            with suppress(ProcessLookupError):  # it has ended by itself
-                before = resource.prlimit(pid, resource.RLIMIT_FSIZE)
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, (0, before[1]))
-                self._limits[pid] = before
-
-    def lift(self) -> None:
-        """End the faults that last."""
-        for pid, before in self._limits.items():
-            with suppress(ProcessLookupError):  # it has ended since
-                resource.prlimit(pid, resource.RLIMIT_FSIZE, before)
-        _send(self._frozen, signal.SIGCONT)
-        self._limits, self._frozen = {}, []
-
-
-def _send(pids: Iterable[int], number: int) -> None:
+    Args:
+        target: chooses among these ranks, or among their nodes: from 0 to below 1.
+    """
+    if not ranks:
+        return Injected(text=f"{kind}: none was left")
+    if kind in (KILL_NODE, FREEZE_NODE):
+        text = choose(sorted({process.node for process in ranks.values()}), target)
+        hit = {rank: process for rank, process in ranks.items() if process.node == text}
+        # Agents first: one that still runs would report the end of its ranks.
+        pids = [*{process.agent for process in hit.values()}, *(p.pid for p in hit.values())]
+    else:
+        first = choose(sorted(ranks), target)
+        two = [rank for rank in sorted(ranks) if rank > first][:1] if kind == KILL_TWO else []
+        hit = {rank: ranks[rank] for rank in (first, *two)}
+        pids = [process.pid for process in hit.values()]
+        text = f"rank{'s' * len(two)} {' and '.join(map(str, hit))}"
+    freeze = kind in (FREEZE_RANK, FREEZE_NODE)
     for pid in pids:
         with suppress(ProcessLookupError):  # it has ended by itself
-            os.kill(pid, number)
+            os.kill(pid, signal.SIGSTOP if freeze else signal.SIGKILL)
+    return Injected(text=f"{'freeze' if freeze else 'kill'} {text}", gone=frozenset(hit))
 
 
 def main(run: str, kind: str, target: str) -> None:
-    """Inject a fault into the ranks of this SLURM node, report it, and lift it at the end of input.
-
-    As a task of a step, see `rehearsed_run.SlurmRun`.
-    """
+    """Inject a fault into the ranks of this SLURM node, and report it; see `SlurmRun`."""
     ranks = find_ranks(run, os.environ["SLURM_JOB_ID"], os.environ["SLURMD_NODENAME"])
-    injector = FaultInjector()
-    try:
-        injected = injector.inject(kind, float(target), ranks)
-        sys.stdout.write(json.dumps({"text": injected.text, "gone": sorted(injected.gone)}) + "\n")
-        sys.stdout.flush()
-        sys.stdin.read()
-    finally:
-        injector.lift()
+    injected = inject(kind, float(target), ranks)
+    sys.stdout.write(json.dumps({"text": injected.text, "gone": sorted(injected.gone)}))
 
 
 if __name__ == "__main__":

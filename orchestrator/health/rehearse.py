@@ -20,7 +20,6 @@ from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFailed, UsageError
 from orchestrator.health.faults import (
-    FILL_DISK,
     FREEZE_NODE,
     ON_SLURM,
     ORDERLY,
@@ -40,7 +39,6 @@ from orchestrator.health.rehearsed_run import (
 )
 from orchestrator.report.terminal import say
 from orchestrator.rundir.metrics import History, updates_of
-from orchestrator.rundir.warnings import read_warnings
 
 LEAST_UPDATES = 5 * PER_RUN
 RESTARTS = "run.max_restarts=1000"
@@ -60,7 +58,6 @@ POLL_S = 0.01
 PATIENCE_S = 180.0
 LONGEST_PAUSE_S = 2.0
 MOST_RESUMES = 3
-UNWRITTEN = "could not be written"
 
 
 def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> RehearsalSpec:
@@ -207,7 +204,7 @@ class DisturbedRun:
                 break
             time.sleep(min(fault.late * self._update_s, LONGEST_PAUSE_S))  # the moment drawn
             self._resumes = 0
-            outcome = FaultOutcome(run, fault.kind, run.inject(fault, self._update_s))
+            outcome = FaultOutcome(run, fault.kind, run.inject(fault))
             self.rows.append(outcome.row)
             until(lambda o=outcome: o.recovered(self._resumes > 0) or self._is_over(), run)
             outcome.finish()
@@ -232,8 +229,6 @@ class FaultOutcome:
         self._run, self._injected = run, injected
         self._seen, self._attempt = len(run.records), run.run.attempts_made() - 1
         self._began = time.time()
-        # Records since the fault when its effect ended; None while it lasts.
-        self._lifted = None if injected.lasts_s else 0
         name, update = run.run.path.name, run.current_update
         self.row = Row(kind=kind, fault=injected.text, run=name, update=update)
 
@@ -241,45 +236,29 @@ class FaultOutcome:
     def _new(self) -> list[dict[str, Any]]:
         return self._run.records[self._seen :]
 
-    @property
-    def _is_transient(self) -> bool:
-        """True if the run may continue with all ranks."""
-        injected = self._injected
-        return bool(injected.lasts_s) or not (injected.gone or injected.whole_run)
-
     def recovered(self, resumed: bool) -> bool:
-        """Return True once the run trains again; end the fault's effect when it is due."""
+        """Return True once the run trains again."""
         self._notice()
         survived, restarted = self._losses()
         lost = {rank for record in survived for rank in record["survived"]["gone"]}
-        complete = bool(lost) and self._injected.gone <= lost
-        if self._lifted is None:
-            age_s = time.time() - self._began
-            if restarted or complete or age_s >= self._injected.lasts_s or self._run.ended:
-                self._lift()
-        elif restarted:
+        if restarted:
             self._record("resume" if resumed else "restart", restarted[-1])
-        elif complete and not self._injected.whole_run:
+        elif self._injected.whole_run:
+            return False
+        elif lost and self._injected.gone <= lost:
             if after := updates_of(self._new[self._new.index(survived[-1]) :]):
                 self._record("survived", after[0])
-        elif self._is_transient and (after := updates_of(self._new[self._lifted :])):
-            self._record("survived" if lost else "went on", after[0])
+        elif not self._injected.gone and (after := updates_of(self._new)):
+            self._record("went on", after[0])
         return bool(self.row.how)
 
     def finish(self) -> None:
-        """End the fault's effect, once the run trains again or is over."""
-        if self._lifted is None:
-            self._lift()
+        """Judge a fault whose run is over."""
         if not self.row.how and self._new and self._run.finished:
             # Fewer ranks were lost than the fault hit: one had not joined yet, say.
             survived, restarted = self._losses()
             notes = survived + restarted
             self._record("survived" if notes else "went on", notes[-1] if notes else self._new[0])
-
-    def _lift(self) -> None:
-        self._run.lift()
-        self._run.read_new()
-        self._lifted = len(self._new)
 
     def _losses(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         """Return the records of survived losses, and the first ones of new attempts."""
@@ -297,18 +276,9 @@ class FaultOutcome:
             self.row.redone = max(0, self.row.redone - 1)
 
     def _notice(self) -> None:
-        if self.row.noticed_s is not None:
-            return
-        noticed = self._run.ended or self._run.noticed(self._began, self._attempt)
-        times = [time.time()] if noticed else []
-        if self.row.kind == FILL_DISK:
-            times += [
-                one.time
-                for one in read_warnings(self._run.run.attempt(self._attempt))
-                if UNWRITTEN in one.sentence and one.time >= self._began
-            ]
-        if times:
-            self.row.noticed_s = round(min(times) - self._began, 2)
+        unnoticed = self.row.noticed_s is None
+        if unnoticed and (self._run.ended or self._run.noticed(self._began, self._attempt)):
+            self.row.noticed_s = round(time.time() - self._began, 2)
 
 
 def compare(

@@ -6,10 +6,9 @@ import json
 import signal
 import subprocess
 import sys
-import threading
 import time
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,24 +19,21 @@ from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, RunFailed
 from orchestrator.health.faults import (
     ASK_TO_LEAVE,
-    FILL_DISK,
     FREEZE_NODE,
     KILL_LAUNCHER,
     KILL_SCRIPT,
     REQUEUE,
     STOP,
     Fault,
-    FaultInjector,
     Injected,
     choose,
     find_ranks,
+    inject,
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, is_change, updates_of
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 
-AFTER_LOSS_S = 3.0  # a node stays frozen so much longer than the others wait for it
-LEAST_FULL_S, MOST_FULL_S = 0.3, 5.0
 CLOSE = 1e-4
 
 
@@ -151,23 +147,10 @@ class RehearsedRun(ABC):
     def end(self) -> None:
         """End all processes of the run."""
 
-    def inject(self, fault: Fault, update_s: float) -> Injected:
-        """Inject a fault.
-
-        Args:
-            update_s: seconds of an update; a full disk lasts beyond the next checkpoint.
-        """
+    def inject(self, fault: Fault) -> Injected:
         if self._disturb_all(fault.kind):
             return Injected(text=fault.kind, whole_run=True)
-        injected = self._disturb_ranks(fault)
-        if fault.kind == FREEZE_NODE and injected.gone:
-            lasts_s = self._spec.config.cluster.heartbeat_timeout_s + AFTER_LOSS_S
-            return replace(injected, lasts_s=lasts_s)
-        if fault.kind == FILL_DISK:
-            updates = 1 + (self._spec.config.train.checkpoint_every or 0)
-            lasts_s = min(MOST_FULL_S, max(LEAST_FULL_S, updates * update_s))
-            return replace(injected, lasts_s=lasts_s)
-        return injected
+        return self._disturb_ranks(fault)
 
     @abstractmethod
     def _disturb_all(self, kind: str) -> bool:
@@ -177,17 +160,9 @@ class RehearsedRun(ABC):
     def _disturb_ranks(self, fault: Fault) -> Injected:
         """Inject a fault that hits some ranks."""
 
-    @abstractmethod
-    def lift(self) -> None:
-        """End a lasting fault."""
-
 
 class SimulatedRun(RehearsedRun):
     """A run on simulated nodes, whose launcher is a process of ours."""
-
-    def __init__(self, folder: Path, spec: RehearsalSpec) -> None:
-        super().__init__(folder, spec)
-        self._injector = FaultInjector()
 
     @property
     def ended(self) -> bool:
@@ -214,19 +189,15 @@ class SimulatedRun(RehearsedRun):
         ranks = find_ranks(str(self.run.path))
         if fault.kind == FREEZE_NODE and len({process.node for process in ranks.values()}) == 1:
             return Injected(text=f"{fault.kind}: only one was left")
-        return self._injector.inject(fault.kind, fault.target, ranks)
-
-    def lift(self) -> None:
-        self._injector.lift()
+        return inject(fault.kind, fault.target, ranks)
 
 
 SRUN_OPTIONS = (
     "--overlap",
-    "--ntasks-per-node=1",
+    "--ntasks=1",
     "--mem=0",
     "--gres=none",
-    "--input=all",
-    "--unbuffered",
+    "--input=none",
     "--no-kill",
     "--kill-on-bad-exit=0",
     "--job-name=rehearsal",
@@ -241,7 +212,6 @@ class SlurmRun(RehearsedRun):
     def __init__(self, folder: Path, spec: RehearsalSpec) -> None:
         super().__init__(folder, spec)
         self._client = SlurmClient(spec.config.cluster.slurm_conf)
-        self._step: subprocess.Popen[str] | None = None
         self._job: Job | None = None
         self._polled, self._settled = 0.0, False
 
@@ -253,7 +223,6 @@ class SlurmRun(RehearsedRun):
         self._polled = 0.0
 
     def resume(self) -> None:
-        self.lift()
         super().resume()
         self._settled = False
 
@@ -295,7 +264,6 @@ class SlurmRun(RehearsedRun):
         return job is not None and job.waiting
 
     def end(self) -> None:
-        self.lift()
         if self.run.read_handle() is None:
             return
         self._client.ask("scancel", self._id)
@@ -320,7 +288,7 @@ class SlurmRun(RehearsedRun):
         return True
 
     def _disturb_ranks(self, fault: Fault) -> Injected:
-        """Run `faults.main` on one node of the job, on all of them for a full disk.
+        """Run `faults.main` on one node of the job.
 
         Raises:
             ClusterError: it does not run there, although the job goes on.
@@ -328,8 +296,7 @@ class SlurmRun(RehearsedRun):
         try:
             listed = self._client.must("squeue", "-h", "-j", self._id, "-o", "%N").strip()
             nodes = self._client.must("scontrol", "show", "hostnames", listed).split()
-            where = nodes if fault.kind == FILL_DISK else [choose(nodes, fault.target)]
-            return self._run_step(fault, where)
+            return self._run_step(fault, choose(nodes, fault.target))
         except ClusterError:
             deadline = time.monotonic() + SOON_S
             while not self.ended:  # the step failed because the job is over, or nearly so
@@ -338,39 +305,24 @@ class SlurmRun(RehearsedRun):
                 time.sleep(POLL_S)
             return Injected(text=f"{fault.kind}: none was left")
 
-    def _run_step(self, fault: Fault, nodes: list[str]) -> Injected:
-        where = (f"--nodelist={','.join(nodes)}", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}")
+    def _run_step(self, fault: Fault, node: str) -> Injected:
         module = (sys.executable, "-m", "orchestrator.health.faults")
         words = (str(self.run.path), fault.kind, str(fault.target))
-        self._step = step = subprocess.Popen(
-            ["srun", f"--jobid={self._id}", *where, *SRUN_OPTIONS, *module, *words],
-            env=self._client.environment("srun"),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            start_new_session=True,
-            text=True,
-        )
-        guard = threading.Timer(ANSWER_S, step.kill)
-        guard.start()
         try:
-            reports = [cast("Any", step.stdout).readline() for _ in nodes]
-        finally:
-            guard.cancel()
-        if not all(reports):
-            step.kill()
-            why = cast("Any", step.stderr).read().strip() or "srun does not answer"
-            raise ClusterError(f"fault injection does not run on the nodes of the job: {why}")
-        injected = json.loads(reports[0])
+            done = subprocess.run(
+                [
+                    *("srun", f"--jobid={self._id}", f"--nodelist={node}", "--nodes=1"),
+                    *(*SRUN_OPTIONS, *module, *words),
+                ],
+                env=self._client.environment("srun"),
+                capture_output=True,
+                text=True,
+                timeout=ANSWER_S,
+                check=False,
+            )
+        except subprocess.TimeoutExpired as error:
+            raise ClusterError(f"srun on {node} does not answer") from error
+        if not done.stdout:
+            raise ClusterError(f"fault injection does not run on {node}: {done.stderr.strip()}")
+        injected = json.loads(done.stdout)
         return Injected(text=injected["text"], gone=frozenset(injected["gone"]))
-
-    def lift(self) -> None:
-        """End the step, and with it the fault."""
-        step, self._step = self._step, None
-        if step is None:
-            return
-        try:
-            step.communicate(timeout=3.0)
-        except subprocess.TimeoutExpired:  # it waits for a node that is lost
-            step.kill()
-            step.communicate()

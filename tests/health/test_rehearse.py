@@ -31,7 +31,7 @@ from orchestrator.rundir.files import write_json
 from tests import helpers
 from tests.helpers import TINY
 
-SEED = 318  # a rank is killed, the run stopped, the disk filled, a node frozen: in one run
+SEED = 1037  # these four faults, in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
 
 
@@ -215,8 +215,8 @@ def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     found = json.loads(done.stdout)
     assert not found["wrong"]
     assert [(row["kind"], row["how"]) for row in found["rows"]] == [
-        ("kill a rank", "survived"), ("stop, resume", "resume"), ("fill the disk", "went on"),
-        ("freeze a node", "survived"),
+        ("kill a rank", "survived"), ("stop, resume", "resume"), ("freeze a node", "survived"),
+        ("kill the launcher", "resume"),
     ]  # fmt: skip
     assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
     assert all(row["noticed_s"] is not None for row in found["rows"])
