@@ -1,7 +1,4 @@
-"""One rank of observed loops: those of `loop` by name, then generated ones by seed.
-
-python -m tests.audit.observed FOLDER BEGIN END FAULT...
-"""
+"""One rank of observed loops: `python -m tests.audit.observed FOLDER FAULT...`."""
 
 import os
 import sys
@@ -11,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.audit import observe
-from tests.audit import generated, loop
+from tests.audit import loop
 
 
-def main(folder, begin, end, names):
+def main(folder, names):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     observer = observe.Observer(folder, None, rank)
@@ -30,10 +27,9 @@ def main(folder, begin, end, names):
         observer.begin(place, None)
         loop.train(name, 2, rank, size)
         observer.finish("the loop ended")
-    generated.observe_runs(folder, observer, rank, size, begin, end)
     if size > 1:
         dist.barrier()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4:])
+    main(Path(sys.argv[1]), sys.argv[2:])
