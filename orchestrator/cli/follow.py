@@ -194,8 +194,7 @@ def watch(
         stop: called after each poll of a run that has not ended.
         recent: show this many bytes of what earlier attempts or hours wrote, too.
     """
-    plan, tail = run.read_plan(), Tail(run.metrics)
-    tail.skip_to_the_end(recent)
+    plan, tail = run.read_plan(), Tail(run.metrics, recent)
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
@@ -209,7 +208,7 @@ def watch(
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
             place = read_progress(run.progress(attempt))
-            records = [*tail.read(), *(tail.rest() if state.ended else ())]
+            records = tail.read()
             if records and plan.get("dataset_samples") is None:
                 # by now the workers know the data set, and so the length
                 plan.update(run.read_plan())

@@ -37,7 +37,7 @@ from orchestrator.rundir.checkpoints import (
     refuse_beyond,
 )
 from orchestrator.rundir.files import read_text, write_atomically, write_json
-from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RESUMES, RunDir
+from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
 from orchestrator.units import format_count, plural
 
 OVERFLOW = Path("/proc/sys/kernel/overflowuid")
@@ -129,19 +129,18 @@ def _checked(path: Path) -> Path:
     return path
 
 
-def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str | int]:
+def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
     """Copy the file into the new run's folder, so that the run is whole whatever becomes of it.
 
     Returns:
-        The copy's digest and length, for submission.json; nothing where no weights are asked for.
+        The copy's digest, for submission.json; nothing where no weights are asked for.
     """
     path = initial_weights(config)
     if path is None:
         return {}
     shutil.copyfile(path, run.initial_weights)
     run.initial_weights.chmod(0o600)
-    length = run.initial_weights.stat().st_size
-    return {INITIAL_DIGEST: digest_of(run.initial_weights), INITIAL_BYTES: length}
+    return {INITIAL_DIGEST: digest_of(run.initial_weights)}
 
 
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly

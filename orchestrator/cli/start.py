@@ -226,7 +226,7 @@ def resumed(
 
     run = RunDir(path).existing()
     check_own(run)
-    Tail(run.metrics).skip_to_the_end()  # whether it can be read at all
+    Tail(run.metrics, recent=0)  # whether it can be read at all
     asked = resumption(run, config_of(run), overrides, config_dir, to=to)
     config, result = asked.config, run.read_result()
     if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:

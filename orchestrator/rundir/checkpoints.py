@@ -27,20 +27,19 @@ from orchestrator.rundir.files import (
     is_folder,
     make_folder,
     names_in,
-    open_nofollow,
     read_json,
     read_text,
     remove,
     write_json,
 )
-from orchestrator.rundir.folder import INITIAL_BYTES, INITIAL_DIGEST, RunDir
+from orchestrator.rundir.folder import INITIAL_DIGEST, RunDir
+from orchestrator.rundir.program_link import write_number
 from orchestrator.rundir.warnings import warn
 
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 PREFIX = "update-"
 PARTIAL = ".partial-"
-ATTEMPT_DIGITS = 12
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
 
 
@@ -114,12 +113,8 @@ def save(
         for path in files:
             _sync(path)
         digests = {path.name: digest_of(path) for path in files}
-        lengths = {path.name: path.stat().st_size for path in files}
-        state = {
-            "updates": updates, "samples": samples, "run": run, "files": digests,
-            "bytes": lengths, "extra": extra,
-        }  # fmt: skip
-        write_json(partial / STATE, state)
+        state = {"updates": updates, "samples": samples, "run": run}
+        write_json(partial / STATE, {**state, "files": digests, "extra": extra})
         _sync(partial)
         partial.rename(final)
         _sync(checkpoints)
@@ -195,11 +190,6 @@ def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
     if there != state["files"].keys():
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
-    for name, length in state.get("bytes", {}).items():  # known at once, however much there is
-        path = folder / name
-        has = path.lstat().st_size
-        if has != length and not path.is_symlink():
-            raise RunFolderError(f"{path} is damaged: it has {has} bytes, not {length}")
     for name, expected in state["files"].items():
         if contents and digest_of(folder / name) != expected:
             raise RunFolderError(
@@ -238,15 +228,11 @@ def newest(
 
 def check_initial(run: RunDir) -> None:
     """Raise `RunFolderError` if the initial weights are not those that the run began with."""
-    submission = run.read_submission()
     try:
-        length = run.initial_weights.lstat().st_size
-        # a wrong length is known before reading
-        sound = submission.get(INITIAL_BYTES, length) == length
-        found = digest_of(run.initial_weights) if sound else None
+        found = digest_of(run.initial_weights)
     except OSError as error:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
-    if found is None or found != submission.get(INITIAL_DIGEST):
+    if found != run.read_submission().get(INITIAL_DIGEST):
         raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")
 
 
@@ -287,12 +273,7 @@ class Fence:
     def take(self) -> None:
         """Publish this attempt as the newest. Raises `StaleAttempt` if there is a newer one."""
         self.check()
-        descriptor = open_nofollow(self._path, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.pwrite(descriptor, f"{self._attempt:<{ATTEMPT_DIGITS}}".encode("ascii"), 0)
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        write_number(str(self._path), self._attempt)
 
     @property
     def is_stale(self) -> bool:

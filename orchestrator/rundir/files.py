@@ -229,6 +229,8 @@ class LineFile:
         self.descriptor = open_nofollow(path, APPENDING)
         self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
         self.lost = 0
+        if read_end(path, 1) not in (b"", b"\n"):  # an earlier writer was killed in its line
+            self._waiting.append(b"\n")
 
     @property
     def waiting(self) -> int:

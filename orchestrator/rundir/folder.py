@@ -44,8 +44,7 @@ CONFIG_SECTIONS = (
     "run",
     "transport",
 )
-INITIAL_DIGEST = "initial_weights_sha256"  # keys of submission.json
-INITIAL_BYTES = "initial_weights_bytes"
+INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 RANKS_PER_FOLDER = 512

@@ -12,7 +12,7 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -22,7 +22,6 @@ from orchestrator.rundir.files import open_nofollow, read_bytes
 from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
-MOST_TABLES = 64  # in a record
 RECENT_BYTES = 64 * 1024
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
@@ -32,62 +31,36 @@ _PLACE = struct.Struct("<qqqd")
 class Tail:
     """Reads what was appended to a `metrics.jsonl` since the last read, in whole lines only.
 
-    `damaged` counts unreadable lines: a killed writer leaves at most one per attempt.
+    Lines that a killed writer left torn are skipped.
+
+    Args:
+        recent: begin with the whole lines in the present last bytes; None: with all lines.
     """
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.damaged = 0
-        self._offset = 0
-
-    def skip_to_the_end(self, but: int = 0) -> None:
-        """Skip the present content, except whole lines in the last `but` bytes."""
-        size, data = self._read_from(lambda size: max(0, size - but))
-        torn = data.find(b"\n") + 1 or len(data)  # where the first whole line begins
-        self._offset = size - len(data) + torn if size > but else 0
+    def __init__(self, path: Path, recent: int | None = None) -> None:
+        self.path, self._offset = path, 0
+        if recent is not None and os.path.lexists(path):
+            with os.fdopen(open_nofollow(path), "rb") as file:
+                self._offset = max(0, file.seek(0, os.SEEK_END) - recent)
+            if self._offset:
+                data = self._read()
+                self._offset += data.find(b"\n") + 1 or len(data)
 
     def read(self) -> list[Record]:
-        """Return new complete records, oldest first; [] before the file exists.
+        """Return new complete records, oldest first; [] before the file exists."""
+        data = self._read()
+        whole = data[: data.rfind(b"\n") + 1]
+        self._offset += len(whole)
+        return [record for line in whole.split(b"\n") if (record := _record(line)) is not None]
 
-        A file that became shorter was cut back by a resume: it is read from its start again, which
-        `History` takes without counting anything twice.
-        """
-        size, data = self._read_from(lambda size: self._offset if self._offset <= size else 0)
-        end = data.rfind(b"\n") + 1
-        self._offset = size - len(data) + end
-        return self._parse(data[:end].split(b"\n")[:-1])
-
-    def rest(self) -> list[Record]:
-        """Return a last line without a line feed, if it is a record. For runs that have ended."""
-        self._offset, data = self._read_from(lambda _: self._offset)
-        return self._parse([data])
-
-    def _read_from(self, start_of: Callable[[int], int]) -> tuple[int, bytes]:
-        """Return the file's size, and its content from the offset that `start_of(size)` gives."""
+    def _read(self) -> bytes:
         try:
             descriptor = open_nofollow(self.path)
         except FileNotFoundError:
-            return 0, b""
+            return b""
         with os.fdopen(descriptor, "rb") as file:
-            start = start_of(file.seek(0, os.SEEK_END))
-            file.seek(start)
-            data = file.read()
-        return start + len(data), data
-
-    def _parse(self, lines: Iterable[bytes]) -> list[Record]:
-        records: list[Record] = []
-        for line in lines:
-            text = line.decode("utf-8", "replace").strip("\0 \t\r\n")
-            if not text:
-                continue
-            record = record_of(text)
-            if record is None:
-                self.damaged += 1
-                # A torn line and the first one of the next attempt can share a line.
-                record = _record_at_end(text)
-            if record is not None:
-                records.append(record)
-        return records
+            file.seek(self._offset)
+            return file.read()
 
 
 class History:
@@ -149,11 +122,6 @@ class History:
         """One record per evaluation that counts, by update."""
         return [self._evaluations[n] for n in sorted(self._evaluations)]
 
-    @property
-    def attempt(self) -> int:
-        """The latest attempt seen; -1 before the first record."""
-        return self._attempt
-
 
 def is_change(record: Record) -> bool:
     """Return whether a line is of a change of the group."""
@@ -170,32 +138,15 @@ def is_no_update(record: Record) -> bool:
 
 def read_metrics(path: Path) -> History:
     """Return all of a `metrics.jsonl`; empty if the run wrote none."""
-    tail = Tail(path)
-    history = History(tail.read())
-    history.add(tail.rest())
-    return history
+    return History(Tail(path).read())
 
 
-def record_of(text: str) -> Record | None:
-    """Return one line as a record; None if it is none."""
+def _record(line: bytes) -> Record | None:
     try:
-        value = json.loads(text)
+        value = json.loads(line)
     except (ValueError, RecursionError):
         return None
     return value if isinstance(value, dict) and isinstance(value.get("update"), int) else None
-
-
-def _record_at_end(text: str) -> Record | None:
-    """Return the whole record at the end of a damaged line, if there is one."""
-    start = len(text)
-    for _ in range(MOST_TABLES):
-        start = text.rfind('{"', 1, start)
-        if start == -1:
-            return None
-        record = record_of(text[start:])
-        if record is not None:
-            return record
-    return None
 
 
 def recent_records(path: Path) -> list[Record]:
@@ -204,9 +155,7 @@ def recent_records(path: Path) -> list[Record]:
     Raises:
         OSError: it may not be read.
     """
-    tail = Tail(path)
-    tail.skip_to_the_end(but=RECENT_BYTES)
-    found = tail.read()
+    found = Tail(path, RECENT_BYTES).read()
     last = max((record.get("attempt", 0) for record in found), default=0)
     return [record for record in found if record.get("attempt", 0) == last]
 

@@ -11,7 +11,6 @@ from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import (
-    INITIAL_BYTES,
     INITIAL_DIGEST,
     RESUMES,
     RunDir,
@@ -59,7 +58,7 @@ def full(whole, tmp_path_factory):
     note = {"attempt": 1, "why": "preempted", "resumed_from": 1, "lost_updates": 0}
     write_json(run.restart(0), note)
     run.initial_weights.write_bytes(bytes(range(100)))
-    digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights), INITIAL_BYTES: 100}
+    digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights)}
     write_json(run.submission, {**run.read_submission(), **digest})
     return run
 

@@ -5,6 +5,7 @@ import json
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.metrics import History, Tail, read_metrics
 from tests.report.conftest import record
 
@@ -30,54 +31,25 @@ def test_every_record_is_returned_once_wherever_the_writer_pauses(tmp_path_facto
             path.write_bytes(text[:end])
             seen += tail.read()
         assert [r["update"] for r in seen] == [0, 1, 2]
-        assert tail.damaged == 0
 
     check()
 
 
 def test_a_torn_line_does_not_swallow_the_next_attempts_first_one(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    whole = lines(record(0), record(1))
-    path.write_text(whole[:-30] + lines(record(1, attempt=1, metrics={"a": 1.0})))
-    tail = Tail(path)
-    assert [(r["update"], r["attempt"]) for r in tail.read()] == [(0, 0), (1, 1)]
-    assert tail.damaged == 1
-
-
-def test_what_is_no_record_is_counted_and_passed_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_bytes(b"\0\0\n[1]\n\xff\xfe\n\n" + lines(record(7)).encode())
-    tail = Tail(path)
-    assert [r["update"] for r in tail.read()] == [7]
-    assert tail.damaged == 2
-
-
-def test_a_file_that_was_cut_back_is_read_again(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(record(0), record(1), record(2)))
-    tail, history = Tail(path), History()
-    history.add(tail.read())
-    path.write_text(lines(record(0), record(1, attempt=1)))
-    history.add(tail.read())
-    assert [(r["update"], r["attempt"]) for r in history.updates] == [(0, 0), (1, 1)]
+    path.write_bytes(b"\0\0\n[1]\n\xff\xfe\n\n" + lines(record(0), record(1)).encode()[:-30])
+    file = LineFile(path)
+    file.write(json.dumps(record(1, attempt=1)))
+    file.close()
+    assert [(r["update"], r["attempt"]) for r in Tail(path).read()] == [(0, 0), (1, 1)]
 
 
 def test_of_what_is_there_already_whole_recent_lines_are_read(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text(lines(record(0), record(1)))
     size = path.stat().st_size
-    for but, updates in ((0, []), (size // 2 + 9, [1]), (size, [0, 1]), (2 * size, [0, 1])):
-        tail = Tail(path)
-        tail.skip_to_the_end(but)
-        assert [r["update"] for r in tail.read()] == updates, but
-
-
-def test_a_whole_last_line_without_line_feed_counts_when_the_run_is_over(tmp_path):
-    path = tmp_path / "metrics.jsonl"
-    path.write_text(lines(record(0), record(1)).rstrip("\n"))
-    assert [r["update"] for r in read_metrics(path).updates] == [0, 1]
-    path.write_text(lines(record(0), record(1))[:-5])
-    assert [r["update"] for r in read_metrics(path).updates] == [0]
+    for recent, updates in ((0, []), (size // 2 + 9, [1]), (size, [0, 1]), (2 * size, [0, 1])):
+        assert [r["update"] for r in Tail(path, recent).read()] == updates, recent
 
 
 def test_of_an_update_that_was_redone_the_last_line_counts():
