@@ -9,7 +9,6 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from orchestrator.errors import (
     EXIT_FINISHED,
@@ -18,9 +17,6 @@ from orchestrator.errors import (
     OrchestratorError,
     require_cwd,
 )
-
-if TYPE_CHECKING:
-    from orchestrator.config.composer import Composer
 
 
 def _leave(*_: object) -> None:
@@ -44,7 +40,9 @@ def run_app(arguments: Sequence[str]) -> int:
     output = OutputOptions(console=Console(), verbose=line.verbose, quiet=line.quiet)
     composer = Composer(line)
     if line.cfg == "job":
-        show_config(composer)
+        from orchestrator.config.reading import to_yaml
+
+        sys.stdout.write(to_yaml(composer.compose().config()))
         return EXIT_FINISHED
     if line.help:
         print_help(composer)
@@ -61,23 +59,6 @@ def run_app(arguments: Sequence[str]) -> int:
 
     with begun(config, output, overrides=found.overrides, flags=found.flags) as ready:
         return runner_of(ready.cluster)(ready).exit_code
-
-
-def show_config(composer: Composer) -> None:
-    """Print the run's config.yaml, or the part of it that --package names."""
-    from omegaconf import OmegaConf
-
-    from orchestrator.config.messages import no_such_key
-    from orchestrator.config.reading import to_yaml
-
-    text = to_yaml(composer.compose().config())
-    package = composer.line.package
-    if package is not None:
-        part = OmegaConf.select(OmegaConf.create(text), package)
-        if part is None:
-            raise ConfigError(no_such_key(package))
-        text = OmegaConf.to_yaml(part) if OmegaConf.is_config(part) else f"{part}\n"
-    sys.stdout.write(text)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -44,6 +44,7 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     EXIT_UNJUDGED,
     ConfigError,
+    spans,
 )
 from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.rundir.outcome import Ended, describe_culprit
@@ -310,7 +311,7 @@ def print_audit(made: Audit, console: Console) -> None:
         text = texts[0] if texts else ""
         table.add_row(
             literal(SIGNS[state], console, STYLES[state]), row, literal(text, console),
-            _ranges(updates),
+            ", ".join(spans(updates)),
         )  # fmt: skip
     console.print(table)
     for fault in found.faults:
@@ -335,18 +336,3 @@ def _summary(made: Audit, found: Judgement) -> str:
     if made.state == UNJUDGED:
         return f"not judged: {of}"
     return f"right: {of}, each that of one big batch (relative error at most {max(errors):.1e})"
-
-
-def _ranges(numbers: Sequence[int]) -> str:
-    """Write numbers with ranges.
-
-    >>> _ranges([0, 1, 2, 5])
-    '0-2, 5'
-    """
-    parts: list[list[int]] = []
-    for number in numbers:
-        if parts and number == parts[-1][1] + 1:
-            parts[-1][1] = number
-        else:
-            parts.append([number, number])
-    return ", ".join(f"{a}-{b}" if a != b else f"{a}" for a, b in parts)

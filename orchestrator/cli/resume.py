@@ -80,22 +80,16 @@ def working_directory(home: Path, asked: Path) -> Generator[None]:
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)
-    sys.path[:] = _moved(before, stood, home)
+    # Python's path as if it had been started at `home`: entries that mean the working directory.
+    sys.path[:] = [
+        str(home) if entry == "" or (place == 0 and entry == str(stood)) else entry
+        for place, entry in enumerate(before)
+    ]
     try:
         yield
     finally:
         sys.path[:] = before
         os.chdir(stood)
-
-
-def _moved(path: Sequence[str], stood: Path, home: Path) -> list[str]:
-    """Return Python's path as if it had been started at `home`: entries that mean the working
-    directory follow it; full paths stay.
-    """
-    return [
-        str(home) if entry == "" or (place == 0 and entry == str(stood)) else entry
-        for place, entry in enumerate(path)
-    ]
 
 
 def initial_weights(config: Config) -> Path | None:

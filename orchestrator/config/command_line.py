@@ -29,7 +29,7 @@ class CommandLine:
         config_name: of the primary configuration.
         multirun: whether a sweep is asked for by -m. A configuration may ask for one, too.
         changed: finished points of a sweep run again if their code or data has changed.
-        cfg: what `--cfg` shows: "job"; `package` is the part of it.
+        cfg: what `--cfg` shows: "job".
     """
 
     overrides: tuple[str, ...] = ()
@@ -41,7 +41,6 @@ class CommandLine:
     quiet: bool = False
     help: bool = False
     cfg: str | None = None
-    package: str | None = None
 
     @property
     def flags(self) -> tuple[str, ...]:
@@ -60,8 +59,7 @@ SWITCHES = {
 }  # fmt: skip
 VALUED = {
     "-cd": "config_dir", "--config-dir": "config_dir", "-cn": "config_name",
-    "--config-name": "config_name", "-c": "cfg", "--cfg": "cfg", "-p": "package",
-    "--package": "package",
+    "--config-name": "config_name", "-c": "cfg", "--cfg": "cfg",
 }  # fmt: skip
 REFUSED = {
     "--config-path": "would take the shipped configuration away; --config-dir FOLDER is searched "
@@ -114,8 +112,6 @@ def _check(line: CommandLine) -> None:
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
         raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
-    if line.package is not None and not line.cfg:
-        raise ConfigError("--package chooses what --cfg shows; add --cfg job")
     check_overrides(line.overrides)
 
 
@@ -185,9 +181,14 @@ def program_overrides(words: Sequence[str], before: Sequence[str] = ()) -> tuple
 
 def literally(word: str) -> str:
     """Quote a word for Hydra, without escapes or interpolation."""
-    escaped = re.sub(r"(\\*)\$\{", r"\1\1\\${", word)
+    escaped = escape_interpolations(word)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
     return f"'{escaped}'"
+
+
+def escape_interpolations(text: str) -> str:
+    """Return a text that OmegaConf reads as it stands, with `${` as two letters."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def key_of(override: str) -> str:

@@ -23,7 +23,7 @@ from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader, register_resolver
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
-from orchestrator.config.reading import RUN_FOLDER, read_config, unknown_keys
+from orchestrator.config.reading import RUN_FOLDER, map_texts, read_config, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError
 
@@ -60,17 +60,8 @@ class Composed:
             return read_config(self.values)
 
 
-def expand_home(value: Any) -> Any:
-    """Expand `~/…` in a job's arguments as the shell would. A program's command has been through a
-    shell already.
-    """
-    if isinstance(value, dict) and is_program(value):
-        return {key: v if key == "command" else expand_home(v) for key, v in value.items()}
-    if isinstance(value, str):
-        return str(Path(value).expanduser()) if value.startswith("~/") else value
-    if isinstance(value, dict):
-        return {key: expand_home(inner) for key, inner in value.items()}
-    return [expand_home(inner) for inner in value] if isinstance(value, list) else value
+def _expand_home(text: str) -> str:
+    return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
 def _resolved(found: DictConfig, key: Any) -> Any:
@@ -82,8 +73,12 @@ def _resolved(found: DictConfig, key: Any) -> Any:
         found = copy.deepcopy(found)
         OmegaConf.update(found, "run.dir", RUN_FOLDER)
         node = found[key]
-    values = OmegaConf.to_container(node, resolve=True)
-    return expand_home(values) if key == "job" else values
+    values: Any = OmegaConf.to_container(node, resolve=True)
+    if key != "job":
+        return values
+    # A program's command has been through a shell already, which expands `~/`.
+    kept = {"command": values["command"]} if is_program(values) else {}
+    return {**map_texts(values, _expand_home), **kept}
 
 
 def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:

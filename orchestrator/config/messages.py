@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Generator, Iterator
-from dataclasses import fields, is_dataclass
-from typing import Any
+from collections.abc import Generator
 
 from omegaconf.errors import OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
-from orchestrator.config.schema import Config
+from orchestrator.config.changes import flat
+from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, OrchestratorError, did_you_mean, nearest
 
 
@@ -44,14 +43,6 @@ ELSEWHERE = {
 """Names that other tools have for our keys."""
 
 
-def _dotted_keys(schema: Any = Config, prefix: str = "") -> Iterator[str]:
-    for item in fields(schema):
-        yield prefix + item.name
-        value = getattr(schema(), item.name)
-        if is_dataclass(value):
-            yield from _dotted_keys(type(value), f"{prefix}{item.name}.")
-
-
 def no_such_key(key: str) -> str:
     """Return a sentence about an unknown key, with the nearest one of any section.
 
@@ -61,7 +52,8 @@ def no_such_key(key: str) -> str:
     "there is no key 'epochs'; did you mean 'train.epochs'?"
     """
     section, _, leaf = key.rpartition(".")
-    known = [*_dotted_keys(), *GROUPS]
+    usual = plain(Config())
+    known = [*usual, *dict(flat(usual)), *GROUPS]
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, is_dataclass
 from pathlib import Path, PurePath
 from typing import Any
 
+from orchestrator.config.changes import flat
 from orchestrator.config.schema import stated
 from orchestrator.errors import ConfigError, did_you_mean
 
@@ -141,9 +142,14 @@ def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
     >>> list(rendered({"layers": [1, 2]}, "words")), list(rendered({"on": True}, "bare"))
     (['--layers', '1', '2'], ['on=true'])
     """
-    for name, value in _flat(arguments):
-        bare = style == "bare"
-        if value is None or (value is False and not bare):
+    bare = style == "bare"
+    for name, value in flat(arguments):
+        if not NAME.fullmatch(name):
+            raise ConfigError(
+                f"job.arguments.{name} is no name of an argument: leave its dashes out, as in "
+                f"job.arguments.{name.lstrip('-') or 'lr'}=VALUE"
+            )
+        if value is None or value == {} or (value is False and not bare):
             continue
         if value is True and not bare:
             yield f"--{name}"
@@ -160,20 +166,6 @@ def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
             yield from (f"--{name}", _text(value))
         else:
             yield f"{'' if bare else '--'}{name}={_text(value)}"
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        if not NAME.fullmatch(name):
-            raise ConfigError(
-                f"job.arguments.{name} is no name of an argument: leave its dashes out, as in "
-                f"job.arguments.{name.lstrip('-') or 'lr'}=VALUE"
-            )
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{name}.")
-        else:
-            yield name, value
 
 
 def _text(value: Any) -> str:

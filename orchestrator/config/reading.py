@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import pickle
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields, is_dataclass
 from functools import cache, lru_cache
 from types import UnionType
@@ -13,6 +12,7 @@ from typing import Any, cast, get_args, get_origin, get_type_hints
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from orchestrator.config.command_line import escape_interpolations
 from orchestrator.config.rules import check
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, did_you_mean
@@ -22,17 +22,22 @@ RUN_FOLDER = "{run.dir}"
 """In a job's arguments, the folder of its run, which is chosen after they are composed."""
 
 
-def with_run_folder(value: Any, folder: str) -> Any:
-    """Return a job's arguments, or one of them, with `RUN_FOLDER` replaced.
+def map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return nested dicts and lists with each text changed.
 
-    >>> with_run_folder({"out": "{run.dir}/weights", "lr": 0.1}, "/runs/7")
-    {'out': '/runs/7/weights', 'lr': 0.1}
+    >>> map_texts({"a": ["b", 1]}, str.upper)
+    {'a': ['B', 1]}
     """
     if isinstance(value, str):
-        return value.replace(RUN_FOLDER, folder)
+        return change(value)
     if isinstance(value, Mapping):
-        return {key: with_run_folder(inner, folder) for key, inner in value.items()}
-    return [with_run_folder(inner, folder) for inner in value] if isinstance(value, list) else value
+        return {key: map_texts(inner, change) for key, inner in value.items()}
+    return [map_texts(inner, change) for inner in value] if isinstance(value, list) else value
+
+
+def with_run_folder(value: Any, folder: str) -> Any:
+    """Return a job's arguments, or one of them, with `RUN_FOLDER` replaced."""
+    return map_texts(value, lambda text: text.replace(RUN_FOLDER, folder))
 
 
 def as_they_are(values: Any) -> Any:
@@ -41,15 +46,7 @@ def as_they_are(values: Any) -> Any:
     >>> OmegaConf.to_container(as_they_are({"word": "${HOME}", "n": 1}), resolve=True)
     {'word': '${HOME}', 'n': 1}
     """
-    return OmegaConf.create(_escaped(values))
-
-
-def _escaped(value: Any) -> Any:
-    if isinstance(value, str):
-        return re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    if isinstance(value, Mapping):
-        return {key: _escaped(inner) for key, inner in value.items()}
-    return [_escaped(inner) for inner in value] if isinstance(value, list) else value
+    return OmegaConf.create(map_texts(values, escape_interpolations))
 
 
 def read_config(values: Any) -> Config:

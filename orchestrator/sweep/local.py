@@ -31,7 +31,6 @@ from orchestrator.errors import (
     OrchestratorError,
     describe_status,
 )
-from orchestrator.plan.program import ProgramPlan
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
 from orchestrator.rundir import lock as run_lock
@@ -342,7 +341,7 @@ def run_here(
     room = Room(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
     alone = room.at_once(shares) == 1
-    waiting = list(cells) if alone else sorted(cells, key=_work, reverse=True)
+    waiting = list(cells)
     names = _names(cells)
     runs = [cell.run for cell in cells]
     with LocalQueue(output, room, terminal=alone) as queue:
@@ -409,16 +408,6 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
             "dim", prose=True,
         )  # fmt: skip
     return 1
-
-
-def _work(cell: Cell) -> float:
-    """Estimate how much a point computes (samples or epochs): the long ones begin first."""
-    plan = cell.point.plan
-    if isinstance(plan, ProgramPlan):
-        return 0.0
-    if plan.updates is None:
-        return cell.point.config.train.epochs or 0.0
-    return float(plan.updates * plan.batch.global_batch)
 
 
 def _outcome(one: PointEnded) -> str:

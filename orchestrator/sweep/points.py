@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from orchestrator.cli.start import prepare
 from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composed
 from orchestrator.config.job_source import read_once
-from orchestrator.config.program import is_program, program_of
-from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
@@ -26,9 +22,6 @@ from orchestrator.plan.program import ProgramPlan
 
 # Sections that do not tell a cell from another.
 NOT_IDENTIFYING = ("run", "sweep")
-OUTPUT_OPTION = re.compile(
-    r"(?:--)?(?:[\w-]+\.)?(?:out|output|save|checkpoint|ckpt|log|result)s?[_-]?(?:dir|path|folder|file)?"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,33 +140,6 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
     for numbers in alike.values():
         if len(numbers) > 1:
             yield "they are equal; leave all but one of them out", numbers
-
-
-def shared_output(points: Sequence[Point]) -> str | None:
-    """Return a warning if programs of several points write to the same place."""
-    counts = Counter(
-        output
-        for point in points
-        if is_program(point.config.job)
-        for output in set(_outputs(program_of(point.config.job).words))
-    )
-    shared = next((output for output, count in counts.items() if count > 1), None)
-    if shared is None:
-        return None
-    name, value = shared
-    return (
-        f"{counts[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} is "
-        f"each point's own folder: {name} {RUN_FOLDER}/{PurePath(value).name}"
-    )
-
-
-def _outputs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that name an output, with their values: `--out=VALUE` or `--out VALUE`."""
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
-        value = value if equals else following
-        if OUTPUT_OPTION.fullmatch(name) and value and RUN_FOLDER not in value:
-            yield name, value
 
 
 def describe_errors(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:

@@ -40,7 +40,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_replacing
-from orchestrator.sweep.points import Point, checked, shared_output
+from orchestrator.sweep.points import Point, checked
 from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
@@ -48,22 +48,12 @@ if TYPE_CHECKING:
     from orchestrator.sweep.local import PointEnded
 
 
-OLDEST_OPTUNA = 4
-
-
 def require_optuna() -> None:
-    """Raise `ConfigError` if optuna is missing or too old."""
+    """Raise `ConfigError` if optuna is missing."""
     if importlib.util.find_spec("optuna") is None:
-        raise ConfigError(
-            f"a search needs optuna, which is not installed; pip install 'optuna>={OLDEST_OPTUNA}'"
-        )
+        raise ConfigError("a search needs optuna, which is not installed; pip install 'optuna>=4'")
     import optuna
 
-    if int(optuna.__version__.partition(".")[0]) < OLDEST_OPTUNA:
-        raise ConfigError(
-            f"a search needs optuna {OLDEST_OPTUNA} or later, but {optuna.__version__} is "
-            f"installed; pip install 'optuna>={OLDEST_OPTUNA}'"
-        )
     optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
@@ -86,8 +76,6 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         cells = cells_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
             refuse_replacing(cells)
-        if remark := shared_output(points):
-            say(output.console, f"warning: {remark}", "yellow", prose=True)
         sweep.place(cells)
         return sweep.finish()
 

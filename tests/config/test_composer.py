@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-import yaml
 
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
@@ -158,13 +157,6 @@ def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words
     with pytest.raises(ConfigError) as caught:
         run_app([*line, "--config-dir", conf])
     assert words in str(caught.value)
-
-
-def test_a_part_of_the_configuration_can_be_shown(capsys):
-    assert run_app(["--cfg", "job", "-p", "optimizer", "optimizer=sgd"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["name"] == "sgd"
-    with pytest.raises(ConfigError, match="there is no key 'optimiser'"):
-        run_app(["--cfg", "job", "-p", "optimiser"])
 
 
 def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):

@@ -5,7 +5,6 @@ import pytest
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.points import checked, shared_output
 from tests.helpers import call
 from tests.programs import script
 
@@ -19,7 +18,6 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
     words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
     done = call(*line, *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert "same place" not in done.stdout
     for point in "01":
         run = tmp_path / "sweep" / point
         log = (run / "logs" / "rank-00000.log").read_text()
@@ -32,16 +30,3 @@ def test_a_null_within_a_text_is_refused(override):
     with pytest.raises(ConfigError, match=r"run\.(name|dir) is null") as caught:
         Composer(read_command_line([f"++{override}"])).compose()
     assert f"{key}={value}" in str(caught.value)
-
-
-def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
-    script(tmp_path, PROGRAM)
-    monkeypatch.chdir(tmp_path)
-
-    def warning(*words):
-        line = ["-m", "job.arguments.seed=1,2", "--", "train.py", *words]
-        return shared_output(checked(Composer(read_command_line(line)).all_points()))
-
-    assert "--output_dir {run.dir}/results" in warning("--output_dir", "a/results")
-    assert warning("--output_dir", "{run.dir}/results") is None
-    assert warning("--data_dir", "results") is None
