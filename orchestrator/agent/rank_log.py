@@ -52,7 +52,6 @@ def send_output_to(path: Path, process: str) -> None:
     Args:
         process: the name of this process in our loggers' lines: node and rank.
     """
-    path.parent.mkdir(mode=0o700, exist_ok=True)
     descriptor = open_nofollow(path, APPENDING)
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)

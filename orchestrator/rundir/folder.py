@@ -47,10 +47,8 @@ CONFIG_SECTIONS = (
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
-RANKS_PER_FOLDER = 512
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
-LOGS_OF_RANKS = re.compile(r"ranks-[0-9]+")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
 OWN_FOLDERS = (
     "logs",
@@ -187,24 +185,11 @@ class RunDir:
         return self.code / f"{attempt:03d}"
 
     def rank_log(self, rank: int) -> Path:
-        """Return the path of a rank's log, in a folder of its own per 512 ranks.
-
-        Shared file systems are slow at folders of thousands of files.
-        """
-        first = rank - rank % RANKS_PER_FOLDER
-        folder = self.logs / f"ranks-{first:05d}" if first else self.logs
-        return folder / f"rank-{rank:05d}.log"
-
-    def all_logs(self) -> list[Path]:
-        """Return all files in `logs` and its folders of many ranks."""
-        own = [self.logs / name for name in names_in(self.logs)]
-        folders = [path for path in own if LOGS_OF_RANKS.fullmatch(path.name)]
-        more = [folder / name for folder in folders for name in names_in(folder)]
-        return [path for path in own if path not in folders] + more
+        return self.logs / f"rank-{rank:05d}.log"
 
     def ranks_with_logs(self) -> list[int]:
         """Return the ranks that have a log, in order."""
-        names = map(RANK_LOG.fullmatch, (path.name for path in self.all_logs()))
+        names = map(RANK_LOG.fullmatch, names_in(self.logs))
         return sorted(int(found[1]) for found in names if found)
 
     def node_log(self, node: str) -> Path:
@@ -223,7 +208,6 @@ class RunDir:
         """Raise `RunFolderError` if a folder that the run writes in is a link or a file."""
         check_folders(self.path, OWN_FOLDERS.__contains__)
         check_folders(self.attempts, str.isdigit)
-        check_folders(self.logs, LOGS_OF_RANKS.fullmatch)
 
     def create(self) -> None:
         """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.

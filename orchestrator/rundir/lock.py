@@ -1,8 +1,7 @@
 """The lock by which a launcher holds a local run, signals to its holder, and waiting points.
 
 The kernel releases the lock when its process ends. The file names that process, and outlives it, so
-a signal is sent only if the process with that pid started at the recorded time and holds this very
-file open: pids are reused.
+a signal is sent only if the process with that pid holds this very file open: pids are reused.
 """
 
 from __future__ import annotations
@@ -10,10 +9,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import re
 import signal
 import time
 from collections.abc import Generator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
@@ -25,43 +24,6 @@ LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 WAITING_REASON = "it waits for room on this machine"
 
 
-@dataclass(frozen=True, slots=True)
-class Holder:
-    """A process, distinct from others with its pid. `start`: in clock ticks since boot `boot`."""
-
-    pid: int
-    start: str
-    boot: str
-    host: str
-
-    @classmethod
-    def current(cls) -> Holder:
-        pid = os.getpid()
-        return cls(pid, _start_of(pid), _boot(), os.uname().nodename)
-
-    @classmethod
-    def parse(cls, text: str) -> Holder | None:
-        """Return the holder in a lock file's text; None if there is none."""
-        words = text.split()
-        if len(words) != 4 or not (words[0].isascii() and words[0].isdigit()):
-            return None
-        return cls(int(words[0]), *words[1:])
-
-    @property
-    def text(self) -> str:
-        return f"{self.pid} {self.start} {self.boot} {self.host}"
-
-
-def _boot() -> str:
-    return Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
-
-
-def _start_of(pid: int) -> str:
-    """Return when a process began, in ticks since boot. Raises `OSError` if there is none."""
-    stat = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
-    return stat.rpartition(")")[2].split()[19]  # its name, in brackets, may hold anything
-
-
 @contextlib.contextmanager
 def held(run: RunDir) -> Generator[None]:
     """Hold the run for this launcher. Raises `RunFolderError` while another one does."""
@@ -69,11 +31,11 @@ def held(run: RunDir) -> Generator[None]:
     if not _lock(descriptor):
         holder = _read_holder(descriptor)
         os.close(descriptor)
-        who = f"process {holder.pid} on {holder.host}" if holder else "another process"
+        who = f"process {holder[0]} on {holder[1]}" if holder else "another process"
         raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first")
     try:
         os.ftruncate(descriptor, 0)
-        os.write(descriptor, Holder.current().text.encode())
+        os.write(descriptor, f"{os.getpid()} {os.uname().nodename}".encode())
         yield
     finally:
         os.close(descriptor)
@@ -112,8 +74,11 @@ def _is_locked(descriptor: int) -> bool:
     return False
 
 
-def _read_holder(descriptor: int) -> Holder | None:
-    return Holder.parse(os.pread(descriptor, WORDS_BYTES, 0).decode("utf-8", errors="replace"))
+def _read_holder(descriptor: int) -> tuple[int, str] | None:
+    """Return the holder's pid and host; None if the lock's file names none."""
+    text = os.pread(descriptor, WORDS_BYTES, 0).decode("utf-8", errors="replace")
+    found = re.fullmatch(r"([0-9]+) (\S+)", text)
+    return (int(found[1]), found[2]) if found else None
 
 
 def signal_holder(run: RunDir, *numbers: signal.Signals) -> None:
@@ -148,20 +113,18 @@ def _process_of(run: RunDir, lock: int) -> int:
     holder = _read_holder(lock)
     if holder is None:
         raise ClusterError(f"{run.lock} does not say which process holds the run; nothing was sent")
-    if holder.boot != _boot():
-        raise ClusterError(
-            f"{run.path} is held by process {holder.pid} on {holder.host}; cancel it there"
-        )
+    pid, host = holder
+    if host != os.uname().nodename:
+        raise ClusterError(f"{run.path} is held by process {pid} on {host}; cancel it there")
     unsure = ClusterError(
-        f"process {holder.pid}, which {run.lock} names, is not this run's launcher; nothing was "
-        f"sent"
+        f"process {pid}, which {run.lock} names, is not this run's launcher; nothing was sent"
     )
     try:
-        process = os.pidfd_open(holder.pid)  # from here on the pid cannot be reused
+        process = os.pidfd_open(pid)  # from here on the pid cannot be reused
     except (OSError, OverflowError) as error:
         raise unsure from error
     try:
-        if _start_of(holder.pid) == holder.start and _has_open(holder.pid, lock):
+        if _has_open(pid, lock):
             return process
     except OSError as error:
         os.close(process)

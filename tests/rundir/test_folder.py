@@ -65,16 +65,3 @@ def test_a_run_folder_that_is_not_there_is_told_with_the_nearest_one(tmp_path, m
     ):
         with pytest.raises(RunFolderError, match=f"there is no run folder .*{asked}; {hint}"):
             RunDir(tmp_path / asked).existing()
-
-
-def test_logs_of_thousands_of_ranks_are_in_folders_of_512(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    ranks = (0, 511, 512, 1023, 1024, 9999, 123456)
-    for rank in ranks:
-        run.rank_log(rank).parent.mkdir(exist_ok=True)
-        run.rank_log(rank).touch()
-    assert run.rank_log(511).parent == run.logs
-    assert run.rank_log(1023) == run.logs / "ranks-00512" / "rank-01023.log"
-    assert run.ranks_with_logs() == list(ranks)
-    assert len({run.rank_log(rank).parent for rank in range(5120)}) == 10
