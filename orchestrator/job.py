@@ -51,6 +51,9 @@ class Job:
     A job may define `learning_rate(self, update) -> float` as well: the rate of update number
     `update`, from 0, instead of the configuration's schedule; setting both is refused. It
     must depend on that number alone. Parameter groups keep their ratios to it.
+
+    Likewise `shard(self, model, mesh)`: calls `fully_shard(..., mesh=mesh)` on parts of the model,
+    and on the whole last, in the place of the way of `engine.shard_model`.
     """
 
     framework: ClassVar[str] = "torch"
@@ -88,7 +91,9 @@ class Job:
         return None
 
     def evaluate(self, model: Any) -> dict[str, float]:
-        """Return held-out figures by name. Called on rank 0; the others wait."""
+        """Return held-out figures by name. Called on rank 0; the others wait. With
+        `engine.shard_model` it is called on all ranks, which must call the model equally often.
+        """
         del model
         return {}
 

@@ -61,7 +61,9 @@ class Callback:
         """Handle an applied update. Not collective."""
 
     def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
-        """Handle the held-out figures after an update. Rank 0 only."""
+        """Handle the held-out figures after an update, on ranks that computed them: rank 0 alone,
+        or all where the model is in shards.
+        """
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
         """Handle a checkpoint that is due after so many updates. Not collective."""
@@ -75,6 +77,8 @@ class RankWindows:
         rates: of the job, in the place of the plan's.
         ranks: their number, where it is not the plan's. No micro-batch becomes larger then, since
             it might not fit into memory.
+        copy: the ranks that hold one copy of the model together with this one, if it is in shards.
+            They get equally many micro-batches, since these are collective among them.
     """
 
     def __init__(
@@ -84,6 +88,7 @@ class RankWindows:
         rates: Callable[[int], float] | None = None,
         *,
         ranks: int | None = None,
+        copy: Sequence[int] = (),
     ) -> None:
         self._planner = planner_of(plan)
         if ranks is not None and ranks != plan.ranks:
@@ -91,12 +96,22 @@ class RankWindows:
             cap = plan.batch.micro_batch_cap or largest
             batch = replace(plan.batch, micro_batch_cap=cap)
             self._planner = replace(self._planner, ranks=ranks, batch=batch)
-        self._rank, self._rates = rank, rates
+        self._rank, self._rates, self._copy = rank, rates, copy
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
-        window = self._planner.window(update, self._rank)
+        window = self._padded(self._planner.window(update, self._rank))
         return replace(window, learning_rate=self._rates(update)) if self._rates else window
+
+    def _padded(self, window: Window) -> Window:
+        of_ranks = self._planner.assignment(window.update).micro_batches
+        longest = max(self._copy, key=lambda rank: len(of_ranks[rank]), default=self._rank)
+        own = len(window.micro_batches)
+        if (padding := len(of_ranks[longest]) - own) == 0:
+            return window
+        others = self._planner.window(window.update, longest).micro_batches[own:]
+        micro_batches = (*window.micro_batches, *others)
+        return replace(window, micro_batches=micro_batches, padding=padding)
 
     def epoch_of(self, update: int) -> int:
         return self._planner.order.epoch_of(update)

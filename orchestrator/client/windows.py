@@ -35,7 +35,7 @@ from orchestrator.client.options import (
     whole_number,
 )
 from orchestrator.client.run import Run
-from orchestrator.engine.api import BoundaryReport, MicroBatch
+from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.engine import peak_memory_bytes
@@ -47,7 +47,7 @@ from orchestrator.engine.torch.state import load_model, load_optimizer, save_mod
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.window import Window, planner_of
+from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
 
@@ -63,13 +63,12 @@ class UserWindow:
     def __init__(self, given: Window, windows: Windows) -> None:
         self.update, self.epoch, self.samples = given.update, given.epoch, given.samples
         self.given, self._windows = given, windows
-        self._micro_steps = windows.micro_steps(given)
 
     def __len__(self) -> int:
         """Return the number of this rank's micro-batches, perhaps 0. Of a model that `fully_shard`
         has sharded some are perhaps padding, whose losses count nothing.
         """
-        return self._micro_steps
+        return len(self.given.micro_batches)
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
@@ -77,7 +76,7 @@ class UserWindow:
         Random numbers come from a seed that depends only on the update and the micro-batch's place
         in it.
         """
-        for number, micro_batch in enumerate(self._windows.padded(self.given)):
+        for number, micro_batch in enumerate(self.given.micro_batches):
             self._windows.hand_out(self, number)
             seed = self._windows.seed
             seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
@@ -130,9 +129,7 @@ class Windows:
         copies = {one.fully_sharded.copy for one in accumulators if one.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
-        self._ahead = RankWindows(plan, rank)
-        self._copy = next(iter(copies), ())
-        self._planner = planner_of(plan)
+        self._ahead = RankWindows(plan, rank, copy=next(iter(copies), ()))
         self._loop = TrainingLoop(
             windows=self._ahead,
             updates=self.updates,
@@ -156,7 +153,7 @@ class Windows:
         a DataLoader, which reads ahead.
         """
         for update in range(self.first, self.updates):
-            for micro_batch in self.padded(self._ahead.window(update)):
+            for micro_batch in self._ahead.window(update).micro_batches:
                 yield list(micro_batch.indices)
 
     def __iter__(self) -> Iterator[UserWindow]:
@@ -189,7 +186,7 @@ class Windows:
         for one in self._all:
             one.begin_tracked(
                 given.update,
-                micro_batches=self.micro_steps(given),
+                micro_batches=len(given.micro_batches),
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
                 leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
@@ -215,28 +212,10 @@ class Windows:
                 "out. Where they do not count, give them a weight of 0"
             )
         if number < len(window):
-            for part in self._parts:
+            for one, part in zip(self._all, self._parts, strict=True):
                 part.taken = number + 1
-                part.padding = number >= len(window.given.micro_batches)
+                one.padding = number >= len(window) - window.given.padding
         self._loop.begin_micro_step(window.given, number)
-
-    def micro_steps(self, given: Window) -> int:
-        """Return the micro-steps of this rank: as many as any rank of its copy of the model has,
-        since these are collective.
-        """
-        if not self._copy:
-            return len(given.micro_batches)
-        of_ranks = self._planner.assignment(given.update).micro_batches
-        return max(len(of_ranks[rank]) for rank in self._copy)
-
-    def padded(self, given: Window) -> Iterator[MicroBatch]:
-        """Yield this rank's micro-batches, and others' that only keep its copy in step."""
-        yield from given.micro_batches
-        own, steps = len(given.micro_batches), self.micro_steps(given)
-        if own < steps:
-            of_ranks = self._planner.assignment(given.update).micro_batches
-            longest = max(self._copy, key=lambda rank: len(of_ranks[rank]))
-            yield from self._planner.window(given.update, longest).micro_batches[own:]
 
     def _report(self) -> BoundaryReport:
         """Return the first accumulator's report, with the others' losses as metrics, and the
@@ -369,10 +348,7 @@ class AccumulatorState:
                 f"{', '.join(extra.get('state', ())) or 'nothing'}, but state= has "
                 f"{', '.join(self._others) or 'nothing'}"
             )
-        shard = None
-        if self._fully_sharded:
-            from orchestrator.engine.torch.fully_sharded import shard_like as shard
-        load_model(self._model, folder, extra["model"], shard)
+        load_model(self._model, folder, extra["model"])
         load_optimizer(folder, extra["optimizer"], self._restore)
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)

@@ -148,6 +148,11 @@ def _survive_on_torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
+    if (over := config.engine.shard_model) != "none":
+        yield (
+            f"{SURVIVE} engine.shard_model={over}, where a lost rank takes its shards along; try "
+            f"{RESTARTS}"
+        )
 
 
 MOST_RANKS = 2**20
@@ -265,8 +270,9 @@ def _transport(config: Config, framework: str) -> Iterator[str]:
 
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
-    del coupled  # torch has them
-    if config.engine.shard_optimizer:
+    if config.engine.shard_model != "none":
+        yield from _model_in_shards(config, coupled=coupled)
+    elif config.engine.shard_optimizer:
         yield from _shards(config)
     if config.run.survive:
         yield from _survive_on_torch(config)
@@ -287,6 +293,19 @@ def _shards(config: Config) -> Iterator[str]:
         yield f"{sharded} {key}={reduction}; try {key}=fast"
 
 
+def _model_in_shards(config: Config, *, coupled: bool) -> Iterator[str]:
+    key = f"engine.shard_model={config.engine.shard_model}"
+    if (reduction := config.accumulation.reduction) != "fast":
+        yield (
+            f"{key} is not available with accumulation.reduction={reduction}: FSDP adds up "
+            "gradients in an order of its own; try accumulation.reduction=fast"
+        )
+    if config.engine.shard_optimizer:
+        yield f"{key} shards the optimizer's state already; leave engine.shard_optimizer out"
+    if coupled:
+        yield f"{key} is not available with embed() and loss_of_embeddings(); leave it out"
+
+
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
     if config.run.survive:
         yield SURVIVE_ON_MINDSPORE
@@ -304,6 +323,11 @@ def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
         yield (
             "engine.shard_optimizer=true is not available with MindSpore; leave it out, or write "
             "the job for torch"
+        )
+    if config.engine.shard_model != "none":
+        yield (
+            f"engine.shard_model={config.engine.shard_model} is not available with MindSpore; "
+            "leave it out, or write the job for torch"
         )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         yield (

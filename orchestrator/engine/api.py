@@ -89,6 +89,7 @@ class EngineSettings(AccumulationOptions):
         style: "own" accumulation, or "framework": MindSpore's GradAccumulation.
         norm: "warn", "frozen" or "group": what torch does about batch norm.
         survive: ranks may have to go on without those that die (docs/explanation/surviving.md).
+        shard_model: "none", "node" or "all": the ranks that hold one copy of the model together.
     """
 
     seed: int = 0
@@ -100,6 +101,7 @@ class EngineSettings(AccumulationOptions):
     style: str = "own"
     norm: str = "warn"
     survive: bool = False
+    shard_model: str = "none"
 
 
 # ------------------------------------------------------------------ Group and Engine
@@ -340,8 +342,8 @@ class Engine(Protocol):
         ...
 
     def evaluate(self) -> dict[str, float]:
-        """Compute the job's held-out figures, with the model in evaluation mode. Rank 0
-        only.
+        """Compute the job's held-out figures, with the model in evaluation mode. Rank 0 only; with
+        `shard_model` collective.
         """
         ...
 

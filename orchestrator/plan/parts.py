@@ -97,7 +97,7 @@ class Traffic:
     Attributes:
         parameters: of the model; None when not known.
         collectives: each rank's in an update, 0 on one rank; None when not known beforehand, which
-            is so without `parameters` and in reproducible mode.
+            is so without `parameters`, in reproducible mode and for a model in shards.
         bytes_on_wire: per rank; None likewise.
         wire: how it travels.
         gathers: of the collectives, those that bring weights back from the ranks that step them,

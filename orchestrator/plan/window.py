@@ -44,6 +44,8 @@ class Window:
             micro-step does so this many times, also on ranks that have fewer.
         learning_rate: for this update.
         samples_per_rank: of this update; blocks are contiguous, in the order of ranks.
+        padding: how many of the last micro-batches count nothing: they only keep ranks in step that
+            hold one copy of a model together.
     """
 
     update: int
@@ -53,6 +55,7 @@ class Window:
     steps: int
     learning_rate: float
     samples_per_rank: tuple[int, ...] = ()
+    padding: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -81,7 +81,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
     """
     survivors, progress, engine = training.survivors, training.progress, training.engine
     rank, ranks, changes = training.group.rank, training.group.size, training.changes
-    train = training.config.train
+    train, in_shards = training.config.train, training.config.engine.shard_model != "none"
     worker.link.send_event("trains")
     while True:
         if survivors is not None and changes is not None:  # in another group than before
@@ -96,14 +96,21 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
             raise RuntimeError(f"rank {rank} of a group, of which only rank 0 writes")
         callbacks = _callbacks(worker, training)
         loop = TrainingLoop(
-            windows=RankWindows(training.planned, rank, training.rates, ranks=ranks),
+            windows=RankWindows(
+                training.planned,
+                rank,
+                training.rates,
+                ranks=ranks,
+                copy=getattr(engine, "copy", ()),
+            ),
             updates=training.updates,
             state=engine,
             callbacks=callbacks if survivors is None else [survivors, *callbacks],
             progress=progress,
             checkpoint_every=train.checkpoint_every,
             evaluate_every=train.evaluate_every,
-            evaluate=engine.evaluate if rank == 0 else None,
+            # A model in shards computes on all ranks of a copy together.
+            evaluate=engine.evaluate if rank == 0 or in_shards else None,
         )
         try:
             _compute(loop, engine, worker.stop)

@@ -5,6 +5,8 @@ import os
 import re
 import signal
 
+import pytest
+
 from tests import helpers
 from tests.helpers import SMALL, TINY
 from tests.hold import Hold
@@ -80,6 +82,30 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     assert {r["bytes_on_wire"] for r in helpers.records(run)} == {plan["bytes_on_wire_per_update"]}
     pieces = 8  # at most, each with a count of its steps
     assert wanted["memory"]["optimizer"] <= 2 * 4 * 41 + 4 * pieces
+
+
+def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    more = (
+        TINY, "tracker=none", "accumulation.global_batch=22", "accumulation.micro_batch=4",
+        "train.precision=float64", "train.clip_norm=0.5", "train.checkpoint_every=2",
+        "train.checkpoint_in_background=true",
+    )  # fmt: skip
+    alone = ("cluster.nodes=1", "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}")
+    fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=4", "run.max_restarts=1")
+    shards = ("engine.shard_model=node", "train.updates=4", f"run.dir={run}")
+    for words in ((*more, *alone), (*more, *shards, *fault)):
+        done = helpers.call(*words)
+        assert done.returncode == 0, done.stdout + done.stderr
+    assert [note["resumed_from"] for note in helpers.result(run)["restarts"]] == [2]
+    assert helpers.result(run)["memory"]["optimizer"] < helpers.result(whole)["memory"]["optimizer"]
+    others = ("engine.shard_model=all", "cluster.nodes=1", "cluster.ranks_per_node=3")
+    done = helpers.verb("resume", run, "train.updates=6", *others)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-10
+    assert helpers.result(run)["metrics"]["loss"] == pytest.approx(
+        helpers.result(whole)["metrics"]["loss"], rel=1e-10
+    )
 
 
 def test_an_interrupted_run_does_not_start_again(tmp_path):

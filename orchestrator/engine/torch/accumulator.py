@@ -153,6 +153,7 @@ class Accumulator:
 
     Attributes:
         newcomers_wait: this rank knows of ranks that wait to join; every rank's report will say so.
+        padding: the micro-step to come only keeps ranks in step, and its loss counts nothing.
 
     Raises:
         JobError: the model has nothing to train, or ranks do not start alike.
@@ -201,7 +202,7 @@ class Accumulator:
         if options.advise:
             weakref.finalize(self, _warn_of_unfinished_window, self._window)
         self._expected = 1.0
-        self.newcomers_wait = False
+        self.newcomers_wait = self.padding = False
         self.clock = Clock()
         self._hooks = GradHooks([p for _, p in trained], self.buffers.expected)
         self._hooks.ready = self._window.stray
@@ -276,6 +277,7 @@ class Accumulator:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
         self._losses.clear()
+        self.padding = False
         self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
         self.clock.begin()
 
@@ -297,13 +299,12 @@ class Accumulator:
             last, leaf = self._next_step("backward()", last=last, leaf=leaf)
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
-                padding = self._tracker is not None and self._tracker.padding
-                if padding:
+                if self.padding:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
                 self._losses += row
                 self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
-                factor = 0.0 if padding else self.precision.scale / self._expected
+                factor = 0.0 if self.padding else self.precision.scale / self._expected
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +15,9 @@ from orchestrator.engine.common.boundary import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.wire import bucket_count, trailer_numbers
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 Named = Sequence[tuple[str, Tensor]]
 """Parameters with their names."""
@@ -72,6 +75,20 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
+
+
+def shard_like(whole: Tensor, held: Tensor) -> Tensor:
+    """Return this rank's part of a whole tensor, sharded as `held`; `whole` if that is no DTensor,
+    or has another shape.
+    """
+    if not hasattr(held, "_local_tensor") or whole.shape != held.shape:
+        return whole
+    from torch.distributed.tensor import distribute_tensor  # takes a second to import
+
+    sharded = cast("DTensor", held)
+    return distribute_tensor(
+        whole.to(held.device), sharded.device_mesh, sharded.placements, src_data_rank=None
+    )
 
 
 def _as_sharded(view: Tensor, parameter: Tensor) -> Tensor:

@@ -22,6 +22,7 @@ from orchestrator.engine.common.job_checks import Hyperparameters, checked_figur
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.buffers import local_part
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
@@ -71,7 +72,8 @@ def _build_model(job: Job, settings: EngineSettings, device: torch.device) -> Mo
         raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
     if settings.precision == "float64":
         model = doubled(model)
-    return model.to(device)
+    # A model in shards may be larger than a device; `fully_shard` moves it there, part by part.
+    return model if settings.shard_model != "none" else model.to(device)
 
 
 def _build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
@@ -99,8 +101,9 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    """Return their memory, counted once where it is shared."""
-    return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in tensors}.values())
+    """Return their memory on this rank, counted once where it is shared."""
+    parts = map(local_part, tensors)
+    return sum({(t.device, t.data_ptr(), t.numel()): t.nbytes for t in parts}.values())
 
 
 # ------------------------------------------------------------------ Engine
@@ -128,6 +131,7 @@ class TorchEngine:
     Attributes:
         model: the model that is trained.
         accumulator: of its gradients.
+        copy: the ranks that hold this rank's copy of a model in shards; () for any other.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
@@ -144,6 +148,10 @@ class TorchEngine:
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         talks = bool(getattr(job, "talks_in_window", False))
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
+        if settings.shard_model != "none":
+            from orchestrator.engine.torch.fully_sharded import shard_model  # takes a second
+
+            shard_model(job, self.model, group, settings.shard_model)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "advise": False}
@@ -166,7 +174,12 @@ class TorchEngine:
         """Take what belongs to an accumulator from this one."""
         self.accumulator, self._clock = accumulator, accumulator.clock
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, accumulator.optimizer))
-        self._gathered: dict[str, Any] | None = None  # the optimizer's state, until it is saved
+        # The optimizer's state and the whole weights, where they are in shards, until the next
+        # window.
+        self._gathered: dict[str, Any] | None = None
+        self._weights: dict[str, Tensor] | None = None
+        sharded = accumulator.fully_sharded
+        self.copy: tuple[int, ...] = () if sharded is None else sharded.copy
         self._coupled = None
         if is_coupled(self._job):
             self._coupled = CoupledWindows(
@@ -196,7 +209,8 @@ class TorchEngine:
     def begin_window(self, window: Window) -> None:
         if self._settings.survive:
             self._keep_for_undo()
-        self._window, self._done, self._gathered = window, 0, None
+        self._window, self._done = window, 0
+        self._gathered = self._weights = None
         self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
         if self._coupled is not None:
@@ -218,6 +232,8 @@ class TorchEngine:
             self._check_samples(micro_batch)
             return
         self._done += 1
+        steps = len(window.micro_batches)
+        self.accumulator.padding = self._done > steps - window.padding
         with self._clock.compute:
             seed_everything(
                 derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
@@ -225,19 +241,29 @@ class TorchEngine:
             loss = self._loss(batch)
         self.accumulator.backward(
             loss,
-            last=self._done == len(window.micro_batches),
+            last=self._done == steps,
             leaf=self._leaves.leaf_of(micro_batch),
         )
         self._check_samples(micro_batch)
 
     def _loss(self, batch: Any) -> Any:
         batch = self._prepared(batch)
-        with self.accumulator.precision.forward():
-            return self._job.loss(self.model, batch)
+        try:
+            with self.accumulator.precision.forward():
+                return self._job.loss(self.model, batch)
+        except RuntimeError as error:
+            if self.copy and "mixed torch.Tensor and DTensor" in str(error):
+                raise JobError(
+                    f"{type(self._job).__name__}.loss() computes with parts of the model, whose "
+                    "weights are in shards (engine.shard_model): they are gathered where a module "
+                    "that fully_shard() took is called. Call the model itself, or define "
+                    "shard(self, model, mesh), which calls fully_shard() on those parts"
+                ) from error
+            raise
 
     def _check_samples(self, micro_batch: MicroBatch) -> None:
         """Check the run's very first micro-batch, on the rank that has it."""
-        if micro_batch.update == 0 and micro_batch.start == 0:
+        if micro_batch.update == 0 and micro_batch.start == 0 and not self.copy:
             check_samples(
                 self._job, self.model, micro_batch.indices,
                 self._loss if self._coupled is None else None,
@@ -277,6 +303,8 @@ class TorchEngine:
     def evaluate(self) -> dict[str, float]:
         with in_evaluation(self.model), torch.no_grad():
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
+        if self.accumulator.fully_sharded is not None:
+            self.accumulator.fully_sharded.reshard()  # the optimizer steps shards
         return checked_figures(figures, self._job)
 
     def check_replicas(self) -> None:
@@ -291,6 +319,10 @@ class TorchEngine:
     def gather_state(self) -> None:
         if self.accumulator.sharded:
             self._gathered = self.accumulator.optimizer_state()
+        if self.copy:
+            from orchestrator.engine.torch.fully_sharded import whole_weights
+
+            self._weights = whole_weights(self.model, keep=self._group.rank == 0)
 
     def holds_state(self) -> bool:
         return not self.accumulator.sharded or self._gathered is not None
@@ -309,7 +341,8 @@ class TorchEngine:
             raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
         gathered = self._gathered is not None
         optimizer = self._gathered if gathered else self.accumulator.optimizer_state()
-        return Snapshot(self.model, optimizer, self.accumulator.precision.state(), copied=gathered)
+        precision = self.accumulator.precision.state()
+        return Snapshot(self.model, optimizer, precision, copied=gathered, whole=self._weights)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         load_model(self.model, folder, extra["model"])
@@ -322,7 +355,7 @@ class TorchEngine:
         load_weights(self.model, path)
 
     def weights_sha256(self) -> str:
-        return weights_sha256(self.model)
+        return weights_sha256(self.model, self._weights)
 
     def extra_collectives(self) -> int:
         return 0 if self._coupled is None else self._coupled.collectives

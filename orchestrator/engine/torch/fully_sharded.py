@@ -16,24 +16,28 @@ micro-steps of weight 0; other loops do so themselves.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import HashStore, PrefixStore
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
-from torch.nn import Module
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
+from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.boundary import Trailer
-from orchestrator.engine.torch.buffers import GradientBuffers, Named
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.buffers import GradientBuffers, Named, local_part, shard_like
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts
 from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.engine.torch.sharding import RowReduction
 from orchestrator.engine.torch.transports import TorchGroup
-from orchestrator.errors import ConfigError, SilenceError
+from orchestrator.errors import ConfigError, JobError, SilenceError
+from orchestrator.job import Job
 
 try:  # what switches FSDP's own reduction between copies off has no public name
     from torch.distributed.fsdp._fully_shard._fsdp_common import (
@@ -42,6 +46,57 @@ try:  # what switches FSDP's own reduction between copies off has no public name
     )
 except ImportError:  # another torch: `FullySharded` says so
     DDPMeshInfo = FSDPMeshInfo = None
+
+
+# ------------------------------------------------------------------ Models of job classes
+
+
+def shard_model(job: Job, model: Module, group: Any, over: str) -> None:
+    """Shard a job's model, by `job.shard` or else by layers. Collective.
+
+    Args:
+        group: all ranks, from `form_group`.
+        over: "node": one copy for the ranks of each node; "all": one copy for all ranks.
+
+    Raises:
+        ConfigError: nodes have different numbers of ranks.
+        JobError: `job.shard` left the model as it was.
+    """
+    nodes = gather_texts(group, group.node)
+    per_node = nodes.count(nodes[0])
+    shape = (group.size // per_node, per_node) if over == "node" else (group.size,)
+    if over == "node" and any(
+        len(set(nodes[first : first + per_node])) > 1 for first in range(0, group.size, per_node)
+    ):
+        raise ConfigError(
+            f"engine.shard_model=node needs equally many ranks on each node, but they are on "
+            f"{', '.join(nodes)}; try engine.shard_model=all"
+        )
+    if not dist.is_initialized():  # meshes find their process groups there only
+        store = HashStore() if group.size == 1 else PrefixStore("torch", group.kept.below)
+        backend = f"cpu:gloo,cuda:{group.transport}" if group.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size)
+    names = ("copies", "shards")[-len(shape) :]
+    ranks = torch.arange(math.prod(shape)).view(shape)
+    mesh = DeviceMesh(group.device.type, ranks, mesh_dim_names=names)
+    getattr(job, "shard", shard_layers)(model, mesh)
+    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+        raise JobError(f"{type(job).__name__}.shard() did not call fully_shard() on the model")
+
+
+def shard_layers(model: Module, mesh: DeviceMesh) -> None:
+    """Shard each element of the outermost `ModuleList`s by itself, and then all that is left."""
+    inner: set[Module] = set()
+    for layers in (module for module in model.modules() if isinstance(module, ModuleList)):
+        if layers in inner:
+            continue
+        inner.update(layers.modules())
+        for layer in layers:
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+
+
+# ------------------------------------------------------------------ Its reduction
 
 
 class FullySharded:
@@ -155,19 +210,12 @@ class FullySharded:
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
-    """Return all of a sharded tensor on the CPU. Collective; empty where it is not kept."""
+    """Return a copy of all of a sharded tensor on the CPU. Collective; empty where not kept."""
     whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return whole.detach().cpu() if keep else torch.empty(0)
-
-
-def shard_like(whole: Tensor, parameter: Tensor) -> Tensor:
-    """Return this rank's shards of a whole tensor, sharded as `parameter`. Not collective."""
-    if not isinstance(parameter, DTensor) or whole.shape != parameter.shape:
-        return whole
-    placed = whole.to(parameter.device)
-    return distribute_tensor(
-        placed, parameter.device_mesh, parameter.placements, src_data_rank=None
-    )
+    if not keep:
+        return torch.empty(0)
+    found = whole.detach().cpu()
+    return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
 
 
 def whole_weights(model: Module, *, keep: bool) -> dict[str, Tensor] | None:

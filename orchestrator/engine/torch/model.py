@@ -25,6 +25,7 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
+from orchestrator.engine.torch.buffers import local_part
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -294,8 +295,14 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     spelled, make, given = optimizer_class(settings, BY_NAME)
     _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Fused is one kernel for the whole step, several times as fast as torch's default.
-    can_fuse = all(p.is_floating_point() and p.device.type in ("cpu", "cuda") for p in parameters)
+    # Fused is one kernel for the whole step, several times as fast as torch's default. torch has
+    # none of SGD for shards (DTensors).
+    can_fuse = all(
+        p.is_floating_point()
+        and p.device.type in ("cpu", "cuda")
+        and (local_part(p) is p or settings.get("name") != "sgd")
+        for p in parameters
+    )
     if "_target_" not in settings and given.keys().isdisjoint(_WAYS) and can_fuse:
         given["fused"] = True
     try:

@@ -22,6 +22,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.job_checks import check_fits
+from orchestrator.engine.torch.buffers import shard_like
 from orchestrator.errors import JobError, RunFolderError
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
@@ -42,26 +43,17 @@ def save_model(
     return rest
 
 
-def load_model(
-    model: Module,
-    folder: Path,
-    rest: Mapping[str, Any],
-    shard: Callable[[Tensor, Tensor], Tensor] | None = None,
-) -> None:
-    """Load what `save_model` wrote. Raises `RunFolderError` when it is another model's
-    state.
-
-    Args:
-        shard: gives the part of a whole tensor for one of the model's.
+def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
+    """Load what `save_model` wrote, or this rank's parts of it. Raises `RunFolderError` when it is
+    another model's state.
     """
     tensors = _read(folder / WEIGHTS)
     # Tensors within extra state were written under names that begin with its own.
     within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
     state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
     state |= {name: unpack(value, tensors) for name, value in rest.items()}
-    if shard is not None:
-        held, _ = model_state(model)
-        state |= {n: shard(state[n], tensor) for n, tensor in held.items() if n in state}
+    held, _ = model_state(model)
+    state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
@@ -84,7 +76,7 @@ def load_weights(model: Module, path: Path) -> None:
     check_fits(path, _kinds(found), _kinds(held))
     with torch.no_grad():
         for name, tensor in held.items():
-            tensor.copy_(found[name])
+            tensor.copy_(shard_like(found[name], tensor))
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -131,17 +123,21 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 held[key] = value.to(held[key].device)
 
 
-def weights_sha256(model: Module) -> str:
+def weights_sha256(model: Module, whole: Mapping[str, Tensor] | None = None) -> str:
     """Return a digest over all weights and buffers, in the order of their names. Tensors that
     share memory count once, under the first name. The weights' file suffices to compute it.
+
+    Args:
+        whole: tensors in the place of those that are sharded.
     """
     tensors, _ = model_state(model)
+    tensors |= whole or {}
     kept, _ = _without_aliases(tensors)
-    whole = hashlib.sha256()
+    digest = hashlib.sha256()
     for name in sorted(kept):
         data = kept[name].detach().cpu().resolve_conj().contiguous().reshape(-1)
-        whole.update(data.view(torch.uint8).numpy().data)
-    return whole.hexdigest()
+        digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest()
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -285,21 +281,29 @@ class Snapshot:
         model: its weights and buffers are saved.
         optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
         precision: state of the loss scale.
+        whole: copies of weights, in the place of those that are sharded.
 
     Attributes:
         taken: set once all tensors are copied, so training may change them.
     """
 
     def __init__(
-        self, model: Module, optimizer: Any, precision: dict[str, float], *, copied: bool
+        self,
+        model: Module,
+        optimizer: Any,
+        precision: dict[str, float],
+        *,
+        copied: bool,
+        whole: Mapping[str, Tensor] | None = None,
     ) -> None:
         weights, rest = model_state(model)
+        weights |= whole or {}
         states: dict[str, Tensor] = {}
         packed = pack(optimizer, states, "")
         self._extra = {"model": rest, "optimizer": packed, "precision": precision}
         self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
         self._lasting = {parameter.data_ptr() for parameter in model.parameters()}
-        self._copied = copied
+        self._copied = {OPTIMIZER: copied, WEIGHTS: whole is not None}
         self._later: list[tuple[dict[str, Tensor], str]] = []
         self.taken = threading.Event()
 
@@ -307,9 +311,11 @@ class Snapshot:
         """Copy what a window may change; the next boundary has to wait for `taken`."""
         for name, (tensors, _) in self._files.items():
             for key, tensor in tensors.items():
-                steady = name == OPTIMIZER or tensor.data_ptr() in self._lasting
+                steady = (
+                    name == OPTIMIZER or self._copied[name] or tensor.data_ptr() in self._lasting
+                )
                 if steady and tensor.numel() > SMALL:
-                    if not (self._copied and name == OPTIMIZER):
+                    if not self._copied[name]:
                         self._later.append((tensors, key))
                 else:
                     tensors[key] = _copy(tensor)

@@ -305,14 +305,12 @@ class MicroBatchTracker:
     Attributes:
         taken: micro-batches of this window that were handed out so far, in this pass over them.
         computed: micro-steps of this window.
-        padding: the micro-batch handed out last only keeps ranks in step.
         report: of the latest boundary.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
         self.stop = stop
         self.taken = self.computed = 0
-        self.padding = False  # the micro-batch handed out last counts nothing
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one
         self._update, self._leaves, self._total = -1, (), 0
@@ -321,7 +319,7 @@ class MicroBatchTracker:
         """Begin a window with this rank's number of micro-batches, and its leaves if any."""
         self._where, self._update, self._total = None, update, micro_batches
         self.taken = self.computed = 0
-        self.padding, self._leaves = False, leaves
+        self._leaves = leaves
 
     def next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
         """Return (last, leaf) of the micro-step that comes with `call`.

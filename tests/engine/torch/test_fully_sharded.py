@@ -12,11 +12,14 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import TensorDataset
 
-from orchestrator import Loss
+from orchestrator import Job, Loss
 from orchestrator.client.run import Run
+from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import Accumulator
-from orchestrator.errors import ConfigError, NonFiniteError, SilenceError
+from orchestrator.engine.torch.engine import build_engine
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
 from orchestrator.testing.processes import run_ranks
 
 SAMPLES, UPDATES = 24, 3
@@ -219,6 +222,57 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(tmp_path):
     assert "0.0.weight" in said[0]
 
 
+# ------------------------------------------------------------------ job classes
+
+
+class _InParts(Job):
+    """Its loss calls parts of the model, not the model."""
+
+    def model(self):
+        return _net(torch.float32)
+
+    def dataset(self):
+        return TensorDataset(_data(torch.float32)[0])
+
+    def loss(self, model, batch):
+        return Loss(model[1](model[0](batch[0])).square().sum(), len(batch[0]))
+
+
+class _InPartsOfItsOwn(_InParts):
+    def shard(self, model, mesh):
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+
+
+class _NotSharded(_InParts):
+    def shard(self, model, mesh):
+        del model, mesh
+
+
+def _engines(group):
+    settings = EngineSettings(shard_model="all", metric_names=())
+    part = MicroBatch(update=0, start=0, indices=(0, 1, 2, 3))
+    window = Window(update=0, samples=4, micro_batches=(part,), steps=1, learning_rate=0.1)
+    said = []
+    for job in (_InParts(), _NotSharded(), _InPartsOfItsOwn()):
+        try:
+            engine = build_engine(job, settings, group)
+            engine.begin_window(window)
+            engine.micro_step(next(iter(engine.batches([part]))), part)
+            said.append(engine.boundary().applied)
+        except JobError as error:
+            said.append(str(error))
+    return said
+
+
+def test_a_job_may_shard_its_model_itself(tmp_path):
+    [[in_parts, not_sharded, own]] = run_ranks(1, tmp_path, _engines)
+    assert "define shard(self, model, mesh)" in in_parts
+    assert "_NotSharded.shard() did not call fully_shard()" in not_sharded
+    assert own is True
+
+
 # ------------------------------------------------------------------ run.windows and checkpoints
 
 
@@ -233,7 +287,7 @@ def _windows(group, folder, shape, checkpoints, updates):
     )  # fmt: skip
     first, lengths, ahead = windows.first, [], windows.indices()
     for window in windows:
-        lengths.append((len(window), len(window.given.micro_batches)))
+        lengths.append((len(window), len(window) - window.given.padding))
         for indices in window:
             assert indices == next(ahead)
             batch = data[indices]
