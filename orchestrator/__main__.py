@@ -7,19 +7,18 @@ imports a framework.
 from __future__ import annotations
 
 import functools
+import json
 import shlex
 import sys
 from collections.abc import Callable
 from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 
-from orchestrator.cli import verbs
-from orchestrator.cli.verbs import Json, Quiet, Verbose, print_json
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -62,30 +61,23 @@ EXAMPLES = {
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }
 Verb = TypeVar("Verb", bound=Callable[..., Any])
+Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
+Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
+Quiet = Annotated[bool, typer.Option("-q", "--quiet", help="Only errors.")]
+AsForLaunch = Annotated[list[str] | None, typer.Argument(help="As for launch.")]
+ConfigDir = Annotated[
+    str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
+]
+ConfigName = Annotated[
+    str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
+]
 
 
-def verb(**settings: Any) -> Callable[[Verb], Verb]:
+def verb(function: Verb) -> Verb:
     """Register a verb whose errors become one message and an exit code."""
 
-    def register(function: Verb) -> Verb:
-        _add(guarded(function), **settings)
-        return function
-
-    return register
-
-
-def _add(function: Callable[..., Any], **settings: Any) -> None:
-    """Add a verb, with an example at the end of its help."""
-    example = EXAMPLES.get(function.__name__)
-    said = f"As in: python -m orchestrator {example}" if example else None
-    app.command(epilog=said, **settings)(function)
-
-
-def guarded(function: Verb) -> Verb:
-    """Wrap `function`, so that its errors become one message and an exit code."""
-
     @functools.wraps(function)
-    def guarding(*args: Any, **kwargs: Any) -> Any:
+    def guarded(*args: Any, **kwargs: Any) -> Any:
         try:
             require_cwd()
             return function(*args, **kwargs)
@@ -95,7 +87,18 @@ def guarded(function: Verb) -> Verb:
             told = error if isinstance(error, OrchestratorError) else unreadable(error)
             raise typer.Exit(print_error(told, verbose=kwargs.get("verbose", False))) from error
 
-    return cast("Verb", guarding)
+    _add(guarded)
+    return function
+
+
+def _add(function: Callable[..., Any], **settings: Any) -> None:
+    """Add a verb, with an example at the end of its help."""
+    example = f"As in: python -m orchestrator {EXAMPLES[function.__name__]}"
+    app.command(epilog=example, **settings)(function)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
@@ -107,10 +110,7 @@ def main_help(context: typer.Context) -> None:
 
 _program: list[str] = []
 
-
-def _after_dashes() -> list[str]:
-    """Return `--` and the program after it on our command line; empty without."""
-    return list(_program)
+"""`--` and the program after it on our command line; empty without."""
 
 
 def launch(
@@ -122,7 +122,7 @@ def launch(
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
     from orchestrator.launch import main as start
 
-    raise typer.Exit(start([*(arguments or []), *_after_dashes()]))
+    raise typer.Exit(start([*(arguments or []), *_program]))
 
 
 def run(
@@ -134,25 +134,18 @@ def run(
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
     from orchestrator.launch import main as start
 
-    raise typer.Exit(start([*(arguments or []), *(_after_dashes() or ["--"])]))
+    raise typer.Exit(start([*(arguments or []), *(_program or ["--"])]))
 
 
 for starts in (launch, run):  # their errors are messages already, and their help is Hydra's
     _add(starts, context_settings={"ignore_unknown_options": True}, add_help_option=False)
 
 
-@verb(context_settings={"ignore_unknown_options": False})
+@verb
 def plan(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="As for launch."),
-    ] = None,
-    config_dir: Annotated[
-        str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
-    ] = None,
-    config_name: Annotated[
-        str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
-    ] = "config",
+    overrides: AsForLaunch = None,
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
     multirun: Annotated[
         bool, typer.Option("--multirun", "-m", help="A sweep: the plan of each of its points.")
     ] = False,
@@ -164,8 +157,8 @@ def plan(
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
 
     given = tuple(overrides or ())
-    if program := _after_dashes():
-        given += program_overrides(program[1:], before=given)
+    if _program:
+        given += program_overrides(_program[1:], before=given)
     check_overrides(given)
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
@@ -173,14 +166,14 @@ def plan(
     show_plan(line, Console(), as_json=as_json)
 
 
-@verb()
+@verb
 def resume(
     run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: its unfinished points.")],
     overrides: Annotated[
         list[str] | None,
         typer.Argument(help="KEY=VALUE: more updates, other nodes, another cluster, …"),
     ] = None,
-    config_dir: Annotated[str | None, typer.Option(help="Folder of your own configs.")] = None,
+    config_dir: ConfigDir = None,
     changed: Annotated[
         bool, typer.Option("--changed", help="Although the code or data has changed.")
     ] = False,
@@ -210,9 +203,192 @@ def resume(
     raise typer.Exit(code)
 
 
+@verb
+def new(
+    folder: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
+    verbose: Verbose = False,
+) -> None:
+    """Write a small project of your own: a job, its configuration, a test."""
+    del verbose
+    from orchestrator.cli.new import write_project
+
+    made = write_project(folder)
+    say(Console(), f"{made} is written; its README.md says what to type", prose=True)
+
+
+@verb
+def status(
+    runs: Annotated[
+        list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the states of runs: waiting, running or ended, on any cluster."""
+    del verbose
+    from orchestrator.cli.status import expand, statuses
+    from orchestrator.report import status_tables as tables
+    from orchestrator.rundir.status import find_runs
+
+    asked = [path.absolute() for path in runs or []]
+    search = tables.search_of(asked[0]) if len(asked) == 1 else None
+    unbegun = search is not None and not find_runs(asked[0], waiting=True)
+    found, sentences = statuses([] if unbegun else expand(asked))
+    console = Console()
+    for sentence in sentences:
+        say(Console(stderr=True), f"warning: {sentence}", "yellow")
+    if as_json:
+        rows = [status.to_json() for status in found]
+        _print_json(tables.with_trials(rows, search) if search else rows)
+        return
+    if len(asked) == 1 and [status.folder for status in found] == asked:
+        tables.print_run(found[0], console)
+    elif found:
+        tables.print_status(found, console, Path.cwd())
+    elif not asked:
+        say(console, "there are no runs in runs/")
+    if search is not None:
+        tables.print_search(search, console)
+
+
+@verb
+def attach(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    verbose: Verbose = False,
+    quiet: Quiet = False,
+) -> None:
+    """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
+    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.follow import attach as show
+    from orchestrator.rundir.folder import RunDir
+
+    output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
+    raise typer.Exit(show(RunDir(run.absolute()).existing(), output).exit_code)
+
+
+@verb
+def logs(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
+    follow: Annotated[bool, typer.Option("-f", "--follow", help="Until the run ends.")] = False,
+    lines: Annotated[
+        int | None, typer.Option("-n", "--lines", min=0, help="Its last lines only.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Print a rank's log."""
+    del verbose
+    from orchestrator.cli import status as of_run
+    from orchestrator.rundir.folder import RunDir
+
+    folder = RunDir(run.absolute()).existing()
+    if follow:
+        for text in of_run.follow_log(folder, rank, lines):
+            sys.stdout.write(text)
+            sys.stdout.flush()
+        return
+    for text in of_run.text_of(of_run.log_of(folder, rank), lines):
+        sys.stdout.write(text)
+
+
+@verb
+def cancel(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: all its points.")],
+    now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
+    verbose: Verbose = False,
+) -> None:
+    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint; a
+    program by its signal.
+    """
+    del verbose
+    from orchestrator.cli import status as cancelling
+    from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.status import find_runs
+
+    folder = RunDir(run.absolute())
+    if find_runs(folder.path, waiting=True) == [folder.path]:
+        say(Console(), cancelling.cancel(folder, now=now))
+        return
+    for sentence in cancelling.cancel_sweep(folder.path, now=now):
+        say(Console(), sentence)
+
+
+def _final_weights(run: Path) -> Path:
+    """Return the file of a run's newest weights. Raises `RunFolderError` if there is none, or if it
+    is damaged.
+    """
+    from orchestrator.rundir.checkpoints import WEIGHTS, complete, load
+    from orchestrator.rundir.folder import RunDir
+
+    if run.is_file():
+        return run
+    folder = RunDir(run).existing()
+    saved = complete(folder.checkpoints)
+    if not saved:
+        if folder.read_plan().get("program"):
+            raise RunFolderError(
+                f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
+                "if anywhere here); compare takes them as a safetensors file"
+            )
+        raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
+    return load(saved[-1], folder.identity).folder / WEIGHTS
+
+
+@verb
+def compare(
+    a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
+    b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
+    tensors: Annotated[bool, typer.Option("--tensors", help="Tensor by tensor.")] = False,
+    at_most: Annotated[
+        float | None, typer.Option(min=0.0, help="Exit with 1 when the difference is larger.")
+    ] = None,
+    as_json: Json = False,
+    verbose: Verbose = False,
+) -> None:
+    """Print the largest relative difference between the final weights of two runs."""
+    del verbose
+    from orchestrator.report import compare as comparing
+    from orchestrator.report.compare import differing, print_comparison
+    from orchestrator.rundir.folder import RunDir
+
+    found = comparing.compare(_final_weights(a), _final_weights(b))
+    if as_json:
+        _print_json(found.as_dict())
+    else:
+        print_comparison(found, Console(), tensors=tensors)
+        unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
+        for name, values in unlike.items():
+            say(Console(), f"computed with another {name}: {values}", "yellow")
+    if at_most is not None and not found.max_relative_difference <= at_most:
+        say(
+            Console(stderr=True),
+            f"error: the largest relative difference is {found.max_relative_difference:.3e}, more "
+            f"than --at-most {at_most:g}",
+            "bold red",
+        )
+        raise typer.Exit(EXIT_FAILED)
+
+
+@verb
+def report(
+    run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
+    form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A file; a page's is RUN/report.html.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Write a page about a run or a sweep: curves, time, memory, what differs, how to repeat it."""
+    del verbose
+    from orchestrator.report.page import write_report
+
+    write_report(run.absolute(), form, output, Console())
+
+
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
 
+@verb
 def doctor(
     overrides: Annotated[
         list[str] | None,
@@ -258,27 +434,21 @@ def doctor(
             if finding.do:
                 say(console, f"{'':<18} -> {finding.do}")
     if as_json:
-        print_json([asdict(finding) for finding in found])
+        _print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):
         raise typer.Exit(EXIT_FAILED)
 
 
+@verb
 def rehearse(
-    overrides: Annotated[
-        list[str] | None,
-        typer.Argument(help="As for launch."),
-    ] = None,
+    overrides: AsForLaunch = None,
     faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
     seed: Annotated[int, typer.Option("--seed", help="Which ones, and when.")] = 0,
     only: Annotated[
         str, typer.Option("--only", help="Kinds of faults, with commas; all by default.")
     ] = "",
-    config_dir: Annotated[
-        str | None, typer.Option("--config-dir", "-cd", help="Folder of your own configs.")
-    ] = None,
-    config_name: Annotated[
-        str, typer.Option("--config-name", "-cn", help="Your own primary configuration in it.")
-    ] = "config",
+    config_dir: ConfigDir = None,
+    config_name: ConfigName = "config",
     into: Annotated[
         Path | None, typer.Option("--into", help="A new folder; below runs/ by default.")
     ] = None,
@@ -309,7 +479,7 @@ def rehearse(
         to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
     )
     if as_json:
-        print_json({**asdict(found), "folder": str(folder)})
+        _print_json({**asdict(found), "folder": str(folder)})
     else:
         print_rehearsal(found, console)
     if found.wrong:
@@ -322,6 +492,7 @@ def rehearse(
         raise typer.Exit(EXIT_FAILED)
 
 
+@verb
 def audit(
     overrides: Annotated[
         list[str] | None,
@@ -350,12 +521,16 @@ def audit(
 
     console = Console()
     output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-    program = _after_dashes()[1:]
     found, code = auditing.audit(
-        overrides or (), program, steps=steps, updates=updates, fake_cuda=fake_cuda, output=output
+        overrides or (),
+        _program[1:],
+        steps=steps,
+        updates=updates,
+        fake_cuda=fake_cuda,
+        output=output,
     )
     if as_json:
-        print_json({"runs": [made.to_json() for made in found]})
+        _print_json({"runs": [made.to_json() for made in found]})
     else:
         for made in found:
             auditing.print_audit(made, console)
@@ -381,7 +556,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if any(cell.replaces for cell, _ in made):
         sentences.append("finished points run again only with --changed")
     if as_json:
-        print_json([
+        _print_json([
             {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
             for cell, plan in made
         ])  # fmt: skip
@@ -402,7 +577,7 @@ def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> Non
     made = plan_and_notes(config)
     request, said = describe(config)
     if as_json:
-        print_json({**made, **({"request": {**request.details, **said}} if said else {})})
+        _print_json({**made, **({"request": {**request.details, **said}} if said else {})})
         return
     _print_plan(made, console)
     if said:
@@ -421,21 +596,6 @@ def _print_plan(plan: dict[str, Any], console: Console) -> None:
     print_plan(plan, console)
     for sentence in plan["notes"]:
         say(console, sentence, "dim", prose=True)
-
-
-for function in (
-    verbs.new,
-    verbs.status,
-    verbs.attach,
-    verbs.logs,
-    verbs.cancel,
-    verbs.compare,
-    verbs.report,
-    audit,
-    doctor,
-    rehearse,
-):
-    verb()(function)
 
 
 def main() -> None:

@@ -16,11 +16,11 @@ from orchestrator.cli.status import statuses
 from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import read_once
 from orchestrator.config.schema import Config, plain
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import make_folder, names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.points import Point, describe_errors
+from orchestrator.sweep.points import Point, refuse_points
 
 CELL = "cell"  # in submission.json
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
@@ -145,8 +145,7 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
                 f"({cell.why}); cancel it first, or let it end"
             )
             wrong.setdefault(sentence, []).append(point.number)
-    if wrong:
-        raise ConfigError("\n".join(describe_errors(wrong, points[0].number, len(points))))
+    refuse_points(wrong, points[0].number, len(points))
     return cells
 
 
@@ -240,10 +239,8 @@ def refuse_replacing(cells: Sequence[Cell]) -> None:
     for cell in cells:
         if cell.replaces:
             wrong.setdefault(f"finished, and {cell.why}", []).append(cell.point.number)
-    if wrong:
-        sentences = describe_errors(wrong, cells[0].point.number, len(cells))
-        ways = (
-            f"--changed runs them again (the old results move to {REPLACED}); another run.dir "
-            f"keeps these results"
-        )
-        raise ConfigError("\n".join([*sentences, ways]))
+    ways = (
+        f"--changed runs them again (the old results move to {REPLACED}); another run.dir keeps "
+        f"these results"
+    )
+    refuse_points(wrong, cells[0].point.number, len(cells), ways)

@@ -8,7 +8,7 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
@@ -329,14 +329,12 @@ TIMED = ("accumulation", "cluster", "engine", "transport")
 NOT_BEGUN = "it was cancelled while it waited for room"
 
 
-def run_here(
-    cells: Sequence[Cell], output: OutputOptions, on_end: Callable[[PointEnded], None]
-) -> bool:
+def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEnded]:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
 
     Returns:
-        True if all of them have run; False after an interrupt.
+        Their ends, by folder: of all, or after an interrupt of those that began.
     """
     room = Room(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
@@ -344,11 +342,13 @@ def run_here(
     waiting = list(cells)
     names = _names(cells)
     runs = [cell.run for cell in cells]
+    ended: dict[Path, PointEnded] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
 
         def end(one: PointEnded) -> None:
-            on_end(one)
-            name, good = names[one.cell.run.path], one.exit_code == EXIT_FINISHED
+            path, good = one.cell.run.path, one.exit_code == EXIT_FINISHED
+            ended[path] = one
+            name = names[path]
             if one.refusal is not None:
                 say(output.console, f"{name}: {one.refusal}", "bold red")
             elif not alone and not (output.quiet and good):  # alone, it has shown that itself
@@ -376,7 +376,7 @@ def run_here(
                         waiting.append(cell)
                 one = queue.wait_one()
                 if one is None:
-                    return not waiting
+                    return ended
                 end(one)
         finally:
             run_lock.clear_waiting(runs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,9 +64,7 @@ def checked(found: Sequence[Composed | ConfigError]) -> list[Point]:
     wrong: dict[str, list[int]] = {}
     with read_once():
         points = list(_each(found, wrong))
-    wrong = wrong or dict(_equal(points))
-    if wrong:
-        raise ConfigError("\n".join(describe_errors(wrong, 0, len(found))))
+    refuse_points(wrong or dict(_equal(points)), 0, len(found))
     stated = Counter(point.config.run.dir for point in points)
     for item, point in zip(found, points, strict=True):
         assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
@@ -142,10 +140,20 @@ def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
             yield "they are equal; leave all but one of them out", numbers
 
 
-def describe_errors(wrong: dict[str, list[int]], first: int, count: int) -> Iterator[str]:
-    """Yield the errors of points as sentences."""
+def refuse_points(
+    wrong: Mapping[str, Sequence[int]], first: int, count: int, hint: str | None = None
+) -> None:
+    """Raise `ConfigError` if there are errors of points.
+
+    Args:
+        wrong: each error with the numbers of the points that have it.
+        first, count: of all points.
+    """
+    if not wrong:
+        return
     last = first + count - 1
-    yield f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"
+    said = [f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"]
     for sentence, numbers in wrong.items():
         named = "all points" if len(numbers) == count else named_numbers("point", numbers)
-        yield f"{named}: {sentence}"
+        said.append(f"{named}: {sentence}")
+    raise ConfigError("\n".join([*said, *filter(None, [hint])]))

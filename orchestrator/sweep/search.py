@@ -5,10 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-import random
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from orchestrator.config.job_source import read_once
 from orchestrator.config.loader import OF_A_SEARCH
 from orchestrator.config.messages import config_errors
 from orchestrator.config.rules import at_once
-from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -62,7 +61,7 @@ from orchestrator.sweep.cells import (
 )
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
 from orchestrator.sweep.points import Point, identifies, trial_point
-from orchestrator.sweep.search_space import Axis, Space, space_of
+from orchestrator.sweep.search_space import space_of
 from orchestrator.sweep.submission import NoSuchFigure, alone_in, measured, submit
 from orchestrator.units import plural
 
@@ -75,7 +74,6 @@ WHY = "why"  # attribute of a trial: why it has no value
 STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Search:
     """A search as its command line describes it.
 
@@ -83,15 +81,24 @@ class Search:
         trials: how many there are to be.
         most: trials at once; None: as many as this machine has room for.
         attended: trials run on this machine, as children of this process.
+
+    Raises:
+        ConfigError: what cannot be searched.
     """
 
-    composer: Composer
-    space: Space
-    sweep: SweepConfig
-    folder: Path
-    trials: int
-    most: int | None
-    attended: bool
+    def __init__(self, composer: Composer) -> None:
+        self.composer = composer
+        with config_errors():
+            self.space = space_of(composer.loader.swept(composer.stated))
+        with read_once():
+            point = self._check_alternatives()
+        self.sweep, self.folder = point.config.sweep, point.folder.parent
+        self.attended = class_for(point.config).attended
+        most = at_once(self.sweep.parallel)
+        self.most = most if self.attended else most or TRIALS_ON_A_SCHEDULER
+        self.trials = self.sweep.trials or 0
+        if self.sweep.search == "grid":
+            self.trials = self.space.grid_size(self.sweep.trials)
 
     @property
     def maximize(self) -> bool:
@@ -108,88 +115,37 @@ class Search:
 
     def point(self, number: int, drawn: Mapping[str, Any]) -> Point:
         """Compose the point of a trial. Raises `UsageError` where there can be none."""
-        return _compose(self.composer, self.space, number, drawn)
+        [item] = self.composer.points([self.space.overrides(drawn)], number)
+        return trial_point(item, number)
 
+    def _check_alternatives(self) -> Point:
+        """Compose a point with each alternative, and with a value of each interval; return one.
 
-def read_search(composer: Composer) -> Search:
-    """Check a search before its first trial. Raises `ConfigError` for what cannot be searched."""
-    with config_errors():
-        space = space_of(composer.loader.swept(composer.stated))
-    with read_once():
-        points = _compose_alternatives(composer, space)
-    config = points[0].config
-    attended, most = class_for(config).attended, at_once(config.sweep.parallel)
-    trials = config.sweep.trials or 0
-    if config.sweep.search == "grid":
-        trials = _grid_size(space, config.sweep.trials)
-    return Search(
-        composer=composer,
-        space=space,
-        sweep=config.sweep,
-        folder=points[0].folder.parent,
-        trials=trials,
-        most=most if attended else most or TRIALS_ON_A_SCHEDULER,
-        attended=attended,
-    )
-
-
-def _compose(composer: Composer, space: Space, number: int, drawn: Mapping[str, Any]) -> Point:
-    [item] = composer.points([space.overrides(drawn)], number)
-    return trial_point(item, number)
-
-
-def _compose_alternatives(composer: Composer, space: Space) -> list[Point]:
-    """Compose a point with each alternative, and with values near the ends of each interval.
-
-    Raises:
-        ConfigError: values that no trial could have, as far as a few combinations show.
-    """
-    points: list[Point] = []
-    wrong: dict[str, str] = {}
-    for axis in space.axes:
-        for value in axis.samples:
-            errors: list[str] = []
-            for drawn in _combinations(space, axis, value):
-                try:
-                    points.append(_compose(composer, space, 0, drawn))
-                    break
-                except UsageError as error:
-                    errors.append(str(error))
-            else:
-                wrong[axis.text(value).lstrip("+")] = errors[0]
-    if wrong and not points:  # the cause is none of the values
-        raise ConfigError("\n".join(dict.fromkeys(wrong.values())))
-    if wrong:
-        raise ConfigError(
-            "\n".join(f"no trial can have {text}: {why}" for text, why in wrong.items())
-        )
-    return points
-
-
-def _combinations(space: Space, axis: Axis, value: Any) -> Iterator[dict[str, Any]]:
-    """Yield a few different points in which the axis has this value."""
-    chooser = random.Random(0)  # noqa: S311  # nothing secret
-    seen: list[dict[str, Any]] = []
-    for number in range(COMBINATIONS):
-        drawn = {a.key: chooser.choice(a.samples) if number else a.samples[0] for a in space.axes}
-        drawn[axis.key] = value
-        if drawn not in seen:
-            seen.append(drawn)
-            yield drawn
-
-
-def _grid_size(space: Space, trials: int | None) -> int:
-    if space.size is None:
-        endless = next(axis.name for axis in space.axes if not axis.texts)
-        raise ConfigError(
-            f"sweep.search=grid tries all points, and {endless} has them without end; give it "
-            f"values (a,b or range(…)), or use sweep.search=tpe"
-        )
-    if (trials or 0) > space.size:
-        raise ConfigError(
-            f"sweep.trials={trials}, but the grid has {space.size} points; leave it out"
-        )
-    return trials or space.size
+        Raises:
+            ConfigError: values that no trial could have, as far as a few combinations show.
+        """
+        point: Point | None = None
+        wrong: dict[str, str] = {}
+        for axis in self.space.axes:
+            for value in axis.samples:
+                errors: list[str] = []
+                others = [[value] if a is axis else a.samples for a in self.space.axes]
+                for values in islice(product(*others), COMBINATIONS):
+                    drawn = {a.key: v for a, v in zip(self.space.axes, values, strict=True)}
+                    try:
+                        point = self.point(0, drawn)
+                        break
+                    except UsageError as error:
+                        errors.append(str(error))
+                else:
+                    wrong[axis.text(value).lstrip("+")] = errors[0]
+        if point is None:  # the cause is none of the values
+            raise ConfigError("\n".join(dict.fromkeys(wrong.values())))
+        if wrong:
+            raise ConfigError(
+                "\n".join(f"no trial can have {text}: {why}" for text, why in wrong.items())
+            )
+        return point
 
 
 def open_study(search: Search) -> tuple[Study, JournalStorage]:
@@ -664,7 +620,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
         ConfigError: what cannot be searched, or not in this folder.
         RunFolderError: another command is at work in it, or it is damaged.
     """
-    search = read_search(composer)
+    search = Search(composer)
     with alone_in(search.folder):
         study, storage = open_study(search)
         runs = TrialRuns(search, output)

@@ -94,12 +94,19 @@ class Space:
         """Return the overrides of a trial; `drawn`: a value for each axis, by its key."""
         return [*self.fixed, *(axis.text(drawn[axis.key]) for axis in self.axes)]
 
-    @property
-    def size(self) -> int | None:
-        """The number of points; None with an interval."""
-        if any(not axis.texts for axis in self.axes):
-            return None
-        return math.prod(len(axis.texts) for axis in self.axes)
+    def grid_size(self, trials: int | None) -> int:
+        """Return the number of trials of a grid. Raises `ConfigError` if it has not as many."""
+        if endless := [axis.name for axis in self.axes if not axis.texts]:
+            raise ConfigError(
+                f"sweep.search=grid tries all points, and {endless[0]} has them without end; give "
+                f"it values (a,b or range(…)), or use sweep.search=tpe"
+            )
+        size = math.prod(len(axis.texts) for axis in self.axes)
+        if (trials or 0) > size:
+            raise ConfigError(
+                f"sweep.trials={trials}, but the grid has {size} points; leave it out"
+            )
+        return trials or size
 
     @property
     def distributions(self) -> dict[str, BaseDistribution]:

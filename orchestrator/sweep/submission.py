@@ -14,7 +14,6 @@ from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.errors import (
     ClusterError,
-    ConfigError,
     Interrupted,
     NotNow,
     RunFailed,
@@ -26,7 +25,7 @@ from orchestrator.rundir.files import written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.sweep.cells import Action, Cell, make_room
-from orchestrator.sweep.points import describe_errors
+from orchestrator.sweep.points import refuse_points
 from orchestrator.units import plural
 
 
@@ -137,17 +136,12 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interru
                     raise
                 except UsageError as error:
                     wrong.setdefault(str(error), []).append(cell.point.number)
-            _refuse(wrong, [cell.point.number for cell in cells])
+            refuse_points(wrong, min(cell.point.number for cell in cells), len(cells))
         _refuse_interrupted(interrupts)
     except BaseException:
         _withdraw(made)
         raise
     return made
-
-
-def _refuse(wrong: dict[str, list[int]], numbers: Sequence[int]) -> None:
-    if wrong:
-        raise ConfigError("\n".join(describe_errors(wrong, min(numbers), len(numbers))))
 
 
 def _refuse_interrupted(interrupts: Interrupts) -> None:

@@ -23,6 +23,7 @@ from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
 from orchestrator.errors import (
     EXIT_FAILED,
+    EXIT_FINISHED,
     EXIT_INTERRUPTED,
     EXIT_STOPPED,
     ConfigError,
@@ -68,101 +69,67 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         from orchestrator.sweep.search import run_search
 
         return run_search(composer, output)
-    with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(output, open_until_the_end)
-        points = checked(composer.all_points())
+    points = checked(composer.all_points())
+    with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
-            sweep.hold(folder)
+            until_the_end.enter_context(alone_in(folder))
         cells = cells_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
             refuse_replacing(cells)
-        sweep.place(cells)
-        return sweep.finish()
+        return _run_cells(cells, output)
 
 
-class Sweep:
-    """Places points and remembers how they ended. A failing point does not end the sweep."""
+def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
+    """Start or resume what needs it, and print the table; return the exit code: the worst of the
+    points'. A failing point does not end the sweep.
 
-    def __init__(self, output: OutputOptions, stack: contextlib.ExitStack) -> None:
-        self._output, self._stack = output, stack
-        self.cells: Sequence[Cell] = ()
-        self._codes: dict[Path, int] = {}
-        self._refused: dict[Path, str] = {}
-        self._queued: list[Path] = []
-        self._stopped: int | None = None
-
-    def place(self, cells: Sequence[Cell]) -> None:
-        """Start or resume what needs it. Raises what refuses them, before any is started."""
-        self._say(cells)
-        self.cells = cells
-        todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
-        alone = [c for c in todo if not class_for(c.point.config).attended]
-        if alone:
-            submit(alone, self._output)
-        self._queued = [c.run.path for c in cells if c in alone or c.action is Action.WAIT]
-        if here := [cell for cell in todo if cell not in alone]:
-            self._run_here(here)
-
-    def hold(self, folder: Path) -> None:
-        """Hold the sweep's folder to the end. Raises `RunFolderError` while another start does."""
-        self._stack.enter_context(alone_in(folder))
-
-    def _say(self, cells: Sequence[Cell]) -> None:
-        """Print which points are skipped and which run again, unless all are new."""
-        if self._output.quiet or all(cell.why == "new" for cell in cells):
-            return
+    Raises `UsageError` for what refuses them, before any is started.
+    """
+    if not output.quiet and any(cell.why != "new" for cell in cells):
         for cell in cells:
-            text = f"{cell.point.words}: {cell.action.value} ({cell.why})"
-            say(self._output.console, text, "dim")
-
-    def _run_here(self, cells: Sequence[Cell]) -> None:
-        """Run points on this machine to their ends."""
+            say(output.console, f"{cell.point.words}: {cell.action.value} ({cell.why})", "dim")
+    todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
+    alone = [cell for cell in todo if not class_for(cell.point.config).attended]
+    if alone:
+        submit(alone, output)
+    ended: dict[Path, PointEnded] = {}
+    here = [cell for cell in todo if cell not in alone]
+    if here:
         from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
 
-        if not run_here(cells, self._output, self._ended):
-            over = [EXIT_INTERRUPTED] if EXIT_INTERRUPTED in self._codes.values() else []
-            self._stopped = over[0] if over else EXIT_STOPPED
+        ended = run_here(here, output)
+    codes = {one.exit_code for one in ended.values()} - {EXIT_FINISHED}
+    if queued := [c.run.path for c in cells if c in alone or c.action is Action.WAIT]:
+        # They go on without us; the table would be of runs that have not begun.
+        folders = {path.parent for path in queued}
+        shown = folders.pop() if len(folders) == 1 else queued[0]
+        text = f"{plural(len(queued), 'point')} queued; to see where they stand: "
+        say(output.console, f"{text}{command('status', shown)}", "bold")
+        return max(codes, default=EXIT_FINISHED)
+    interrupted = len(ended) < len(here)
+    varying = only_varying([cell.point.overrides for cell in cells])
+    shown = [
+        swept_run(cell.run, overrides, result=_refusal(ended.get(cell.run.path)))
+        for cell, overrides in zip(cells, varying, strict=True)
+        if not interrupted or cell.run.config.exists()
+    ]
+    print_sweep(shown, output.console, len(cells) - len(shown))
+    if concurrent := timed_concurrently(shown):
+        say(output.console, concurrent, "dim", prose=True)
+    elif pairs := accumulation_pairs(shown):
+        print_time_and_memory(pairs, output.console)
+    if interrupted:
+        return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
+    return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=EXIT_FINISHED)
 
-    def _ended(self, one: PointEnded) -> None:
-        self._codes[one.cell.run.path] = one.exit_code
-        if one.refusal is not None:
-            self._refused[one.cell.run.path] = one.refusal
 
-    def finish(self) -> int:
-        """Print the table; give the exit code: the worst of the points'."""
-        if self._queued:  # they go on without us; the table would be of runs that have not begun
-            folders = {path.parent for path in self._queued}
-            shown = folders.pop() if len(folders) == 1 else self._queued[0]
-            say(
-                self._output.console,
-                f"{plural(len(self._queued), 'point')} queued; to see where they stand: "
-                f"{command('status', shown)}",
-                "bold",
-            )
-            return max(self._codes.values(), default=0)
-        varying = only_varying([cell.point.overrides for cell in self.cells])
-        shown = [
-            swept_run(cell.run, overrides, result=self._refusal(cell.run.path))
-            for cell, overrides in zip(self.cells, varying, strict=True)
-            if self._stopped is None or cell.run.config.exists()
-        ]
-        print_sweep(shown, self._output.console, len(self.cells) - len(shown))
-        if concurrent := timed_concurrently(shown):
-            say(self._output.console, concurrent, "dim", prose=True)
-        elif pairs := accumulation_pairs(shown):
-            print_time_and_memory(pairs, self._output.console)
-        if self._stopped is not None:
-            return self._stopped
-        failed = [code for code in self._codes.values() if code]
-        return EXIT_FAILED if EXIT_FAILED in failed else max(failed, default=0)
-
-    def _refusal(self, path: Path) -> dict[str, Any] | None:
-        """Return a substitute for the result of a point that could not start."""
-        if path not in self._refused:
-            return None
-        culprit = Culprit(rank=None, node="launcher", cause=self._refused[path])
-        state = "stopped" if self._codes[path] == EXIT_STOPPED else "failed"
-        return {"state": state, "culprit": culprit.to_json()}
+def _refusal(one: PointEnded | None) -> dict[str, Any] | None:
+    """Return a substitute for the result of a point that could not start."""
+    if one is None or one.refusal is None:
+        return None
+    culprit = Culprit(rank=None, node="launcher", cause=one.refusal)
+    state = "stopped" if one.exit_code == EXIT_STOPPED else "failed"
+    return {"state": state, "culprit": culprit.to_json()}
 
 
 def resume_sweep(
@@ -189,17 +156,14 @@ def resume_sweep(
         from orchestrator.sweep.search import resume_search
 
         return resume_search(folder, output, overrides, config_dir)
-    with contextlib.ExitStack() as open_until_the_end:
-        sweep = Sweep(output, open_until_the_end)
-        sweep.hold(folder)
+    with alone_in(folder):
         found = statuses(runs)[0]
         inputs: dict[str, list[str]] = {}
         with read_once():
             cells = [_cell(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
         if inputs and not changed:
             refuse_changed(inputs)
-        sweep.place(cells)
-        return sweep.finish()
+        return _run_cells(cells, output)
 
 
 def _cell(

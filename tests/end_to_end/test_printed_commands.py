@@ -22,7 +22,7 @@ from orchestrator.cli.new import FILES
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
-from orchestrator.sweep.search import read_search
+from orchestrator.sweep.search import Search
 from orchestrator.sweep.sweep import checked
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
 from tests.helpers import LIGHT, begin, call, records, until
@@ -161,7 +161,7 @@ def composed(words):
     composer = Composer(read_command_line(words))
     found = composer.compose()
     if composer.searches:
-        assert read_search(composer).trials
+        assert Search(composer).trials
     elif found.sweeps:
         assert checked(composer.all_points())
     else:

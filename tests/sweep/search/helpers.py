@@ -10,7 +10,7 @@ from orchestrator.config.composer import Composer
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.local import PointEnded
-from orchestrator.sweep.search import Searcher, open_study, read_search
+from orchestrator.sweep.search import Search, Searcher, open_study
 from orchestrator.sweep.submission import alone_in, ready_of
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
@@ -49,7 +49,7 @@ def asked(*overrides):
     """What these ask a search for; raises what refuses it."""
     composer = Composer(CommandLine(overrides=overrides, multirun=True))
     composer.compose()
-    return read_search(composer)
+    return Search(composer)
 
 
 class AtOnce:

@@ -47,7 +47,7 @@ def test_alternatives_are_drawn_in_the_words_of_the_line():
     assert found.fixed == ("train.seed=3",)
     assert found.axes[1].texts == ("'a b'", "c")
     assert "optimizer=sgd" in [found.axes[0].text(text) for text in found.axes[0].texts]
-    assert found.size == 2 * len(found.axes[0].texts)
+    assert found.grid_size(None) == 2 * len(found.axes[0].texts)
 
 
 @pytest.mark.parametrize(
