@@ -14,9 +14,7 @@ Gradients are *sums* over samples; the boundary divides by the sum of weights (s
 from __future__ import annotations
 
 import math
-import os
 import re
-import stat
 import sys
 import time
 import types
@@ -96,26 +94,20 @@ def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int | None) ->
 
 
 CUT = 1200
-STDERR = 2
 CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
 TRACE = "The Traceback of Net Construct Code:"
 NOT_THE_USERS = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
 
 
-def explain(error: Exception, what: str, printed: str = "") -> str:
-    """Return the compiler's message, cut to its first part and the lines of the user's own code.
-
-    Args:
-        printed: what the compiler wrote to standard error: for an exception that Python raised in
-            it, the lines are there and not in the message.
-    """
+def explain(error: Exception, what: str) -> str:
+    """Return the compiler's message, cut to its first part and the lines of the user's own code."""
     text = str(error)
     head, _, trace = text.partition(TRACE)
     for stack in CALL_STACKS:
         head = head.partition(stack)[0]
     said = [line for line in head.splitlines() if line.strip(" -")]
     lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
-    lines += [f"in {frame}" for frame in (_user_frames(trace) or _user_frames(printed))[-2:]]
+    lines += [f"in {frame}" for frame in _user_frames(trace)[-2:]]
     return "\n".join(lines)
 
 
@@ -123,20 +115,6 @@ def _user_frames(trace: str) -> list[str]:
     """Return the frames of a compiler's trace that are neither MindSpore's nor ours."""
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
     return [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
-
-
-def _stderr_size() -> int | None:
-    """Return the size of standard error, if it is a file, as a rank's log is."""
-    found = os.fstat(STDERR)
-    return found.st_size if stat.S_ISREG(found.st_mode) else None
-
-
-def _stderr_since(mark: int | None) -> str:
-    if mark is None:
-        return ""
-    with Path(f"/proc/self/fd/{STDERR}").open("rb") as file:
-        file.seek(mark)
-        return file.read().decode("utf-8", errors="replace")
 
 
 class Compiled:
@@ -165,7 +143,7 @@ class Compiled:
         met = tuple((tensor.shape, str(tensor.dtype)) for tensor in tensors)
         if met in self._met or self._mode == "pynative":
             return self._call(*tensors)
-        began, mark = time.perf_counter(), _stderr_size()
+        began = time.perf_counter()
         try:
             result = self._call(*tensors)
         except (
@@ -176,11 +154,8 @@ class Compiled:
             AttributeError,
             SyntaxError,
         ) as error:
-            raise JobError(
-                explain(error, self._what, _stderr_since(mark))
-                + "\nwithout compilation it may work: try "
-                "engine.mode=pynative"
-            ) from error
+            advice = "without compilation it may work: try engine.mode=pynative"
+            raise JobError(f"{explain(error, self._what)}\n{advice}") from error
         self._met.add(met)
         self.compile_s += time.perf_counter() - began
         return result

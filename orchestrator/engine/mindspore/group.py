@@ -310,57 +310,28 @@ def _bytes(tensor: Tensor) -> int:
 # needs ReduceScatter, which MCCL does not have, and that of `ops.Broadcast` is the identity. They
 # work in PyNative mode and under `jit`. Every rank has to run the same ones in the same order,
 # backward included: a graph drops a collective whose result one rank does not use, and then pairs
-# the others wrongly. MindSpore refuses to differentiate twice.
+# the others wrongly. MindSpore refuses to differentiate twice. MCCL keeps a float32's digits of a
+# float64 without a message, so these refuse it.
 
 
-class _Gather(nn.Cell):
-    """Concatenate equal blocks. No gradient of its own.
-
-    MCCL keeps a float32's digits of a float64, so one travels as three float32 that add up to it.
-    """
+class _Collective(nn.Cell):
+    """The plain sum over ranks, for the backward of all three."""
 
     def __init__(self, group: MindSporeGroup) -> None:
         super().__init__()
-        self.mccl = group.transport == "mccl"
-        self.gather: Any = ops.AllGather()
-
-    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        if self.mccl and x.dtype == ms.float64:
-            high = x.astype(ms.float32)
-            rest = x - high.astype(ms.float64)
-            middle = rest.astype(ms.float32)
-            low = (rest - middle.astype(ms.float64)).astype(ms.float32)
-            whole = self.gather(high).astype(ms.float64) + self.gather(middle).astype(ms.float64)
-            return whole + self.gather(low).astype(ms.float64)
-        return self.gather(x)
-
-
-class _Sum(nn.Cell):
-    """The plain sum over ranks, by what the transport has for the dtype. No gradient of its own."""
-
-    def __init__(self, group: MindSporeGroup) -> None:
-        super().__init__()
-        self.ranks = group.size
-        self.alone = group.size == 1
-        self.mccl = group.transport == "mccl"
+        self.alone, self.mccl = group.size == 1, group.transport == "mccl"
         self.reduce: Any = None if self.alone else ops.AllReduce()
-        self.gather: Any = None if self.alone else _Gather(group)
 
-    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def total(self, x: Tensor) -> Tensor:
         if self.alone:
             return x
-        if self.mccl and x.dtype == ms.float64:  # MCCL reduces no float64
-            parts = self.gather(x.reshape(-1))
-            return parts.reshape(self.ranks, -1).sum(axis=0).reshape(x.shape)
+        if self.mccl and x.dtype == ms.float64:
+            raise TypeError("MCCL has no collectives of float64 with a gradient; use float32")
         return self.reduce(x)
 
 
-class AllReduceSum(nn.Cell):
-    """y = sum_q x_q on every rank; backward: sum_q g_q. Any shape, float32, float16 or float64."""
-
-    def __init__(self, group: MindSporeGroup) -> None:
-        super().__init__()
-        self.total: Any = _Sum(group)
+class AllReduceSum(_Collective):
+    """y = sum_q x_q on every rank; backward: sum_q g_q. Any shape."""
 
     def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         return self.total(x)
@@ -369,12 +340,11 @@ class AllReduceSum(nn.Cell):
         return (self.total(dout),)
 
 
-class AllReduceMean(nn.Cell):
+class AllReduceMean(_Collective):
     """y = (1/R) sum_q x_q on every rank; backward: (1/R) sum_q g_q."""
 
     def __init__(self, group: MindSporeGroup) -> None:
-        super().__init__()
-        self.total: Any = _Sum(group)
+        super().__init__(group)
         self.share = 1.0 / group.size
 
     def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -384,23 +354,7 @@ class AllReduceMean(nn.Cell):
         return (self.total(dout) * self.share,)
 
 
-class _EqualGather(nn.Cell):
-    """Concatenate equal blocks; backward: block r of the summed gradient."""
-
-    def __init__(self, group: MindSporeGroup, rows: int) -> None:
-        super().__init__()
-        self.total: Any = _Sum(group)
-        self.gather: Any = _Gather(group)
-        self.start, self.stop = group.rank * rows, (group.rank + 1) * rows
-
-    def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return self.gather(x)
-
-    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:  # noqa: ARG002  # MindSpore's form
-        return (self.total(dout)[self.start : self.stop],)
-
-
-class AllGather(nn.Cell):
+class AllGather(_Collective):
     """y = [x_0, ..., x_{R-1}] along axis 0 on every rank; backward: block r of sum_q g_q.
 
     Args:
@@ -411,33 +365,36 @@ class AllGather(nn.Cell):
     """
 
     def __init__(self, group: MindSporeGroup, sizes: Sequence[int]) -> None:
-        super().__init__()
+        super().__init__(group)
         if len(sizes) != group.size or min(sizes) < 1:
             raise ValueError(
                 f"`sizes` must be {group.size} leading sizes of at least 1, but is {list(sizes)}"
             )
-        self.alone = group.size == 1
-        self.longest = max(sizes)
-        self.missing = self.longest - sizes[group.rank]
-        self.even = min(sizes) == self.longest
+        self.gather: Any = None if self.alone else ops.AllGather()
+        longest = max(sizes)
+        self.missing = longest - sizes[group.rank]
         self.spans = tuple(
-            (place * self.longest, place * self.longest + size) for place, size in enumerate(sizes)
+            (place * longest, place * longest + size) for place, size in enumerate(sizes)
         )
-        self.equal: Any = None if self.alone else _EqualGather(group, self.longest)
+        self.start = sum(sizes[: group.rank])
+        self.stop = self.start + sizes[group.rank]
 
     def construct(self, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         if self.alone:
             return x
+        if self.mccl and x.dtype == ms.float64:
+            raise TypeError("MCCL has no collectives of float64 with a gradient; use float32")
         padded = x
         if self.missing:
             padded = ops.concat((x, ops.zeros((self.missing, *x.shape[1:]), x.dtype)))
-        gathered = self.equal(padded)
-        if self.even:
-            return gathered
+        gathered = self.gather(padded)
         pieces: Any = ()
         for start, stop in self.spans:
             pieces = (*pieces, gathered[start:stop])
         return ops.concat(pieces)
+
+    def bprop(self, x: Tensor, out: Tensor, dout: Tensor) -> tuple[Tensor]:  # noqa: ARG002  # MindSpore's form
+        return (self.total(dout)[self.start : self.stop],)
 
 
 # ------------------------------------------------------------------ Forming a group

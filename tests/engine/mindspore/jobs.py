@@ -29,8 +29,8 @@ class Weighted(Job):
     framework = "mindspore"
     metric_names = ("error",)
 
-    def __init__(self, poison=None, odd_ranks=False):
-        self.poison, self.odd_ranks = poison, odd_ranks
+    def __init__(self, poison=None):
+        self.poison = poison
 
     def model(self):
         return nn.SequentialCell([nn.Dense(5, 7), nn.Tanh(), nn.Dense(7, 2)])
@@ -162,12 +162,12 @@ def numpy_update(weights, rate):
     )
 
 
-class Drifting(Line):
-    """One weight changes on rank 1 alone."""
+class Drifting(Weighted):
+    """One weight changes on rank 1 alone, after its second update."""
 
     def after_update(self, model, update):
-        if os.environ["SLURM_PROCID"] == "1" and update == 2:
-            ops.assign_add(model.bias, ms.Tensor([1e-6], ms.float32))
+        if os.environ["TEST_RANK"] == "1" and update == 1:
+            ops.assign_add(model[0].bias, ms.Tensor(np.full(7, 1e-6), ms.float32))
 
 
 class Reschedules(Weighted):

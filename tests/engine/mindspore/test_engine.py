@@ -84,14 +84,14 @@ def test_the_gradient_is_clipped_once_after_averaging():
     assert abs(np.linalg.norm(moved) - 0.01) < 1e-6
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
 @pytest.mark.parametrize(
-    ("job", "optimizer"),
+    ("job", "optimizer", "mode"),
     [
-        (jobs.Weighted, {"name": "sgd"}),
-        (jobs.Weighted, {"name": "adamw"}),
-        (jobs.Weighted, {"_target_": "mindspore.nn.Momentum", "momentum": 0.9}),
-        (jobs.OwnOptimizer, {}),
+        (jobs.Weighted, {"name": "sgd"}, "graph"),
+        (jobs.Weighted, {"name": "adamw"}, "jit"),
+        (jobs.Weighted, {"name": "adamw"}, "pynative"),
+        (jobs.Weighted, {"_target_": "mindspore.nn.Momentum", "momentum": 0.9}, "jit"),
+        (jobs.OwnOptimizer, {}, "graph"),
     ],
 )
 def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimizer, mode):
@@ -106,9 +106,8 @@ def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimize
     assert moved[2] > 0
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
-def test_a_checkpoint_that_is_loaded_in_mid_training_counts(tmp_path, mode):
-    engine, other = (built(mode=mode, optimizer={"name": "adam"}) for _ in range(2))
+def test_a_checkpoint_that_is_loaded_in_mid_training_counts(tmp_path):
+    engine, other = (built(mode="jit", optimizer={"name": "adam"}) for _ in range(2))
     extra = engine.save_state(tmp_path)
     for number in range(2):
         update(engine, [61], number)
@@ -131,18 +130,17 @@ def test_saved_and_loaded_state_continues_with_the_same_bits(tmp_path, optimizer
     assert engine.weights_sha256() == other.weights_sha256()
 
 
-@pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
-def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path, mode):
-    engine = built(jobs.Steep(), mode=mode, precision="float16")
+def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path):
+    """Groups of ranks do so under jit, see `program`."""
+    engine, split = built(jobs.Steep(), mode="pynative", precision="float16"), [31, 30]
     before = weights(engine)
-    split = [31, 30] if mode == "pynative" else [61]  # each size is compiled
     reports = [update(engine, split, number) for number in range(8)]
     skipped = [report for report in reports if not report.applied]
     assert [r.loss_scale for r in skipped] == [FIRST_SCALE / 2**n for n in range(len(skipped))]
     assert 0 < len(skipped) < 8
     assert _distance(weights(engine), before) > 0
     extra = engine.save_state(tmp_path)
-    other = built(jobs.Steep(), mode=mode, precision="float16", seed=5)
+    other = built(jobs.Steep(), mode="pynative", precision="float16", seed=5)
     other.load_state(tmp_path, extra)
     assert update(other, split, 8).loss_scale == reports[-1].loss_scale
 
@@ -169,45 +167,35 @@ def test_a_gradient_that_the_compiler_cuts_is_refused():
         update(built(jobs.Detached(), mode="jit"), [31, 30])
 
 
-@pytest.mark.parametrize("mode", ["jit", "graph"])
-def test_an_error_in_plain_python_is_reported_by_python(mode):
+def test_an_error_in_plain_python_is_reported_by_python():
     with pytest.raises(AttributeError, match="no_such_method") as caught:
-        update(built(jobs.Unknown(), mode=mode), [31, 30])
+        update(built(jobs.Unknown(), mode="jit"), [31, 30])
     assert caught.traceback[-1].path.name == "jobs.py"
 
 
-@pytest.mark.parametrize("mode", ["jit", "graph"])
-def test_code_that_does_not_compile_is_reported_with_its_line(mode):
+def test_code_that_does_not_compile_is_reported_with_its_line():
     with pytest.raises(JobError, match=r"(?s)does not compile.*engine\.mode=pynative") as caught:
-        update(built(jobs.Unparsable(), mode=mode), [31, 30])
+        update(built(jobs.Unparsable(), mode="jit"), [31, 30])
     assert "jobs.py, line" in str(caught.value), str(caught.value)
     assert "orchestrator/engine" not in str(caught.value)
     assert "site-packages" not in str(caught.value)
 
 
-def test_the_frameworks_own_style_gives_the_same_losses_and_weights():
-    both = [jobs.Counted(), jobs.Counted()]
-    styles = ("own", "framework")
-    engines = [built(job, style=style) for job, style in zip(both, styles, strict=True)]
-    for number in range(3):
-        ours, theirs = (update(engine, [15] * 4, number) for engine in engines)
-        assert abs(ours.loss - theirs.loss) < 1e-5
-    assert _distance(weights(engines[1]), weights(engines[0])) < 1e-6
-    assert [job.followed for job in both] == [[0, 1, 2]] * 2
-
-
-def test_the_step_of_the_frameworks_own_style_is_the_one_that_model_train_runs():
+def test_the_frameworks_own_style_gives_the_same_losses_and_weights_as_does_its_model_train():
     def columns():
         x, y, _ = jobs.points()
         return tuple(column[:60].astype(np.float32) for column in (x, y, y[:, 0]))
 
-    theirs, ours = built(jobs.Counted(), style="framework"), built(jobs.Counted())
-    for engine in (theirs, ours):
-        update(engine, [15] * 4)
-    for number in (1, 2):
-        update(ours, [15] * 4, number)
+    both = [jobs.Counted(), jobs.Counted()]
+    ours, theirs = (built(job, style=s) for job, s in zip(both, ("own", "framework"), strict=True))
+    for number in range(2):
+        losses = [update(engine, [15] * 4, number).loss for engine in (ours, theirs)]
+        assert abs(losses[0] - losses[1]) < 1e-5
+    assert _distance(weights(theirs), weights(ours)) < 1e-6
+    assert [job.followed for job in both] == [[0, 1]] * 2
+    update(ours, [15] * 4, 2)
     data = NumpySlicesDataset(columns(), shuffle=False).batch(60)
-    Model(theirs._cell).train(2, data, dataset_sink_mode=False)
+    Model(theirs._cell).train(1, data, dataset_sink_mode=False)
     assert _distance(weights(theirs), weights(ours)) < 1e-6
 
 
@@ -227,12 +215,10 @@ def test_layers_that_depend_on_the_split_are_named():
 
 
 @pytest.mark.parametrize(("norm", "splits"), [("group", False), ("frozen", False), ("warn", True)])
-@pytest.mark.parametrize("mode", ["pynative", "jit"])
-def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(mode, norm, splits):
+def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm, splits):
     found = []
-    parts = [30, 20, 11] if mode == "pynative" else [40, 21]  # each size is compiled
-    for split in ([61], parts):
-        engine = built(jobs.Normed(), mode=mode, norm=norm)
+    for split in ([61], [30, 20, 11]):
+        engine = built(jobs.Normed(), mode="pynative", norm=norm)
         update(engine, split)
         found.append(weights(engine))
         told = " ".join(engine.warnings())
@@ -284,17 +270,12 @@ class Nonsense(jobs.Weighted):
     [
         (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
         (lambda total, weight: total, "but returned a plain tensor"),
-        (lambda total, weight: (total, weight), "but returned tuple"),
         (lambda total, weight: Loss(3.0, weight), "Loss.total must be a real scalar tensor"),
-        (lambda total, weight: Loss(total, None), "Loss.weight must be a real number, but is None"),
         (lambda total, weight: Loss(total, "many"), "Loss.weight must be a real number"),
         (lambda total, weight: Loss(total, weight, None), "Loss.metrics must be a dictionary"),
         (Loss, "Loss.metrics lacks 'error'"),
-        (lambda total, weight: Loss(total, weight, {"eror": 1}), "did you mean 'error'?"),
         (lambda total, weight: Loss(total, weight, {"error": "x"}), "Loss.metrics['error'] must"),
         (lambda total, weight: Loss(total, -1.0, {"error": 1}), "negative or not finite"),
-        (lambda total, weight: Loss(total, np.nan, {"error": 1}), "negative or not finite"),
-        (lambda total, weight: Loss(total, 0.0, {"error": 1}), "add up to 0"),
     ],
 )
 def test_a_wrong_loss_is_refused_with_the_contract(make, told):
@@ -336,40 +317,30 @@ def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words)
         prepare(compose([*FRAMEWORK, override]))
 
 
-def test_bfloat16_is_refused_without_a_device_for_it():
-    with pytest.raises(ConfigError, match=r"train\.precision=float16"):
-        prepare(compose(["job=line", "train.precision=bfloat16"]))
-    device = ["job=line", "train.precision=bfloat16", "transport=hccl"]
-    refuse_unsupported(compose(device), "mindspore")
-    prepare(compose(["job=line", "train.precision=float16"]))
-
-
-def test_a_reproducible_reduction_is_refused():
-    wanted = ["job=line", "accumulation.reduction=reproducible", "accumulation.micro_batch=8"]
-    with pytest.raises(ConfigError, match="reduction=fast"):
-        prepare(compose([*wanted, "accumulation.steps=null"]))
-
-
-def test_mindspores_keys_are_refused_for_a_torch_job():
-    with pytest.raises(ConfigError, match=r"engine\.mode is MindSpore's"):
-        refuse_unsupported(compose(["engine.mode=pynative"]), "torch")
+REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch=8",
+                "accumulation.steps=null")  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [
+        (["job=line", *REPRODUCIBLE], "reduction=fast"),
+        (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
+        (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
+        (["engine.mode=pynative"], r"engine\.mode is MindSpore's"),
         (["engine.style=framework"], r"engine\.style is MindSpore's"),
         (["transport=mccl"], "gloo"),
     ],
 )
-def test_a_job_written_for_the_other_engine_is_refused(overrides, words):
+def test_settings_that_the_jobs_engine_does_not_have_are_refused(overrides, words):
     with pytest.raises((ConfigError, JobError), match=words):
         prepare(compose(overrides))
 
 
-def test_a_level_without_compilation_is_refused():
-    with pytest.raises(ConfigError, match=r"engine\.mode=jit"):
-        prepare(compose(["job=line", "engine.mode=pynative", "engine.jit_level=O1"]))
+def test_half_precision_is_taken_where_a_device_has_it():
+    device = ["job=line", "train.precision=bfloat16", "transport=hccl"]
+    refuse_unsupported(compose(device), "mindspore")
+    prepare(compose(["job=line", "train.precision=float16"]))
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,12 @@ def _farthest(found, wanted):
     return max(float(np.linalg.norm(a - np.asarray(b)) / np.linalg.norm(b)) for a, b in pairs)
 
 
+WAYS = [
+    ((2, 2), "float64", 1e-12), ((4,), "float64", 1e-12), ((4, 1), "float64", 1e-12),
+    ((2, 2), "float32", 1e-6),
+]  # fmt: skip
+
+
 def _trained(group, folder, shape, precision):
     dtype = torch.float64 if precision == "float64" else torch.float32
     net, _ = _sharded(shape, group, folder, dtype)
@@ -109,13 +115,10 @@ def _trained(group, folder, shape, precision):
     return _whole(net), [report.gradient_norm for report in reports], sent, accumulator.sharded
 
 
-@pytest.mark.parametrize("shape", [(2, 2), (4,), (4, 1)], ids=str)
-@pytest.mark.parametrize(("precision", "bound"), [("float64", 1e-12), ("float32", 1e-6)])
-def test_an_update_is_that_of_one_big_batch(shape, precision, bound, tmp_path):
+@pytest.mark.parametrize(("shape", "precision", "bound"), WAYS, ids=str)
+def test_an_update_is_that_of_one_big_batch(ranks, shape, precision, bound):
     wanted, norms = _one_process()
-    for weights, found, sent, sharded in run_ranks(
-        4, tmp_path, _trained, tmp_path, shape, precision
-    ):
+    for weights, found, sent, sharded in (rank["updates"][shape, precision] for rank in ranks):
         assert _farthest(weights, wanted) <= bound
         assert found == pytest.approx(norms, rel=max(bound, 1e-11))
         assert sharded
@@ -136,10 +139,9 @@ def _with_idle_copy(group, folder):
     return _whole(net)
 
 
-def test_a_copy_may_be_idle(tmp_path):
+def test_a_copy_may_be_idle(ranks):
     wanted, _ = _one_process()
-    for found in run_ranks(4, tmp_path, _with_idle_copy, tmp_path):
-        assert _farthest(found, wanted) <= 1e-12
+    assert all(_farthest(rank["idle"], wanted) <= 1e-12 for rank in ranks)
 
 
 def _in_bfloat16(group, folder):
@@ -151,11 +153,11 @@ def _in_bfloat16(group, folder):
     return _whole(net), [parameter.to_local().dtype for parameter in net.parameters()]
 
 
-def test_a_policy_of_mixed_precision_is_kept(tmp_path):
+def test_a_policy_of_mixed_precision_is_kept(ranks):
     net = _net()
     net(_data()[0]).square().sum().backward()
     wanted = [p.detach() - 0.1 * p.grad / SAMPLES for p in net.parameters()]
-    for found, dtypes in run_ranks(4, tmp_path, _in_bfloat16, tmp_path):
+    for found, dtypes in (rank["bfloat16"] for rank in ranks):
         assert _farthest(found, wanted) <= 1e-2
         assert set(dtypes) == {torch.float32}
 
@@ -163,24 +165,20 @@ def test_a_policy_of_mixed_precision_is_kept(tmp_path):
 def _refusals(group, folder):
     net, mesh = _sharded((2, 2), group, folder)
     said = []
-    for more in ({"reduction": "reproducible"}, {"shard_optimizer": True}):
+
+    def refused(net, **more):
         with pytest.raises(ConfigError) as caught:
             Accumulator(net, _optimizer(net), **more)
         said.append(str(caught.value))
+
+    refused(net, reduction="reproducible")
+    refused(net, shard_optimizer=True)
     part = _net()
     fully_shard(part[0], mesh=mesh)
-    with pytest.raises(ConfigError) as caught:
-        Accumulator(part, _optimizer(part))
-    said.append(str(caught.value))
-    alone = fully_shard(_net(), mesh=mesh["shards"])
-    with pytest.raises(ConfigError) as caught:
-        Accumulator(alone, _optimizer(alone))
-    said.append(str(caught.value))
-
+    refused(part)
+    refused(fully_shard(_net(), mesh=mesh["shards"]))
     accumulator = Accumulator(net, _optimizer(net))
-    with pytest.raises(ConfigError) as caught:
-        Accumulator(net, _optimizer(net))
-    said.append(str(caught.value))
+    refused(net)
     accumulator.backward(Loss(net(_data()[0][:2]).square().sum(), 2))
     dist.all_reduce(torch.ones(1), group=mesh.get_group(0))
     with pytest.raises(SilenceError) as caught:
@@ -189,7 +187,7 @@ def _refusals(group, folder):
     return said
 
 
-def test_what_cannot_be_served_is_refused(tmp_path):
+def test_what_cannot_be_served_is_refused(ranks):
     words = (
         "takes reduction='fast'", "takes reduction='fast'",
         "parameter 1.0.weight is not sharded, but others are",
@@ -197,8 +195,8 @@ def test_what_cannot_be_served_is_refused(tmp_path):
         "belongs to another accumulator",
         "1 collectives ran between the copies of the model in mid-window",
     )  # fmt: skip
-    for said in run_ranks(4, tmp_path, _refusals, tmp_path):
-        for sentence, word in zip(said, words, strict=True):
+    for rank in ranks:
+        for sentence, word in zip(rank["refusals"], words, strict=True):
             assert word in sentence
 
 
@@ -216,10 +214,26 @@ def _not_finite(group, folder):
     return str(caught.value)
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(tmp_path):
-    said = run_ranks(4, tmp_path, _not_finite, tmp_path)
-    assert len(set(said)) == 1
-    assert "0.0.weight" in said[0]
+def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(ranks):
+    [said] = {rank["not finite"] for rank in ranks}
+    assert "0.0.weight" in said
+
+
+def _all(group, folder):
+    return {
+        "refusals": _refusals(group, folder),
+        "updates": {way[:2]: _trained(group, folder, *way[:2]) for way in WAYS},
+        "idle": _with_idle_copy(group, folder),
+        "bfloat16": _in_bfloat16(group, folder),
+        "not finite": _not_finite(group, folder),
+    }
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory):
+    """What four processes found, which meet once for all of it."""
+    folder = tmp_path_factory.mktemp("ranks")
+    return run_ranks(4, folder, _all, folder)
 
 
 # ------------------------------------------------------------------ job classes

@@ -119,12 +119,6 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
     assert numbers(whole)[1:] != numbers(other)[1:]
 
 
-def test_without_workers_nothing_leaves_the_process():
-    assert {int(pid) for batch in _batches(Telling()) for pid in batch} == {os.getpid()}
-    pids = {int(pid) for batch in _batches(Telling(), workers=1) for pid in batch}
-    assert os.getpid() not in pids
-
-
 def _endless():
     update = 0
     while True:

@@ -19,7 +19,7 @@ from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
-from orchestrator.engine.torch.rendezvous import SecretStore, host, rendezvous_file
+from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import Presence, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from orchestrator.rundir.files import write_atomically
@@ -106,20 +106,6 @@ def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
     rank_0.join()
 
 
-def test_a_rank_reads_the_published_verdict_of_a_rank_0_that_has_ended(tmp_path):
-    results = {}
-    rank_1 = threading.Thread(target=_form, args=(results, 1, 2, tmp_path))
-    rank_0 = spec(0, 2, tmp_path)
-    store = host(rank_0)
-    rank_1.start()
-    while store.count("arrived") < 1:
-        time.sleep(0.01)
-    write_atomically(rendezvous_file(rank_0), json.dumps({"generation": 0, "verdict": "stop"}))
-    del store
-    rank_1.join()
-    assert isinstance(results[1], StopRequested), results
-
-
 GARBAGE = (b"\x00" * 4096, b"\xff" * 4096, b"GET / HTTP/1.1\r\n\r\n", b"\x09" + b"\xff" * 64, b"")
 LIE = b'{"verdict": "stop"}'
 
@@ -173,9 +159,8 @@ def _form(results, rank, size, folder, **more):
         results[rank] = error
 
 
-@pytest.mark.parametrize("asked", [0, 1])
-def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path, asked):
-    results = {}
+def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path):
+    results, asked = {}, 1
     began = time.monotonic()
 
     def stop_of(rank):
@@ -254,8 +239,6 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
     ("ranks", "message"),
     [
         (_ranks("auto", ["a", ""]), r"rank 1 on n has no GPU that torch can use"),
-        (_ranks("auto", ["a", "a"]), "ranks 0 and 1 on n share one GPU"),
-        (_ranks("auto", ["a", "b"], nccl=False), "was built without NCCL"),
         ([replace(one, device_error="GPU 3: lost") for one in _ranks("auto", ["", ""])],
          "rank 0 on n cannot use its device: GPU 3: lost"),
     ],

@@ -22,7 +22,7 @@ from orchestrator.engine.torch import (
     run_in_threads,
 )
 from orchestrator.engine.torch.sharding import ELEMENTWISE
-from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
+from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.split import assign
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.processes import run_ranks
@@ -169,8 +169,8 @@ def _over_gloo(group, shard, updates=3):
     return weights, reports, ours.parameter_count(), moments
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_processes_take_the_same_steps_and_send_what_the_plan_says(tmp_path, ranks):
+def test_processes_take_the_same_steps_and_send_what_the_plan_says(tmp_path):
+    ranks = 3
     sharded = run_ranks(ranks, tmp_path, _over_gloo, True)
     (tmp_path / "whole").mkdir()
     [(wanted, _, parameters, whole), *_] = run_ranks(ranks, tmp_path / "whole", _over_gloo, False)
@@ -343,33 +343,6 @@ def test_an_overflow_skips_the_update_on_all_ranks_and_sends_no_weights():
         assert skipped.collectives == buckets + 1 > 3
 
 
-def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters():
-    def be(group):
-        net = _net()
-        ours = Accumulator(net, _optimizer(WAYS[0], net), group, shard_optimizer=True)
-        before = _weights(net)
-        net.strided.register_hook(lambda grad: grad * (float("nan") if group.rank else 1.0))
-        with pytest.raises(NonFiniteError, match=r"infinite, in strided; ") as caught:
-            _update(ours, net, group, [5, 7])
-        assert difference(_weights(net), before) == 0
-        return str(caught.value)
-
-    first, second = run_in_threads(2, be)
-    assert first == second
-
-
-def test_huge_gradients_whose_squares_overflow_are_clipped_all_the_same():
-    def be(group):
-        net = _net()
-        ours = Accumulator(net, optim.SGD(net.parameters(), lr=0.1), group, clip_norm=1.0,
-                           shard_optimizer=True)  # fmt: skip
-        return _update(ours, net, group, [5, 7], scale=1e200).gradient_norm
-
-    found = run_in_threads(2, be)
-    alone = run_in_threads(1, lambda group: _trained(WAYS[0], [12], group, 1)[2].gradient_norm)
-    assert found == pytest.approx([alone[0] * 1e200] * 2, rel=1e-10)
-
-
 class Theirs(optim.SGD):
     pass
 
@@ -383,11 +356,7 @@ def _stepped(net):
 
 
 REFUSALS = {
-    "a subclass": (
-        lambda net: Theirs(net.parameters(), lr=0.1),
-        {},
-        "test_sharding.Theirs may nee",
-    ),
+    "a subclass": (lambda net: Theirs(net.parameters(), lr=0.1), {}, "sharding.Theirs may nee"),
     "adagrad": (lambda net: optim.Adagrad(net.parameters()), {}, "it works with torch.optim's SGD"),
     "state": (_stepped, {}, "the Adam has state already"),
     "another model's": (
@@ -486,8 +455,11 @@ ADAM = {"name": "adamw"}
 NADAM = {"_target_": "torch.optim.NAdam"}  # has more than one number for a parameter
 
 
-@pytest.mark.parametrize("precision", ["float32", "bfloat16", "float64"])
-@pytest.mark.parametrize("optimizer", [ADAM, NADAM, {"name": "sgd", "momentum": 0.9}], ids=str)
+@pytest.mark.parametrize(
+    ("optimizer", "precision"),
+    [(ADAM, "bfloat16"), (NADAM, "float64"), ({"name": "sgd", "momentum": 0.9}, "float32")],
+    ids=str,
+)
 def test_a_sharded_run_resumes_with_the_same_bits(tmp_path, optimizer, precision):
     more = {"optimizer": optimizer, "precision": precision, "shard": True}
     run_in_threads(3, partial(_save, folder=tmp_path, **more))
@@ -496,8 +468,12 @@ def test_a_sharded_run_resumes_with_the_same_bits(tmp_path, optimizer, precision
     assert {after for _, after, _ in found} == {digest for digest, _ in wanted}
 
 
-@pytest.mark.parametrize("before", [(3, True), (2, True), (3, False)], ids=str)
-@pytest.mark.parametrize("after", [(2, True), (2, False), (1, True)], ids=str)
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [((3, True), (2, True)), ((2, True), (2, False)), ((3, False), (2, True)),
+     ((2, True), (1, True))],
+    ids=str,
+)  # fmt: skip
 def test_a_checkpoint_does_not_know_of_shards(tmp_path, before, after):
     """From (ranks, sharded) to other ones, with the same weights and, nearly, the same steps."""
     more = {"optimizer": NADAM, "precision": "float64"}
@@ -509,29 +485,6 @@ def test_a_checkpoint_does_not_know_of_shards(tmp_path, before, after):
     for loaded, _, weights in found:
         assert loaded == saved
         assert difference(weights, wanted) <= 1e-10
-
-
-def test_loaded_state_is_gathered_with_the_same_bits():
-    """Sliced by one number of ranks and put together by another, nothing is changed or lost."""
-    [(_, ours, _)] = run_in_threads(1, lambda group: _trained(WAYS[5], [12], group))
-    state = ours.optimizer_state()
-
-    def be(group):
-        net = _net()
-        ours = Accumulator(net, _optimizer(WAYS[5], net), group, shard_optimizer=True,
-                           bucket_bytes=100)  # fmt: skip
-        ours.load_optimizer_state(state)
-        return ours.optimizer_state()
-
-    for ranks in (2, 3, 5):
-        found = run_in_threads(ranks, be)[0]
-        assert found["param_groups"] == state["param_groups"]
-        assert found["state"].keys() == state["state"].keys()
-        for number, values in state["state"].items():
-            for key, value in values.items():
-                same = found["state"][number][key]
-                assert same.dtype == value.dtype
-                assert torch.equal(same, value), key
 
 
 def test_another_models_state_is_refused(tmp_path):
@@ -554,17 +507,3 @@ def test_another_models_state_is_refused(tmp_path):
             engine.accumulator.load_optimizer_state(other)
 
     run_in_threads(2, be)
-
-
-def test_the_engine_says_how_little_memory_the_optimizer_takes():
-    def be(group, shard):
-        engine = _engine(group, ADAM, shard=shard)
-        _run(engine, _windows_of(group, 0, 1))
-        return engine.memory_bytes()
-
-    [whole] = run_in_threads(1, partial(be, shard=True))
-    shards = run_in_threads(3, partial(be, shard=True))
-    for found in shards:
-        assert found["parameters"] == whole["parameters"]
-        steps = 4 * 3 * 4  # a number for each piece
-        assert found["optimizer"] <= whole["optimizer"] / 3 + steps
