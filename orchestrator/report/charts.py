@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from orchestrator.report.page_data import PARTS as WINDOW_PARTS
-
 COLOURS = {
     "light": ("#0072B2", "#D55E00", "#009E73", "#A2568A", "#9A6A00", "#3A3A3A"),
     "dark": ("#56B4E9", "#F08A4B", "#3CC79A", "#E3A3C8", "#E6B800", "#D0D0D0"),
@@ -22,9 +20,6 @@ MIB = 1 << 20
 MOST_DESCRIBED = 8  # runs, or marks, in the alternative text of a chart
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [10, 4], [4, 2, 1, 2]]
 PARTS = ("compute", "optimizer", "other", "wait")  # stacked by name
-# The parts of a window, in the order of their colours: equal parts have the colours of `PARTS`.
-SHADES = ("compute", "optimizer", "other", "waiting for others", "reduction")
-TITLES = {"typical": "a typical update", "slowest": "the slowest update"}
 BARS = (
     ("seconds_per_update", "seconds per update"),
     ("samples_per_second", "samples per second"),
@@ -69,8 +64,6 @@ def charts(data: Mapping[str, Any]) -> list[Chart]:
     found.append(_time_of_updates(runs[0]) if len(runs) == 1 else _shares(runs))
     if data["sweep"]:
         return found + [chart for key, title in BARS if (chart := _bars(runs, key, title))]
-    windows = {window["update"]: window for window in runs[0]["timeline"]}  # none twice
-    found += [_window(window) for window in windows.values()]
     return found + ([_memory(runs[0])] if runs[0]["memory"] else [])
 
 
@@ -300,39 +293,5 @@ def _memory(run: Mapping[str, Any]) -> Chart:
             "y": _names("part", None),
             "x": _numbers("mib", "MiB of the largest rank"),
             "tooltip": _fields("part", mib=".1f"),
-        },
-    )
-
-
-def _window(window: Mapping[str, Any]) -> Chart:
-    """Return the times of all ranks in one update."""
-    ranks = window["ranks"]
-    values: list[dict[str, Any]] = []
-    for rank in ranks:
-        at = rank["begins_s"]
-        for part, seconds in rank["seconds"].items():
-            span = {"seconds": seconds, "from": at, "to": at + seconds}
-            values.append({"rank": rank["name"], "part": part, **span})
-            at += seconds
-    waits = {rank["name"]: rank["seconds"]["waiting for others"] for rank in ranks}
-    last = min(waits, key=waits.__getitem__)
-    kind = TITLES.get(window["kind"], f"the {window['kind']} update")
-    title = f"Ranks in {kind}, {window['update']}"
-    if len(ranks) < window["of_ranks"]:
-        title += f": {len(ranks)} of {window['of_ranks']}"
-    return _chart(
-        f"ranks-{window['kind']}",
-        title,
-        f"{last} came last; others waited up to {max(waits.values()):.3g} s for it",
-        values,
-        _key_of_parts(WINDOW_PARTS, SHADES),
-        height=ROW * len(ranks) * (1 if len(ranks) <= 16 else 0.6),
-        mark={"type": "bar", "height": {"band": 0.8}},
-        encoding={
-            "y": _names("rank", [rank["name"] for rank in ranks]),
-            "x": _numbers("from", "seconds"),
-            "x2": {"field": "to"},
-            "color": _parts(SHADES),
-            "tooltip": _fields("rank", "part", seconds=".4g"),
         },
     )

@@ -13,7 +13,6 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -49,80 +48,7 @@ from orchestrator.units import (
     short_number,
 )
 
-MOST_RANKS = 48  # drawn of a window
-PARTS = ("compute", "other", "waiting for others", "reduction", "optimizer")  # in their order
-MEASURED = ("compute_s", "wait_s", "optimizer_s", "update_s")
 DIGITS = 6
-
-
-def timeline(
-    windows: Sequence[Mapping[str, Any]], nodes: Mapping[int, str], failed: int | None
-) -> list[dict[str, Any]]:
-    """Return each window with the ranks that are drawn, and when their parts begin.
-
-    Args:
-        nodes: of ranks, as far as known.
-        failed: the rank that ended the run, if one did.
-
-    Raises:
-        RunFolderError: ranks do not have a number each, or one that is none.
-    """
-    for window in windows:
-        columns = [window[name] for name in MEASURED]
-        known = all(map(math.isfinite, chain(*columns)))
-        if not known or len({len(column) for column in columns}) > 1 or not columns[0]:
-            raise RunFolderError(f"what ranks tell of update {window['update']} is damaged")
-    return [_window(window, nodes, failed) for window in windows]
-
-
-def _window(
-    window: Mapping[str, Any], nodes: Mapping[int, str], failed: int | None
-) -> dict[str, Any]:
-    reduction = min(window["wait_s"])
-    rows = zip(*(window[name] for name in MEASURED), strict=True)
-    found = [_rank(number, row, reduction) for number, row in enumerate(rows)]
-    longest = max(one["before_s"] for one in found)
-    drawn = _drawn(found)
-    return {
-        "kind": window["kind"],
-        "update": window["update"] + 1,
-        "of_ranks": len(found),
-        "ranks": [
-            {
-                "rank": one["rank"],
-                "name": _name(one["rank"], nodes, failed),
-                "begins_s": round(longest - one["before_s"], DIGITS),
-                "seconds": one["seconds"],
-            }
-            for one in drawn
-        ],
-    }
-
-
-def _rank(rank: int, measured: Sequence[float], reduction: float) -> dict[str, Any]:
-    compute, wait, optimizer, whole = measured
-    other = max(0.0, whole - compute - wait - optimizer)
-    seconds = (compute, other, wait - reduction, reduction, optimizer)
-    told = {part: round(s, DIGITS) for part, s in zip(PARTS, seconds, strict=True)}
-    return {"rank": rank, "seconds": told, "before_s": compute + other + wait}
-
-
-def _drawn(ranks: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return all ranks; of very many the last to come, and others evenly spaced."""
-    if len(ranks) <= MOST_RANKS:
-        return list(ranks)
-    half = MOST_RANKS // 2
-    latest = sorted(ranks, key=lambda one: one["seconds"]["waiting for others"])[:half]
-    spread = [ranks[place * (len(ranks) - 1) // (half - 1)] for place in range(half)]
-    chosen = {one["rank"]: one for one in (*latest, *spread)}
-    return [chosen[rank] for rank in sorted(chosen)]
-
-
-def _name(rank: int, nodes: Mapping[int, str], failed: int | None) -> str:
-    where = f" on {nodes[rank]}" if rank in nodes else ""
-    return f"{'✕ ' * (rank == failed)}rank {rank}{where}"
-
-
 WORDS = ("token", "secret", "password", "passwd", "passphrase", "api_key", "apikey", "credential")
 
 
@@ -150,8 +76,6 @@ class RunFacts:
     """One run. `name` tells it from the others; the mappings are the files of its folder.
 
     Attributes:
-        windows: measurements of all ranks in a few windows, of the latest attempt that has them.
-        nodes: of each rank in that attempt, as far as known.
         changed: overrides of the commands that resumed it.
         pruned: why a search ended it early; "" if none did.
     """
@@ -162,10 +86,8 @@ class RunFacts:
     config: Mapping[str, Any]
     environment: Mapping[str, Any]
     submission: Mapping[str, Any]
-    windows: Sequence[Mapping[str, Any]]
-    nodes: Mapping[int, str]
-    changed: Sequence[str] = ()
-    pruned: str = ""
+    changed: Sequence[str]
+    pruned: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -249,9 +171,7 @@ def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
 def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
     cell = swept_run(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
     keys = list(cell.overrides)
-    latest = next((n for n in reversed(run.attempt_numbers()) if run.timeline(n).exists()), 0)
-    told = read_json(run.timeline(latest))
-    found = RunFacts(
+    return RunFacts(
         name=" ".join(
             f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items()
         )
@@ -261,18 +181,9 @@ def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, st
         config=run.read_config(),
         environment=run.read_environment() or {},
         submission=submission,
-        windows=told["windows"] if told else (),
-        nodes=run.nodes_of_ranks(latest) or _simulated(cell.plan),
+        changed=[word for entry in run.read_resumes() for word in entry.get("overrides", [])],
+        pruned=(read_json(run.pruned) or {}).get("why", ""),
     )
-    changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
-    why = (read_json(run.pruned) or {}).get("why", "")
-    return replace(found, changed=changed, pruned=why)
-
-
-def _simulated(plan: Mapping[str, Any]) -> dict[int, str]:
-    """Return the nodes of ranks on a local cluster, which record none."""
-    ranks, nodes = plan.get("ranks") or 0, plan.get("nodes") or 1
-    return {rank: f"node{rank * nodes // ranks}" for rank in range(ranks)}
 
 
 def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
@@ -402,7 +313,6 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
         "marks": _marks(cell.updates, rows, summary.state, _why(result)),
-        "timeline": timeline(run.windows, run.nodes, (result.get("culprit") or {}).get("rank")),
         "evaluations": _evaluations(thinned(run.evaluations, most)),
         "environment": _environment(run.environment),
         "command": _command(run),

@@ -159,7 +159,6 @@ class RunDir:
 
     # Files of one attempt.
     progress = _of_attempt("progress")
-    timeline = _of_attempt("timeline.json")  # measured times of a few windows, by rank
     meeting_place = _of_attempt("meeting-place.json")  # address and port of a program's rendezvous
     program_end = _of_attempt("program.json")  # a program's duration, by rank 0's agent
     stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
@@ -270,11 +269,6 @@ class RunDir:
         """Return the notes of all attempts that continued an earlier one."""
         notes = (read_json(self.restart(number)) for number in self.attempt_numbers())
         return [note for note in notes if note]
-
-    def nodes_of_ranks(self, attempt: int) -> dict[int, str]:
-        """Return the name of each rank's node, as far as the nodes recorded it."""
-        places = [read_json(path) or {} for path in sorted(self.attempt(attempt).glob("node-*"))]
-        return {rank: place["node"] for place in places for rank in place.get("ranks", ())}
 
     def begin_attempt(self) -> int:
         """Create the next attempt's folder and return its number, from 0."""

@@ -19,7 +19,7 @@ from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PlaceMarks
-from orchestrator.trainer.recorder import RankTimes, memory_of_ranks, result_of
+from orchestrator.trainer.recorder import memory_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
@@ -150,10 +150,7 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     # On devices this rank may be stuck in a collective that only a kill ends.
     leaves = training.group.transport not in ("nccl", "hccl")
     worker.link.saves_on_failure = training.saves_on_failure and leaves
-    found: list[Callback] = [
-        PlaceMarks(worker.link),
-        RankTimes(training.engine.gather, run.timeline(attempt) if recorder else None),
-    ]
+    found: list[Callback] = [PlaceMarks(worker.link)]
     if recorder is None:
         if worker.topology.scheduled:
             found.append(Follower(worker.stop, run.departure(attempt)))

@@ -51,9 +51,6 @@ def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
     assert [r["samples"] for r in records] == [50, 50, 50, 50, 40] * 2
     assert {r["collectives"] for r in records} == {plan["collectives_per_update"]} == {1}
     assert {r["bytes_on_wire"] for r in records} == {plan["bytes_on_wire_per_update"]}
-    windows = json.loads((run / "attempts" / "000" / "timeline.json").read_text())["windows"]
-    assert {len(window["compute_s"]) for window in windows} == {plan["ranks"]}
-    assert [windows[0]["update"], windows[-1]["update"]] == [0, 9]
     assert {r["micro_steps"] for r in records} == {4}
     result = helpers.result(run)
     assert (result["state"], result["updates"], result["samples"]) == ("finished", 10, 480)

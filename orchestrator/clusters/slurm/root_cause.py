@@ -61,7 +61,7 @@ def culprit_without_outcome(run: RunDir, attempt: int, code: int) -> Culprit:
     if failures:
         return from_failure(run, failures[0])
     said = tuple(line for line in tail(run.srun_log(attempt), SAID_LINES) if line.strip())
-    if not said and not run.nodes_of_ranks(attempt):
+    if not said and not any(run.attempt(attempt).glob("node-*")):
         cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
         return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
     first = next(iter(task_ends("\n".join(said))), None)
