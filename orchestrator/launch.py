@@ -20,7 +20,7 @@ from orchestrator.errors import (
 
 
 def _leave(*_: object) -> None:
-    """End at once: before a run folder exists (see `runs.interrupts`) nothing needs cleaning up.
+    """End at once: before a run folder exists (see `Interrupts`) nothing needs cleaning up.
 
     This avoids KeyboardInterrupt, which libraries turn into errors of their own.
     """

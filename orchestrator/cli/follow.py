@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 from collections.abc import Callable, Iterable, Sequence
@@ -72,20 +71,27 @@ class OutputOptions:
 
 
 class Interrupts:
-    """Counts SIGINT and SIGTERM while it is entered; restores the old handlers after."""
+    """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
+    after.
+    """
 
     def __init__(self) -> None:
-        self.count = 0
+        self.count = self._entered = 0
         self._old: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            self._old[number] = signal.signal(number, self._handle)
+        if not self._entered:
+            self.count = 0
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._old[number] = signal.signal(number, self._handle)
+        self._entered += 1
         return self
 
     def __exit__(self, *error: object) -> None:
-        for number, handler in self._old.items():
-            signal.signal(number, handler)
+        self._entered -= 1
+        if not self._entered:
+            for number, handler in self._old.items():
+                signal.signal(number, handler)
 
     def ending(self, tell: Callable[[str], None]) -> Callable[[str], None]:
         """Return `tell` for a wait that reports: after an interrupt it raises `Interrupted`."""
@@ -102,9 +108,7 @@ class Interrupts:
         self.count += 1
 
 
-def counted(by: Interrupts | None) -> contextlib.AbstractContextManager[Interrupts]:
-    """Return a counter to enter: `by`, which counts already, or a new one."""
-    return contextlib.nullcontext(by) if by is not None else Interrupts()
+interrupts = Interrupts()  # signals are the whole process's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +126,6 @@ class Ready:
     attempt: int
     request: Request
     output: OutputOptions
-    interrupts: Interrupts
 
 
 NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
@@ -181,8 +184,8 @@ def attach(run: RunDir, output: OutputOptions) -> Ended:
     Returns:
         How the run ended, with its own exit code; or, when the showing was interrupted, 130.
     """
-    with Interrupts() as interrupts:
-        return follow(handle_of(run), run, output, interrupts, recent=RECENT_BYTES)
+    with interrupts:
+        return follow(handle_of(run), run, output, recent=RECENT_BYTES)
 
 
 def watch(
@@ -224,9 +227,7 @@ def watch(
                 return state
 
 
-def follow(
-    handle: Handle, run: RunDir, output: OutputOptions, interrupts: Interrupts, *, recent: int = 0
-) -> Ended:
+def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> Ended:
     """Show a run to its end; an interrupt only ends the showing."""
     state = handle.poll(0.0)
     if not state.ended:
@@ -262,7 +263,7 @@ def run_to_end(ready: Ready) -> Ended:
     """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
     `outcome.restart_policy` rules. Nothing is left running, whatever is raised.
     """
-    run, output, interrupts = ready.run, ready.output, ready.interrupts
+    run, output = ready.run, ready.output
     if not output.quiet:
         shown = is_program(ready.config.job) and not output.verbose
         hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" if shown else ""
@@ -316,12 +317,12 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
 
     def stop() -> bool:
         nonlocal stopping
-        if ready.interrupts.count and not stopping:
+        if interrupts.count and not stopping:
             stopping = True
             handle.stop()
             said = f"the run {describe_stop(ready.run)}; once more ends every process at once"
             say(ready.output.console, said, "yellow")
-        return ready.interrupts.count > 1
+        return interrupts.count > 1
 
     try:
         state = watch(handle, ready.run, ready.output, stop)
@@ -355,4 +356,4 @@ def submit(ready: Ready) -> Ended:
     if not ready.config.run.watch:
         return Ended(run=run, state=State.PENDING, exit_code=0)
 
-    return follow(handle, run, output, ready.interrupts)
+    return follow(handle, run, output)

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted, handle_of
+from orchestrator.cli.follow import OutputOptions, Ready, handle_of, interrupts
 from orchestrator.cli.inputs import INPUTS, inputs_of
 from orchestrator.cli.resume import (
     changed_inputs,
@@ -158,7 +158,6 @@ def begun(
     flags: Sequence[str] = (),
     plan: Plan | ProgramPlan | None = None,
     notes: Mapping[str, Any] | None = None,
-    interrupts: Interrupts | None = None,
 ) -> Generator[Ready]:
     """Make a new run ready, for as long as this is entered. Raises `UsageError`.
 
@@ -166,13 +165,12 @@ def begun(
         overrides, flags: of the line that begins the run, for submission.json.
         plan: where it is made already.
         notes: of a point, for submission.json, with its inputs.
-        interrupts: where they are counted already, for many runs.
     """
     plan = plan or prepare(config)
     run, cluster = RunDir(new_folder(config)), _cluster(config, output)
     request, admission = _admitted(cluster, run, 0, output)
-    with counted(interrupts) as counting:
-        cluster.tell = counting.ending(cluster.tell)
+    with interrupts:
+        cluster.tell = interrupts.ending(cluster.tell)
         cluster.trust(run)
         run.create()
         output.foretell(plan.warnings, cluster.survival.words)
@@ -190,7 +188,7 @@ def begun(
                 with held(run):
                     yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
-                        output=output, interrupts=counting,
+                        output=output,
                     )  # fmt: skip
         except UsageError:  # before anything was trained; the message says all
             if not run.metrics.exists() and not run.may_be_queued:
@@ -207,7 +205,6 @@ def resumed(
     *,
     to: Config | None = None,
     changed: bool = False,
-    interrupts: Interrupts | None = None,
 ) -> Generator[Ready | None]:
     """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
     none, as `begun` does.
@@ -217,7 +214,6 @@ def resumed(
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
         to: the whole configuration to go on with, in place of overrides.
         changed: go on although the code or data has changed.
-        interrupts: where they are counted already, for many runs.
 
     Returns:
         None where it has finished already, which is said.
@@ -240,12 +236,12 @@ def resumed(
         say(output.console, asked.words, prose=True)
     if asked.warning:
         say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with submission_directory(run), counted(interrupts) as counting, writing(run), held(run):
+    with submission_directory(run), interrupts, writing(run), held(run):
         inputs = changed_inputs(run, asked)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
-        cluster.tell = counting.ending(cluster.tell)
+        cluster.tell = interrupts.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
             say(output.console, f"warning: {sentence}", "yellow")
@@ -261,7 +257,7 @@ def resumed(
         _as_before_its_end(run, admission)
         yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, request=request,
-            output=output, interrupts=counting,
+            output=output,
         )  # fmt: skip
 
 

@@ -19,7 +19,7 @@ from rich.console import Console
 
 from orchestrator.agent.local_nodes import import_ahead
 from orchestrator.agent.processes import fork, name_process
-from orchestrator.cli.follow import Interrupts, OutputOptions, run_to_end
+from orchestrator.cli.follow import OutputOptions, interrupts, run_to_end
 from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
@@ -171,10 +171,9 @@ class LocalQueue:
         self._output, self._room, self._terminal = output, room, terminal
         self._running: list[_Running] = []
         self._forwarded, self._imported = 0, False
-        self.interrupts = Interrupts()
 
     def __enter__(self) -> Self:
-        self.interrupts.__enter__()
+        interrupts.__enter__()
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -189,7 +188,7 @@ class LocalQueue:
             os.kill(one.pid, signal.SIGKILL)
         while self._running:
             self.wait_one()
-        self.interrupts.__exit__(*error)
+        interrupts.__exit__(*error)
 
     @property
     def running(self) -> Sequence[Cell]:
@@ -197,11 +196,11 @@ class LocalQueue:
 
     def has_room(self, cell: Cell) -> bool:
         """Return True if a point could start now. After an interrupt none can."""
-        return not self.interrupts.count and self._room.has(share_of(cell))
+        return not interrupts.count and self._room.has(share_of(cell))
 
     def start(self, cell: Cell) -> bool:
         """Start a point; return False if it has no room yet, or after an interrupt."""
-        place = None if self.interrupts.count else self._room.take(share_of(cell))
+        place = None if interrupts.count else self._room.take(share_of(cell))
         if place is None:
             return False
         if not self._imported:
@@ -248,7 +247,7 @@ class LocalQueue:
 
     def _forward_interrupts(self) -> None:
         """Forward interrupts to all points, which are not in the terminal's process group."""
-        count = min(self.interrupts.count, len(FORWARDED))
+        count = min(interrupts.count, len(FORWARDED))
         if count and not self._forwarded and not self._terminal:
             begun = [one.cell.run for one in self._running if one.cell.run.plan.exists()]
             ways = dict.fromkeys(map(describe_stop, begun))
@@ -293,7 +292,8 @@ def _run_point(
         log: write to this run's terminal log, rather than to the terminal.
     """
     name_process(f"point {cell.point.number}")
-    with Interrupts() as interrupts, tempfile.TemporaryFile() as before:
+    interrupts.count = 0
+    with tempfile.TemporaryFile() as before:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         if place.gpus:
             os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
@@ -302,7 +302,7 @@ def _run_point(
             os.dup2(before.fileno(), 1)
             output = replace(output, console=Console(width=output.console.width))
         try:
-            with ready_of(cell, output, interrupts) as ready:
+            with ready_of(cell, output) as ready:
                 if log is not None:
                     _move_output(log, before)
                 if ready is not None:

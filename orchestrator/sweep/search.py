@@ -20,7 +20,7 @@ from optuna.storages.journal import JournalFileBackend
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
-from orchestrator.cli.follow import Interrupts, OutputOptions
+from orchestrator.cli.follow import OutputOptions, interrupts
 from orchestrator.cli.resume import working_directory
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
@@ -258,20 +258,19 @@ class TrialRuns:
         quiet = OutputOptions(console=output.console, quiet=True)
         self._queue = LocalQueue(quiet, Room(search.most)) if search.attended else None
         self._output, self._most = output, search.most or 1
-        self.interrupts = self._queue.interrupts if self._queue else Interrupts()
         self.followed: list[Cell] = []  # they continue if this process ends
         self._full = False  # the scheduler accepts no more until one has ended
         self._next_poll = 0.0
 
     def counting_interrupts(self) -> contextlib.AbstractContextManager[Any]:
         """Count interrupts. After the first one nothing more starts."""
-        return self._queue or self.interrupts
+        return self._queue or interrupts
 
     @property
     def running(self) -> Sequence[Cell]:
         """The runs to wait for; after an interrupt only children."""
         children = self._queue.running if self._queue else ()
-        return [*children, *([] if self.interrupts.count else self.followed)]
+        return [*children, *([] if interrupts.count else self.followed)]
 
     def has_room(self, cell: Cell) -> bool:
         if self._queue is not None:
@@ -283,11 +282,11 @@ class TrialRuns:
         if self._queue is not None:
             return self._queue.start(cell)
         try:
-            submit([cell], self._output, interrupts=self.interrupts)
+            submit([cell], self._output)
         except Interrupted:
             return False
         except UsageError as error:
-            if self.interrupts.count:  # Ctrl-C ends the scheduler's commands, too
+            if interrupts.count:  # Ctrl-C ends the scheduler's commands, too
                 return False
             if not isinstance(error, NotNow) or not self.followed:
                 raise
@@ -384,7 +383,7 @@ class Searcher:
         self._find_earlier_trials()
         self._write_table()
         while True:
-            if not self._runs.interrupts.count:
+            if not interrupts.count:
                 self._start_waiting()
                 self._draw_trials()
             if not self._runs.running:
@@ -544,7 +543,7 @@ class Searcher:
             return
         result = None if ended.refusal else trial.cell.run.read_result()
         finished = result is not None and result["state"] == "finished"
-        if self._runs.interrupts.count and not finished:
+        if interrupts.count and not finished:
             return  # the next start resumes it
         self._evaluate(trial, ended.refusal)
 
@@ -627,7 +626,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
         with runs.counting_interrupts():
             searcher = Searcher(search, study, storage, runs, output)
             searcher.run()
-            interrupts, left = runs.interrupts.count, len(runs.followed)
+            left = len(runs.followed)
         print_search(searcher.table, output.console)
         say(output.console, f"the search's folder: {search.folder}")
         states = [trial["state"] for trial in searcher.table["trials"]]
@@ -637,7 +636,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
                 end = f"to end {'it' if left == 1 else 'them'}: {command('cancel', search.folder)}"
                 say(output.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
             say(output.console, f"to go on: {command('resume', search.folder)}", "bold")
-            return EXIT_INTERRUPTED if interrupts > 1 else EXIT_STOPPED
+            return EXIT_INTERRUPTED if interrupts.count > 1 else EXIT_STOPPED
         return EXIT_FINISHED if "complete" in states else EXIT_FAILED
 
 

@@ -7,7 +7,7 @@ import math
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
-from orchestrator.cli.follow import Interrupts, OutputOptions, Ready, counted
+from orchestrator.cli.follow import OutputOptions, Ready, interrupts
 from orchestrator.cli.start import begun, resumed, writing
 from orchestrator.clusters.api import class_of
 from orchestrator.config.job_source import read_once
@@ -73,16 +73,12 @@ def measured(run: RunDir, objective: str) -> float:
 
 
 @contextlib.contextmanager
-def ready_of(
-    cell: Cell, output: OutputOptions, interrupts: Interrupts | None = None
-) -> Generator[Ready | None]:
+def ready_of(cell: Cell, output: OutputOptions) -> Generator[Ready | None]:
     """Make a cell's run ready: a new one, or one that continues."""
     point = cell.point
     if cell.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        with resumed(
-            cell.run.path, output, to=point.config, changed=True, interrupts=interrupts
-        ) as ready:
+        with resumed(cell.run.path, output, to=point.config, changed=True) as ready:
             yield ready
         return
     make_room(cell)
@@ -93,21 +89,12 @@ def ready_of(
         flags=point.flags,
         plan=point.plan,
         notes=cell.notes,
-        interrupts=interrupts,
     ) as ready:
         yield ready
 
 
-def submit(
-    cells: Sequence[Cell],
-    output: OutputOptions,
-    *,
-    interrupts: Interrupts | None = None,
-) -> None:
+def submit(cells: Sequence[Cell], output: OutputOptions) -> None:
     """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
-
-    Args:
-        interrupts: where they are counted already, for many submissions.
 
     Raises:
         ConfigError: one of them cannot be; none was submitted then, and no new folder is left.
@@ -115,12 +102,12 @@ def submit(
         NotNow: the scheduler is silent, and nothing was submitted.
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
-    with counted(interrupts) as counts, read_once():
-        made = _made_ready(cells, OutputOptions(console=output.console, quiet=True), counts)
+    with interrupts, read_once():
+        made = _made_ready(cells, OutputOptions(console=output.console, quiet=True))
         _submit(made, at_once(cells[0].point.config.sweep.parallel))
 
 
-def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interrupts) -> list[Ready]:
+def _made_ready(cells: Sequence[Cell], quiet: OutputOptions) -> list[Ready]:
     """Write all runs to the disk, or none and raise why."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
@@ -128,23 +115,23 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions, interrupts: Interru
     try:
         with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
             for cell in cells:
-                _refuse_interrupted(interrupts)
+                _refuse_interrupted()
                 try:
-                    with ready_of(cell, quiet, interrupts) as ready:
+                    with ready_of(cell, quiet) as ready:
                         made += [ready] if ready is not None else []
                 except NotNow:  # it is nothing that is wrong with a point
                     raise
                 except UsageError as error:
                     wrong.setdefault(str(error), []).append(cell.point.number)
             refuse_points(wrong, min(cell.point.number for cell in cells), len(cells))
-        _refuse_interrupted(interrupts)
+        _refuse_interrupted()
     except BaseException:
         _withdraw(made)
         raise
     return made
 
 
-def _refuse_interrupted(interrupts: Interrupts) -> None:
+def _refuse_interrupted() -> None:
     if interrupts.count:
         raise Interrupted("interrupted: none of the points was submitted")
 

@@ -1,7 +1,5 @@
 """A search in this process: of a plain program, whose trials a test may let end at once."""
 
-from types import SimpleNamespace
-
 from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
@@ -60,7 +58,7 @@ class AtOnce:
     """
 
     def __init__(self, most=1):
-        self.interrupts, self.running, self.most = SimpleNamespace(count=0), [], most
+        self.running, self.most = [], most
         self.began, self.stopped = [], []
 
     def __enter__(self):
