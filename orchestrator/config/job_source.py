@@ -12,7 +12,6 @@ import contextlib
 import os
 import re
 import shutil
-import stat
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
@@ -314,30 +313,20 @@ def check_program(program: Program) -> None:
     if program.is_module:
         _check_module(program.target)
         return
-    path = expand_user(program.target)
-    if os.sep not in program.target and not path.exists():
-        if shutil.which(program.target) is None:
-            raise JobError(_not_there(program.target, path))
-        return
-    try:
-        mode = path.stat().st_mode
-    except FileNotFoundError:
-        raise JobError(_not_there(program.target, path)) from None
-    except OSError as error:
-        raise JobError(f"{program.target} cannot be looked at: {error.strerror}") from error
-    if stat.S_ISDIR(mode):
+    target, path = program.target, expand_user(program.target)
+    if not os.path.exists(path):  # noqa: PTH110  # no error where one may not look
+        if os.sep in target or shutil.which(target) is None:
+            raise JobError(_not_there(target, path))
+    elif path.is_dir():
         raise JobError(
-            f"{program.target} is a folder; to run a package of Python: -m "
-            f"{path.name.replace('-', '_')}"
+            f"{target} is a folder; to run a package of Python: -m {path.name.replace('-', '_')}"
         )
-    if not stat.S_ISREG(mode):
-        raise JobError(f"{program.target} is no file that could be run")
-    if not os.access(path, os.R_OK):
-        raise JobError(f"{program.target} may not be read by you")
-    if path.suffix == ".py":
-        _check_python(program.target, path)
+    elif not path.is_file() or not os.access(path, os.R_OK):
+        raise JobError(f"{target} is no file that could be run by you")
+    elif path.suffix == ".py":
+        _check_python(target, path)
     else:
-        _check_executable(program.target, path)
+        _check_executable(target, path)
 
 
 def copied_script(program: Program) -> Path | None:
@@ -374,16 +363,12 @@ def is_this_python(word: str) -> bool:
 
 
 def _check_module(name: str) -> None:
-    spelled = f"-m {name}"
-    if find_module(name.split(".", maxsplit=1)[0]) is None or find_module(name) is None:
-        raise JobError(
-            f"{spelled}: there is no module '{name}' on Python's path; run from the folder that "
-            f"holds it, or install it"
-        )
     spec = find_module(name)
-    if spec is not None and spec.submodule_search_locations is not None:
+    if spec is None:
+        raise JobError(_missing_module(f"-m {name}", name))
+    if spec.submodule_search_locations is not None:
         if find_module(f"{name}.__main__") is None:
-            raise JobError(f"{spelled}: the package has no __main__, so it cannot be run")
+            raise JobError(f"-m {name}: the package has no __main__, so it cannot be run")
     else:
         load_module(name)  # whether it is Python at all
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -35,7 +35,7 @@ def dense_parameters(layers: Sequence[int]) -> int:
     >>> dense_parameters([2, 3, 1])
     13
     """
-    return sum(a * b + b for a, b in itertools.pairwise(layers))
+    return sum(a * b + b for a, b in pairwise(layers))
 
 
 def transformer_parameters(width: int, layers: int, context: int, tokens: int = 256) -> int:
@@ -146,16 +146,6 @@ def _store_schema() -> None:
         ConfigStore.instance().store(name="schema", node=Config)
 
 
-def _size(override: Override) -> int:
-    """Count the values of a sweep over one key, without making a list of a long range."""
-    value: Any = override.value()
-    if isinstance(value, RangeSweep):
-        start, stop, step = value.start or 0, value.stop or 0, value.step or 0
-        if step and abs(stop - start) > MOST_POINTS * abs(step):
-            raise ConfigError(f"{override.input_line} makes more than {MOST_POINTS} points")
-    return sum(1 for _ in override.sweep_string_iterator())
-
-
 class Loader(ConfigLoaderImpl):
     """Composes, and reads sweeps."""
 
@@ -186,9 +176,13 @@ class Loader(ConfigLoaderImpl):
         """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
         too many points.
         """
-        sizes = {o.key_or_group: _size(o) for o in self.swept(overrides) if o.is_discrete_sweep()}
-        if (number := math.prod(sizes.values())) > MOST_POINTS:
-            raise ConfigError(f"a sweep of {number} points is too large; at most {MOST_POINTS}")
+        sizes = {  # counted without making a list of a long range
+            o.key_or_group: sum(1 for _ in islice(o.sweep_string_iterator(), MOST_POINTS + 1))
+            for o in self.swept(overrides)
+            if o.is_discrete_sweep()
+        }
+        if math.prod(sizes.values()) > MOST_POINTS:
+            raise ConfigError(f"{' and '.join(sizes)} make more than {MOST_POINTS} points")
         for key in (key for key, size in sizes.items() if not size):
             raise ConfigError(f"{key} has no value to sweep over: the sweep would have no point")
 

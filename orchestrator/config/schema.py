@@ -17,6 +17,7 @@ from orchestrator.plugins import CLUSTERS, TRACKERS, TRANSPORTS, PluginKind
 LARGEST_INT = 2**63 - 1  # what the files, the random numbers' seeds and the frameworks can hold
 LONGEST_S = 10 * 365 * 24 * 3600.0
 LONGEST_NAME = 4096
+UNUSABLE = re.compile(r"[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -91,17 +92,27 @@ def bounds_of(schema: Any, prefix: str = "") -> dict[str, Bound]:
     return found
 
 
-def beyond(values: Mapping[str, Any]) -> list[str]:
-    """Return a sentence for every value that is beyond all reason.
+def beyond(values: Any, dotted: str = "") -> Iterator[str]:
+    """Yield a sentence for every value in nested dicts and lists that no file or seed can hold, or
+    that no file name, shell or terminal can take.
 
-    >>> beyond({"train": {"seed": 2**64}})
+    >>> list(beyond({"train": {"seed": 2**64}}))
     ['train.seed must lie between -(2**63 - 1) and 2**63 - 1, but is 18446744073709551616']
     """
-    return [
-        sentence
-        for dotted, value in leaves(values)
-        if (sentence := _too_large(dotted, value) or _odd(dotted, value))
-    ]
+    if isinstance(values, Mapping):
+        for key, value in values.items():
+            yield from beyond(value, f"{dotted}.{key}" if dotted else str(key))
+    elif isinstance(values, list | tuple):
+        for place, value in enumerate(values):
+            yield from beyond(value, f"{dotted}[{place}]")
+    elif isinstance(values, int) and abs(values) > LARGEST_INT:
+        yield f"{dotted} must lie between -(2**63 - 1) and 2**63 - 1, but is {shortened(values)}"
+    elif isinstance(values, str) and len(values) > LONGEST_NAME:
+        yield f"{dotted} must have at most {LONGEST_NAME} characters, but has {len(values)}"
+    elif isinstance(values, str) and (found := UNUSABLE.search(values)):
+        number = ord(found[0])
+        odd = f"the control character {number:#04x}" if number < 128 else "bytes that are not UTF-8"
+        yield f"{dotted} must not contain {odd}, but is {shortened(repr(values))}"
 
 
 def value_of(config: Any, dotted: str) -> Any:
@@ -118,52 +129,11 @@ def stated(section: Any, names: Collection[str] | None = None) -> dict[str, Any]
     return {name: v for name, v in found.items() if names is None or name in names}
 
 
-_LEAVES = frozenset({int, str, float, bool, type(None)})
-"""Types of nearly all values: a sweep of a thousand points has half a million."""
-
-
 def plain(config: Any) -> Any:
     """Convert like `asdict`, but share lists and tables, which are only to be read."""
-    if type(config) in _LEAVES or not is_dataclass(config):
+    if not is_dataclass(config):
         return config
     return {name: plain(value) for name, value in vars(config).items()}
-
-
-def leaves(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield every plain value in nested dicts and lists, with its dotted name."""
-    if type(values) in _LEAVES:
-        yield prefix, values
-    elif isinstance(values, Mapping):
-        for key, value in values.items():
-            yield from leaves(value, f"{prefix}.{key}" if prefix else str(key))
-    elif isinstance(values, (list, tuple)):
-        for place, value in enumerate(values):
-            yield from leaves(value, f"{prefix}[{place}]")
-    else:
-        yield prefix, values
-
-
-def _too_large(dotted: str, value: Any) -> str | None:
-    if isinstance(value, int) and abs(value) > LARGEST_INT:
-        return f"{dotted} must lie between -(2**63 - 1) and 2**63 - 1, but is {shortened(value)}"
-    if isinstance(value, str) and len(value) > LONGEST_NAME:
-        return f"{dotted} must have at most {LONGEST_NAME} characters, but has {len(value)}"
-    return None
-
-
-def _odd(dotted: str, value: Any) -> str | None:
-    """Return a sentence for characters that no file name, shell or terminal can take."""
-    if not isinstance(value, str) or value.isprintable():
-        return None
-    for sign in value:
-        if (ord(sign) < 32 and sign not in "\t\n") or ord(sign) == 127:
-            odd = f"the control character {ord(sign):#04x}"
-        elif 0xD800 <= ord(sign) < 0xE000:
-            odd = "bytes that are not UTF-8"
-        else:
-            continue
-        return f"{dotted} must not contain {odd}, but is {shortened(repr(value))}"
-    return None
 
 
 GPUS = re.compile(r"(?:[A-Za-z][A-Za-z0-9_.+-]*:)?([0-9]{1,6})")

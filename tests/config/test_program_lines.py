@@ -53,7 +53,7 @@ REFUSED = {
     ("--", "./norunbit.sh"): "chmod +x ./norunbit.sh",
     ("--", "broken.py"): "broken.py is no Python: line 2: ",
     ("--", "link.py"): "there is no program link.py",
-    ("--", "/dev/null"): "/dev/null is no file that could be run",
+    ("--", "/dev/null"): "/dev/null is no file that could be run by you",
     ("--", "-m"): "write -m package.module",
     ("--", "-m", "nothing.at.all"): "there is no module 'nothing.at.all'",
     ("--", "-m", "tests"): "has no __main__",
