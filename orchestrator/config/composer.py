@@ -168,21 +168,21 @@ def _kind_of(overrides: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]
 
 
 def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any]) -> bool:
+    """Return True if another of these values could change nothing but its own key."""
     raw: Any = OmegaConf.to_container(found, resolve=False)
-    texts = [(raw.get(section) or {}).get(key) for section, key in (k.split(".") for k in IDENTITY)]
-    own = str({**raw, "hydra": raw["hydra"]["sweep"]})
-    if OTHER_OF_HYDRA.search(own) or "${." in str(raw["hydra"]["sweep"]) or "${" in str(texts):
+    composed = dict(flat(raw))
+    sweep = str(raw["hydra"]["sweep"])
+    own = str({**raw, "hydra": sweep})
+    identity = str([composed.get(key) for key in IDENTITY])
+    if OTHER_OF_HYDRA.search(own) or "${." in sweep or "${" in identity:
         return False
+    stated = [f"{key_of(text)}." for text in overrides if not _chooses_file(text)]
     for key in values:
-        node = raw
-        for part in key.split("."):
-            node = node.get(part) if isinstance(node, dict) else None
-        others = [key_of(text) for text in overrides if not _chooses_file(text)]
-        overlapping = [o for o in others if f"{o}.".startswith(f"{key}.")]
-        overlapping += [o for o in others if f"{key}.".startswith(f"{o}.")]
-        if node is None or isinstance(node, dict | list) or "${" in str(node):
+        value = composed.get(key)
+        if value is None or isinstance(value, dict | list) or "${" in str(value):
             return False
-        if key in IDENTITY or key.startswith("hydra.") or overlapping != [key, key]:
+        overlapping = [o for o in stated if o.startswith(f"{key}.") or f"{key}.".startswith(o)]
+        if key in IDENTITY or key.startswith("hydra.") or len(overlapping) > 1:
             return False
     return True
 
