@@ -2,7 +2,7 @@
 
 Engines and workers call `warn`. The sentence goes to the rank's log and, as a line, into a file per
 node in the attempt's folder, which the launcher's terminal, `status` and rank 0 (for metrics.jsonl)
-read. A repeated warning is one entry with a count, on however many ranks it comes up.
+read. A repeated warning is one entry, on however many ranks it comes up.
 """
 
 from __future__ import annotations
@@ -34,33 +34,26 @@ POLL_S = 2.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RunWarning:
-    """One warning of an attempt. `times`: at least so often, over all `ranks` that gave it.
+    """One warning of an attempt, by all `ranks` that gave it.
 
-    >>> RunWarning(sentence="slow", ranks=(0, 1), times=1).text
+    >>> RunWarning(sentence="slow", ranks=(0, 1)).text
     'slow'
-    >>> RunWarning(sentence="slow", ranks=(3,), times=8).text
-    'rank 3: slow (at least 8 times)'
     >>> RunWarning(sentence="it was frozen", ranks=(0,)).text
     'rank 0: it was frozen'
     """
 
     sentence: str
     ranks: tuple[int, ...]
-    times: int = 1
     time: float = 0.0
 
     @property
     def text(self) -> str:
-        """The sentence with its ranks, unless it is rank 0's about the run, and its count."""
+        """The sentence with its ranks, unless it is rank 0's about the run."""
         named = ", ".join(map(str, self.ranks[:MOST_NAMED]))
         more = f" and {len(self.ranks) - MOST_NAMED} more" if len(self.ranks) > MOST_NAMED else ""
         about_run = 0 in self.ranks and not self.sentence.startswith(ABOUT_RANK)
         who = "" if about_run else f"rank{'s' * (len(self.ranks) > 1)} {named}{more}: "
-        return f"{who}{self.sentence}{_count(self.times, len(self.ranks))}"
-
-
-def _count(times: int, ranks: int) -> str:
-    return f" (at least {times} times)" if times > ranks else ""
+        return f"{who}{self.sentence}"
 
 
 class _RankWarnings:
@@ -68,21 +61,19 @@ class _RankWarnings:
 
     def __init__(self, path: Path, rank: int) -> None:
         self._path, self._rank = path, rank
-        self._times: dict[str, int] = {}
+        self._given: set[str] = set()
         self._unwritten: deque[bytes] = deque(maxlen=MOST_KINDS)
         self._lock = threading.Lock()  # heartbeats warn from a thread of their own
 
     def warn(self, sentence: str, kind: str) -> None:
         with self._lock:
-            if kind not in self._times and len(self._times) >= MOST_KINDS:
+            if len(self._given) >= MOST_KINDS and kind not in self._given:
                 kind = sentence = f"{MOST_KINDS} kinds of warnings came up here; no more are shown"
-            times = self._times[kind] = self._times.get(kind, 0) + 1
-            if times & (times - 1):  # written at 1, 2, 4, 8, …
+            if kind in self._given:
                 return
-            line = {"sentence": sentence, "times": times, "rank": self._rank, "time": time.time()}
-            line |= {"kind": kind} if kind != sentence else {}
-            self._unwritten.append(json.dumps(line).encode() + b"\n")
-            self._write(f"warning: {sentence}{_count(times, 1)}")  # its log has its name
+            self._given.add(kind)
+            self._unwritten.append(_line(self._rank, sentence, kind))
+            self._write(f"warning: {sentence}")  # its log has its name
 
     def _write(self, text: str) -> None:
         """Write to both; on a full disk the rest is tried again with the next warning."""
@@ -91,6 +82,11 @@ class _RankWarnings:
             _append(self._path, self._unwritten)
         except (OSError, RunFolderError):
             return
+
+
+def _line(rank: int, sentence: str, kind: str) -> bytes:
+    line = {"sentence": sentence, "kind": kind, "rank": rank, "time": time.time()}
+    return json.dumps(line).encode() + b"\n"
 
 
 def _append(path: Path, lines: deque[bytes]) -> None:
@@ -105,8 +101,7 @@ def _append(path: Path, lines: deque[bytes]) -> None:
 
 def warn_of(path: Path, rank: int, sentence: str) -> None:
     """Warn for a rank that cannot do so itself, into its node's file. Raises `OSError`."""
-    line = {"sentence": sentence, "times": 1, "rank": rank, "time": time.time()}
-    _append(path, deque([json.dumps(line).encode() + b"\n"]))
+    _append(path, deque([_line(rank, sentence, sentence)]))
 
 
 _destination: _RankWarnings | None = None
@@ -125,8 +120,8 @@ def warn(sentence: str, *, kind: str | None = None) -> None:
 
     Args:
         sentence: what was seen, what it means, and the remedy.
-        kind: warnings of one kind are counted as the same; the sentence itself by default. For
-            sentences that hold a number of the moment.
+        kind: of each kind only the first is shown; the sentence itself by default. For sentences
+            that hold a number of the moment.
     """
     sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     if _destination is None:
@@ -140,22 +135,15 @@ def read_warnings(attempt: Path) -> list[RunWarning]:
 
     Bounded in files and bytes. Lines torn by a full disk are skipped.
     """
-    found: dict[str, dict[int, tuple[int, str, float]]] = {}
+    found: dict[str, dict[int, tuple[float, str]]] = {}
     for path in sorted(attempt.glob(PATTERN))[:MOST_FILES]:
         for line in _lines(path):
-            ranks = found.setdefault(line.get("kind", line["sentence"]), {})
-            before = ranks.get(line["rank"])
-            _, sentence, moment = before or (0, line["sentence"], line["time"])
-            ranks[line["rank"]] = (line["times"], sentence, moment)
-    made = [
-        RunWarning(
-            sentence=min(ranks.items())[1][1],
-            ranks=tuple(sorted(ranks)),
-            times=sum(times for times, _, _ in ranks.values()),
-            time=min(moment for _, _, moment in ranks.values()),
-        )
-        for ranks in found.values()
-    ]
+            moment = (line["time"], line["sentence"])
+            found.setdefault(line["kind"], {}).setdefault(line["rank"], moment)
+    made: list[RunWarning] = []
+    for ranks in found.values():
+        moment, sentence = min(ranks.values())
+        made.append(RunWarning(sentence=sentence, ranks=tuple(sorted(ranks)), time=moment))
     return sorted(made, key=lambda warning: warning.time)
 
 

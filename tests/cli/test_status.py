@@ -43,7 +43,7 @@ def make_run(path, updates=12, cluster="local"):
         for n in range(updates)
     ]  # fmt: skip
     run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    warned = {"sentence": "slow", "times": 1, "rank": 1, "time": 1.0}
+    warned = {"sentence": "slow", "kind": "slow", "rank": 1, "time": 1.0}
     run.warnings(1, 0).write_text(json.dumps(warned) + "\n")
     write_json(run.result,
         {"state": "finished", "updates": updates, "samples": 96, "loss": 0.1, "restarts": [note],

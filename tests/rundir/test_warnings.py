@@ -1,4 +1,4 @@
-"""Warnings of ranks: bounded, counted, told once, and read back from whatever the folder holds."""
+"""Warnings of ranks: bounded, told once, and read back from whatever the folder holds."""
 
 import json
 import subprocess
@@ -18,14 +18,13 @@ def as_rank(tmp_path, monkeypatch):
     return lambda rank, node=0: warn_into(tmp_path / f"warnings-{node:05d}.jsonl", rank)
 
 
-def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks_and_a_count(as_rank, tmp_path):
+def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks(as_rank, tmp_path):
     for rank in (3, 5):
         as_rank(rank, node=rank // 4)
         for number in range(100):
             warn(f"slow: {number} s", kind="slow")
     [warned] = read_warnings(tmp_path)
-    assert (warned.sentence, warned.ranks, warned.times) == ("slow: 0 s", (3, 5), 128)
-    assert warned.text == "ranks 3, 5: slow: 0 s (at least 128 times)"
+    assert warned.text == "ranks 3, 5: slow: 0 s"
 
 
 def test_a_rank_of_which_a_warning_is_has_its_name_though_it_is_0_and_its_log_says_it_once(
@@ -44,7 +43,7 @@ def test_a_flood_leaves_few_short_lines(as_rank, tmp_path, capsys):
         warn(f"{number} " + "x" * 5000)
     lines = (tmp_path / "warnings-00000.jsonl").read_bytes().split(b"\n")[:-1]
     assert len(lines) < MOST_KINDS + 20
-    assert max(map(len, lines)) < 2000
+    assert max(map(len, lines)) < 3000
     assert capsys.readouterr().out.count("\n") == len(lines)
     assert "no more are shown" in read_warnings(tmp_path)[-1].sentence
 
@@ -65,7 +64,7 @@ def test_each_warning_is_news_once_and_the_folder_is_looked_at_now_and_then(as_r
 
 def test_torn_lines_and_links_are_passed_over(tmp_path):
     path = tmp_path / "warnings-00000.jsonl"
-    good = json.dumps({"sentence": "s", "times": 1, "rank": 0, "time": 1.0})
+    good = json.dumps({"sentence": "s", "kind": "s", "rank": 0, "time": 1.0})
     path.write_text(f'{{"sentence": "torn\n{good}\n{good[:-9]}')
     (tmp_path / "warnings-00001.jsonl").symlink_to(path)
     assert [warned.sentence for warned in read_warnings(tmp_path)] == ["s"]
