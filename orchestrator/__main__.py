@@ -1,13 +1,15 @@
 """`python -m orchestrator VERB`: inspect plans and runs, and resume them.
 
 The verbs read the run folder alone, so they work from another shell and days later. None of them
-imports a framework.
+but `export` imports a framework.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
 import shlex
 import sys
 from collections.abc import Callable
@@ -25,6 +27,7 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     OrchestratorError,
     RunFolderError,
+    UsageError,
     require_cwd,
     unreadable,
 )
@@ -33,6 +36,7 @@ from orchestrator.report.terminal import exit_on_broken_pipe, print_error, say
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.config.command_line import CommandLine
     from orchestrator.config.schema import Config
+    from orchestrator.rundir.checkpoints import Checkpoint
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
@@ -56,6 +60,7 @@ EXAMPLES = {
     "cancel": "cancel RUN",
     "compare": "compare RUN_A RUN_B --tensors",
     "report": "report RUN --format csv",
+    "export": "export RUN --torch",
     "audit": "audit cluster.ranks_per_node=2 -- train.py --accumulation 4",
     "doctor": "doctor --run +cluster=slurm",
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
@@ -313,28 +318,32 @@ def cancel(
         say(Console(), sentence)
 
 
-def _final_weights(run: Path) -> Path:
-    """Return the file of a run's newest weights. Raises `RunFolderError` if there is none, or if it
-    is damaged.
+def _newest_checkpoint(run: Path) -> Checkpoint:
+    """Return a run's newest checkpoint. Raises `RunFolderError` if there is none, or if it is
+    damaged.
     """
-    from orchestrator.rundir.checkpoints import WEIGHTS, complete, load
+    from orchestrator.rundir.checkpoints import complete, load
     from orchestrator.rundir.folder import RunDir
 
-    if run.is_file():
-        return run
     folder = RunDir(run).existing()
     saved = complete(folder.checkpoints)
     if not saved:
         if folder.read_plan().get("program"):
             raise RunFolderError(
                 f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
-                "if anywhere here); compare takes them as a safetensors file"
+                "if anywhere here); compare takes a safetensors file"
             )
         raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
-    return load(saved[-1], folder.identity).folder / WEIGHTS
+    return load(saved[-1], folder.identity)
 
 
-@verb
+def _final_weights(run: Path) -> Path:
+    """Return the file of a run's newest weights; see `_newest_checkpoint`."""
+    from orchestrator.rundir.checkpoints import WEIGHTS
+
+    return run if run.is_file() else _newest_checkpoint(run).folder / WEIGHTS
+
+
 def compare(
     a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
     b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
@@ -367,6 +376,54 @@ def compare(
             "bold red",
         )
         raise typer.Exit(EXIT_FAILED)
+
+
+@verb
+def export(
+    run: Annotated[Path, typer.Argument(help="A run folder.")],
+    safetensors: Annotated[
+        bool, typer.Option("--safetensors", help="The weights in one file; the default.")
+    ] = False,
+    torch: Annotated[
+        bool, typer.Option("--torch", help="Weights and optimizer, for torch.load().")
+    ] = False,
+    dcp: Annotated[
+        bool, typer.Option("--dcp", help="The same, for torch.distributed.checkpoint.load().")
+    ] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="A new file or folder; in RUN/export.")
+    ] = None,
+    verbose: Verbose = False,
+) -> None:
+    """Write a run's newest checkpoint for other programs."""
+    del verbose
+    from orchestrator.engine.api import Framework
+    from orchestrator.plugins import FRAMEWORKS
+    from orchestrator.rundir.files import make_folder, remove
+    from orchestrator.rundir.folder import RunDir
+
+    if safetensors + torch + dcp > 1:
+        raise UsageError("--safetensors, --torch and --dcp exclude one another")
+    form = "torch" if torch else "dcp" if dcp else "safetensors"
+    found = _newest_checkpoint(run.absolute())
+    folder = RunDir(run.absolute())
+    environment = folder.read_environment() or {}
+    uses_mindspore = "mindspore" in environment.get("framework", {})
+    name = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
+    to = (output or folder.path / "export" / name).absolute()
+    if os.path.lexists(to):
+        raise UsageError(f"{to} is there already; name another one: --output")
+    if output is None and not to.parent.exists():
+        make_folder(to.parent)
+    partial = to.with_name(f".partial-{to.name}")
+    framework = FRAMEWORKS.make("mindspore" if uses_mindspore else "torch", Framework)
+    try:
+        framework.export(found.folder, found.extra, form, partial)
+        partial.rename(to)
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            remove(partial)
+    say(Console(), f"{to} is written: the checkpoint after {found.updates} updates", prose=True)
 
 
 @verb

@@ -6,13 +6,14 @@ This module imports no framework. `engine/torch` and `engine/mindspore` implemen
 
 from __future__ import annotations
 
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.errors import SilenceError, did_you_mean
+from orchestrator.errors import ConfigError, SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
 
 _RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
@@ -446,6 +447,22 @@ class Framework(ABC):
     @abstractmethod
     def versions(self) -> dict[str, str]:
         """Return the versions and devices that decide the bits of a run, by name."""
+
+    def export(self, checkpoint: Path, extra: Mapping[str, Any], form: str, to: Path) -> None:
+        """Write a checkpoint for other programs to read.
+
+        Args:
+            checkpoint: its folder, with the files of `Engine.save_state`; `extra`: what that gave.
+            form: "safetensors" (the weights), "torch" or "dcp".
+            to: does not exist.
+
+        Raises:
+            ConfigError: the framework has no such format.
+        """
+        del extra
+        if form != "safetensors":
+            raise ConfigError(f"--{form} is for checkpoints of torch; use --safetensors")
+        shutil.copyfile(checkpoint / "weights.safetensors", to)
 
     def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
         """Start what takes time and need not wait for the job's import."""

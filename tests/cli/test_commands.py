@@ -26,7 +26,7 @@ ACTS = {
     "new": "it writes a folder",
     "launch": "its last lines are the run's", "run": "the same", "resume": "the same",
     "attach": "the same", "logs": "a program's own lines", "cancel": "a sentence",
-    "report": "it has --format json",
+    "report": "it has --format json", "export": "it writes a file",
 }  # fmt: skip
 CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 

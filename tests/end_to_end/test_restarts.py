@@ -6,10 +6,16 @@ import re
 import signal
 
 import pytest
+import torch
+from safetensors.torch import load_file
+from torch.distributed.checkpoint import state_dict_loader
+from typer.testing import CliRunner
 
+from orchestrator.__main__ import app
 from tests import helpers
 from tests.helpers import SMALL, TINY
 from tests.hold import Hold
+from tests.tiny_job import Tiny
 
 FEW = (
     TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "train.checkpoint_every=5",
@@ -84,12 +90,12 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     assert wanted["memory"]["optimizer"] <= 2 * 4 * 41 + 4 * pieces
 
 
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tmp_path):
     run, whole = tmp_path / "run", tmp_path / "whole"
     more = (
         TINY, "tracker=none", "accumulation.global_batch=22", "accumulation.micro_batch=4",
         "train.precision=float64", "train.clip_norm=0.5", "train.checkpoint_every=2",
-        "train.checkpoint_in_background=true",
     )  # fmt: skip
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}")
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=4", "run.max_restarts=1")
@@ -99,13 +105,40 @@ def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tm
         assert done.returncode == 0, done.stdout + done.stderr
     assert [note["resumed_from"] for note in helpers.result(run)["restarts"]] == [2]
     assert helpers.result(run)["memory"]["optimizer"] < helpers.result(whole)["memory"]["optimizer"]
-    others = ("engine.shard_model=all", "cluster.nodes=1", "cluster.ranks_per_node=3")
+    others = (
+        "engine.shard_model=all", "cluster.nodes=1", "cluster.ranks_per_node=3",
+        "train.checkpoint_in_background=true",
+    )  # fmt: skip
     done = helpers.verb("resume", run, "train.updates=6", *others)
     assert done.returncode == 0, done.stdout + done.stderr
     assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-10
     assert helpers.result(run)["metrics"]["loss"] == pytest.approx(
         helpers.result(whole)["metrics"]["loss"], rel=1e-10
     )
+    _check_exports(run)
+
+
+def _check_exports(run):
+    for form in ("safetensors", "torch", "dcp"):
+        done = CliRunner().invoke(app, ["export", str(run), f"--{form}"])
+        assert done.exit_code == 0, done.output
+    assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 2, "it is there already"
+    assert CliRunner().invoke(app, ["export", str(run), "--dcp", "--torch"]).exit_code == 2
+    names = sorted(path.name for path in (run / "export").iterdir())
+    assert names == [f"update-000000006.{suffix}" for suffix in ("dcp", "pt", "safetensors")]
+    dcp, torch_file, safetensors = (run / "export" / name for name in names)
+    weights = load_file(safetensors)
+    found = torch.load(torch_file, weights_only=True)
+    model = Tiny().model().double()
+    model.load_state_dict(found["model"])
+    optimizer = torch.optim.Adam(model.parameters())
+    optimizer.load_state_dict(found["optimizer"])
+    assert all(state["step"] == 6 for state in optimizer.state.values())
+    read = {"model": {name: torch.empty_like(weight) for name, weight in weights.items()}}
+    state_dict_loader.load(read, checkpoint_id=dcp, no_dist=True)
+    for name, weight in model.state_dict().items():
+        assert weight.equal(weights[name])
+        assert weight.equal(read["model"][name])
 
 
 def test_an_interrupted_run_does_not_start_again(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 # Any optimizer imports torch's compiler when it is built: 1.2 s of CPU time and 70 MiB. Imported
@@ -14,6 +16,7 @@ from orchestrator.engine.torch.engine import build_engine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.start_checks import versions
+from orchestrator.engine.torch.state import export_state
 
 
 class Torch(Framework):
@@ -27,3 +30,6 @@ class Torch(Framework):
 
     def versions(self) -> dict[str, str]:
         return versions()
+
+    def export(self, checkpoint: Path, extra: Mapping[str, Any], form: str, to: Path) -> None:
+        export_state(checkpoint, extra, form, to)

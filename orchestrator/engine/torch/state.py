@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import json
 import threading
+import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -47,17 +48,44 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
     """Load what `save_model` wrote, or this rank's parts of it. Raises `RunFolderError` when it is
     another model's state.
     """
-    tensors = _read(folder / WEIGHTS)
-    # Tensors within extra state were written under names that begin with its own.
-    within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
-    state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
-    state |= {name: unpack(value, tensors) for name, value in rest.items()}
+    state = _saved_model(folder, rest)
     held, _ = model_state(model)
     state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
         raise RunFolderError(f"{folder / WEIGHTS} is of another model: {error}") from error
+
+
+def _saved_model(folder: Path, rest: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the `state_dict()` that `save_model` wrote."""
+    tensors = _read(folder / WEIGHTS)
+    # Tensors within extra state were written under names that begin with its own.
+    within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
+    state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
+    return state | {name: unpack(value, tensors) for name, value in rest.items()}
+
+
+def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) -> None:
+    """Write a checkpoint for other programs; see `Framework.export`.
+
+    "torch" is a file for `torch.load(weights_only=True)`, "dcp" a folder for
+    `torch.distributed.checkpoint.load`: `model`, and `optimizer` or the states of `run.windows`.
+    """
+    model = _saved_model(folder, extra["model"])
+    if form == "safetensors":  # others know no names for shared memory: each name has its own
+        save_file({n: t.clone() for n, t in model.items() if isinstance(t, Tensor)}, to)
+        return
+    parts = unpack(extra["optimizer"], _read(folder / OPTIMIZER))
+    state = {"model": model, **(parts if "windows" in extra else {"optimizer": parts})}
+    if form == "torch":
+        torch.save(state, to)
+        return
+    from torch.distributed.checkpoint.state_dict_saver import save  # takes a second to import
+
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
+        save(state, checkpoint_id=to, no_dist=True)
 
 
 def load_weights(model: Module, path: Path) -> None:
