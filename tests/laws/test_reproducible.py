@@ -13,7 +13,6 @@ from orchestrator.engine.torch.model import seed_everything
 from orchestrator.engine.torch.reproducible import (
     are_siblings,
     gap_in,
-    middle,
     nodes_of,
 )
 from orchestrator.engine.torch.state import weights_sha256
@@ -93,20 +92,6 @@ def test_numbered_and_counted_leaves_together_are_refused_by_all_ranks():
     run_in_threads(2, train)
 
 
-def _assignments():
-    even = [[10 * r // ranks for r in range(ranks + 1)] for ranks in (1, 2, 3, 5, 7)]
-    return [*even, [0, 1, 9, 10], [0, 0, 10], [0, 10, 10, 10], [0, 3, 3, 4, 10]]
-
-
-def test_one_digest_for_1_2_3_5_and_7_ranks_even_and_lopsided():
-    results = {
-        str(found[:2])
-        for edges in _assignments()
-        for found in run_in_threads(len(edges) - 1, lambda g, e=edges: _train(g, e, 29))
-    }
-    assert len(results) == 1
-
-
 def test_gloo_gives_the_digest_of_one_process(tmp_path):
     wanted = run_in_threads(1, lambda group: _train(group, [0, 10], 29)[:2])[0]
     for number, edges in enumerate(([0, 3, 10], [0, 1, 9, 10])):
@@ -137,13 +122,6 @@ def test_buffers_of_equal_ranks_stay_within_the_promise():
         edges = [r * leaves_per_rank for r in range(3)]
         for *_, made in run_in_threads(2, lambda g, e=edges: _train(g, e, LEAF * e[-1])):
             assert made <= 2 + math.log2(leaves_per_rank)
-
-
-@given(st.integers(2, 500))
-def test_trees_split_at_the_largest_power_of_two_below_the_length(leaves):
-    split = middle(0, leaves)
-    assert split.bit_count() == 1
-    assert split < leaves <= 2 * split
 
 
 def test_leaves_of_no_rank_or_of_two_are_refused_by_all_ranks():

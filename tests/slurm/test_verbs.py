@@ -73,17 +73,6 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path)
     assert runs.status(run)["state"] == "finished"
 
 
-def test_a_run_that_was_cancelled_by_scancel_is_called_so(slurm, tmp_path):
-    run = tmp_path / "run"
-    runs.submit_long(slurm, run)
-    job = runs.job_of(run)
-    runs.wait_for_update(run, 1)
-    slurm.command("scancel", job)
-    until(lambda: runs.over(slurm, job), 30, "the job's end")
-    assert runs.queue_state(slurm, job) == "CANCELLED"
-    assert runs.status(run)["state"] == "cancelled"
-
-
 @pytest.mark.timeout(240)
 def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mended, tmp_path):
     run = tmp_path / "run"

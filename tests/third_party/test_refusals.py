@@ -3,9 +3,7 @@
 import sys
 
 import pytest
-from typer.testing import CliRunner
 
-from orchestrator.__main__ import app
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
 from orchestrator.engine.api import Framework
@@ -124,22 +122,17 @@ LACKING = "    @classmethod\n    def lacking(cls, everyone): raise KeyError('x')
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        (f"{FORM}raise KeyError('PORT')", "failed to form a group: KeyError: 'PORT' ("),
-        (f"{FORM}pass", "failed to form a group: TypeError: form() gave None"),
-        (f"{FORM}pass\n{LACKING}", "failed to say whether these ranks can use it: KeyE"),
+        (f"{FORM}raise RuntimeError('no cable')", "could not connect to the others over theirs"),
+        (f"{FORM}raise KeyError('PORT')", "of theirs 1.2 failed to form a group: KeyError: 'PORT'"),
+        (f"{FORM}pass", "of theirs 1.2 failed to form a group: TypeError: form() gave None"),
+        (f"{FORM}pass\n{LACKING}", "of theirs 1.2 failed to say whether these ranks can use it"),
     ],
 )
 def test_a_transport_that_cannot_be_used_is_told_by_its_ranks(registered, tmp_path, body, words):
     registered(TRANSPORTS, f"class Theirs(Transport):\n{body}")
     with pytest.raises(AssertionError) as caught:
         run_ranks(2, tmp_path, print, transport="theirs")
-    assert f"Error: transport=theirs: theirs:Theirs of theirs 1.2 {words}" in str(caught.value)
-
-
-def test_a_transport_that_cannot_connect_says_who_could_not(registered, tmp_path):
-    registered(TRANSPORTS, f"class Theirs(Transport):\n{FORM}raise RuntimeError('no cable')")
-    with pytest.raises(AssertionError, match="could not connect to the others over theirs, after"):
-        run_ranks(2, tmp_path, print, transport="theirs")
+    assert words in str(caught.value)
 
 
 INIT = "    def __init__(self, *given): raise KeyError('TOKEN')\n"
@@ -158,22 +151,6 @@ def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp
     with pytest.raises(ConfigError) as caught:
         Scalars(RunDir(tmp_path), compose([TINY, "tracker.kind=theirs"]))
     assert str(caught.value).startswith(f"tracker.kind=theirs: theirs:Theirs of theirs 1.2 {FAILS}")
-
-
-@pytest.mark.parametrize("seam", [CLUSTERS, TRANSPORTS, TRACKERS], ids=lambda seam: seam.key)
-def test_a_name_that_is_nearly_theirs_is_answered_with_it(registered, seam):
-    registered(seam, "")
-    with pytest.raises(ConfigError, match=f"{seam.key} must be one of .*did you mean 'theirs'"):
-        compose([TINY, f"{seam.key}=thiers"])
-
-
-def test_points_of_a_cluster_that_says_nothing_of_their_share_never_run_side_by_side(registered):
-    registered(CLUSTERS, SUBMITS)
-    line = ["plan", "-m", "cluster.kind=theirs", "train.seed=1,2"]
-    done = CliRunner().invoke(app, [*line, "sweep.parallel=2"])
-    assert done.exit_code == 2
-    assert "sweep.parallel=2: these points run one after another" in done.output
-    assert CliRunner().invoke(app, line).exit_code == 0
 
 
 def test_a_cluster_that_says_finished_where_nothing_was_trained_is_not_believed(

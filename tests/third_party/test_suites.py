@@ -61,12 +61,6 @@ def test_its_tracker_has_the_losses_of_its_metrics(trained):
     assert tracked == [(record["update"], record["loss"]) for record in records(trained)]
 
 
-@pytest.mark.parametrize("toy", ["cluster", "transport", "tracker"])
-def test_a_toy_is_less_than_80_lines(toy):
-    [source] = (ROOT / "tests" / "third_party" / toy).glob("*.py")
-    assert source.read_text().count("\n") < 80
-
-
 def test_the_page_shows_what_is_here():
     here = Path(__file__).parent
     page = ROOT / "docs/how-to/extending.md"

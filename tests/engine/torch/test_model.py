@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 
 import pytest
 import torch
@@ -201,20 +200,3 @@ def test_seeding_gives_the_numbers_that_torchs_own_way_gives(seed):
     wanted = torch.rand(5)
     seed_torch(seed)
     assert torch.equal(torch.rand(5), wanted)
-
-
-def test_seeding_reads_no_source_file():
-    """torch.manual_seed formats the stack for devices that nobody uses: 30 stats a call."""
-    entered = []
-
-    def note(frame, event, _):
-        if event == "call":
-            entered.append(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        seed_torch(1)
-    finally:
-        sys.setprofile(None)
-    assert entered
-    assert not [name for name in entered if name.endswith(("traceback.py", "linecache.py"))]
