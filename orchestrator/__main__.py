@@ -629,9 +629,9 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
 
 def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
-    from orchestrator.cli.start import describe, plan_and_notes
+    from orchestrator.cli.start import describe, prepare, with_notes
 
-    made = plan_and_notes(config)
+    made = with_notes(prepare(config), config)
     request, said = describe(config)
     if as_json:
         _print_json({**made, **({"request": {**request.details, **said}} if said else {})})

@@ -9,12 +9,11 @@ from __future__ import annotations
 import io
 import os
 import shlex
-import shutil
 import tempfile
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import Any
 
 from rich.console import Console
@@ -34,9 +33,15 @@ from orchestrator.audit.judge import (
 )
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.start import begun, prepare, runner_of
-from orchestrator.config.command_line import key_of, literally, program_overrides
+from orchestrator.config.command_line import (
+    key_of,
+    literally,
+    program_overrides,
+    without_python,
+)
 from orchestrator.config.composer import compose
-from orchestrator.config.job_source import check_target, is_this_python
+from orchestrator.config.job_source import check_target
+from orchestrator.config.program import LAUNCHERS
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -55,7 +60,6 @@ STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged
 JOB_UPDATES = 8
 DEFAULTS = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 OURS = ("run.snapshot=false", "run.watch=true", "tracker=none", "run.max_restarts=0")
-LAUNCHERS = ("torchrun", "accelerate", "mpirun", "srun", "deepspeed", "torch.distributed.run")
 SIGNS = {WRONG: "WRONG", UNJUDGED: "?", RIGHT: "ok"}
 STYLES = {WRONG: "bold red", UNJUDGED: "yellow", RIGHT: "green"}
 
@@ -123,8 +127,10 @@ def audit(
     done: list[Audit] = []
     for number in STEPS if steps else (None,):
         added = [] if steps is None else shlex.split(steps.replace("{steps}", str(number)))
-        with _scratch() as folder:
-            made, code = _run(overrides, program, added, updates, folder, output, fake=fake_cuda)
+        with tempfile.TemporaryDirectory(prefix="audit-", ignore_cleanup_errors=True) as folder:
+            made, code = _run(
+                overrides, program, added, updates, Path(folder), output, fake=fake_cuda
+            )
         made.steps = number
         done.append(made)
         if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
@@ -180,11 +186,9 @@ def _run(
 
 def _observed(program: Sequence[str], here: Path) -> list[str]:
     """Return the words that run a script observed."""
-    words = list(program)
-    if is_this_python(words[0]):
-        words = words[2 if words[1:2] == ["-u"] else 1 :]
+    words = without_python(program)
     name = words[1] if words[:1] == ["-m"] and len(words) > 1 else "".join(words[:1])
-    if any(name == launcher or name.endswith(f"/{launcher}") for launcher in LAUNCHERS):
+    if PurePath(name).name in (*LAUNCHERS, "torch.distributed.run"):
         raise ConfigError(
             f"{name} starts ranks by itself, and so does an audit: give the script alone, as in "
             "audit cluster.ranks_per_node=2 -- train.py"
@@ -247,15 +251,6 @@ def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
     if traces[0].skipped:
         notes.append(f"{traces[0].skipped} updates were skipped by the loss scaler")
     return notes
-
-
-@contextmanager
-def _scratch() -> Generator[Path]:
-    folder = Path(tempfile.mkdtemp(prefix="audit-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

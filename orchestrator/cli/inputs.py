@@ -291,26 +291,25 @@ def _constructor_defaults(target: str) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for path in list(_files_of_module(module))[-1:]:
         for node in ast.walk(ast.parse(path.read_bytes())):
-            if not (isinstance(node, ast.ClassDef) and node.name == name):
-                continue
-            for inner in node.body:
-                if isinstance(inner, ast.FunctionDef) and inner.name == "__init__":
-                    found |= _literal_defaults(inner.args)
-                elif isinstance(inner, ast.AnnAssign) and isinstance(inner.target, ast.Name):
-                    found |= _literals({inner.target.id: inner.value})  # of a data class
+            if isinstance(node, ast.ClassDef) and node.name == name:
+                for inner in node.body:
+                    found |= {
+                        key: value.value
+                        for key, value in _defaults(inner)
+                        if isinstance(value, ast.Constant)
+                    }
     return found
 
 
-def _literal_defaults(arguments: ast.arguments) -> dict[str, Any]:
-    places = [*arguments.posonlyargs, *arguments.args]
-    last = places[len(places) - len(arguments.defaults) :]
-    values = dict(zip([one.arg for one in last], arguments.defaults, strict=True))
-    named = zip([one.arg for one in arguments.kwonlyargs], arguments.kw_defaults, strict=True)
-    return _literals({**values, **dict(named)})
-
-
-def _literals(values: Mapping[str, ast.expr | None]) -> dict[str, Any]:
-    return {k: node.value for k, node in values.items() if isinstance(node, ast.Constant)}
+def _defaults(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
+    """Yield what a statement of a class sets for the constructor: also that of a data class."""
+    if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+        given = node.args
+        places = [*given.posonlyargs, *given.args][::-1]
+        yield from zip((one.arg for one in places), given.defaults[::-1], strict=False)
+        yield from zip((one.arg for one in given.kwonlyargs), given.kw_defaults, strict=True)
+    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        yield node.target.id, node.value
 
 
 def _existing(texts: Sequence[Any]) -> Iterator[Path]:

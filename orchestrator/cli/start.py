@@ -179,12 +179,12 @@ def begun(
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                asked = _submission(cluster, overrides, flags)
-                inputs = {} if notes else {INPUTS: inputs_of(config)}
-                write_json(
-                    run.submission,
-                    {**asked, **digest, **admission.notice, **inputs, **(notes or {})},
-                )
+                asked = {
+                    "time": time.time(), "command": sys.argv, "overrides": list(overrides),
+                    "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
+                }  # fmt: skip
+                noted = notes or {INPUTS: inputs_of(config)}
+                write_json(run.submission, {**asked, **digest, **admission.notice, **noted})
                 with held(run):
                     yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
@@ -248,33 +248,24 @@ def resumed(
         if asked.changes:
             prepare(config, new=False)
         cluster.trust(run, {change.key for change in asked.changes})
-        _refuse_in_progress(run)
+        if standing := handle_of(run).in_progress():
+            raise RunFolderError(
+                f"{run.path} is in progress ({standing}); to stop it first: "
+                f"{command('cancel', run.path)}"
+            )
         attempt = run.attempts_made()
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
         record(run, asked, attempt, inputs)
-        _as_before_its_end(run, admission)
+        if admission.notice:
+            write_json(run.submission, {**run.read_submission(), **admission.notice})
+        for file in (run.cancel, run.pruned, run.result):  # as before its end
+            file.unlink(missing_ok=True)
         yield Ready(
             config=config, run=run, cluster=cluster, attempt=attempt, request=request,
             output=output,
         )  # fmt: skip
-
-
-def _refuse_in_progress(run: RunDir) -> None:
-    if standing := handle_of(run).in_progress():
-        raise RunFolderError(
-            f"{run.path} is in progress ({standing}); to stop it first: "
-            f"{command('cancel', run.path)}"
-        )
-
-
-def _as_before_its_end(run: RunDir, admission: Admission) -> None:
-    if admission.notice:
-        write_json(run.submission, {**run.read_submission(), **admission.notice})
-    run.cancel.unlink(missing_ok=True)
-    run.pruned.unlink(missing_ok=True)
-    run.result.unlink(missing_ok=True)
 
 
 def config_of(run: RunDir) -> Config:
@@ -307,24 +298,8 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
     return sentences + passed_over
 
 
-def _submission(cluster: Cluster, overrides: Sequence[str], flags: Sequence[str]) -> dict[str, Any]:
-    return {
-        "time": time.time(),
-        "command": sys.argv,
-        "overrides": list(overrides),
-        "flags": list(flags),
-        "folder": str(Path.cwd()),
-        **cluster.placed,
-    }
-
-
-def plan_and_notes(config: Config) -> dict[str, Any]:
-    """Return the plan as in plan.json, with `notes` about it. Raises `UsageError`."""
-    return with_notes(prepare(config), config)
-
-
 def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
-    """Return a plan that is made already, with `notes` about it."""
+    """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
     words = planned_survival(config).words

@@ -171,12 +171,17 @@ def program_overrides(words: Sequence[str], before: Sequence[str] = ()) -> tuple
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
-    given = list(words)
-    if given and is_this_python(given[0]):
-        given = given[2 if given[1:2] == ["-u"] else 1 :]  # both as we start scripts anyway
+    given = without_python(words)
     if not given:
         raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
     return "job=program", f"job.command=[{','.join(map(literally, given))}]"
+
+
+def without_python(words: Sequence[str]) -> list[str]:
+    """Return a program's words without `python` or `python -u`, as we start scripts anyway."""
+    if words and is_this_python(words[0]):
+        return [*words[2 if words[1:2] == ["-u"] else 1 :]]
+    return [*words]
 
 
 def literally(word: str) -> str:

@@ -6,7 +6,7 @@ import pytest
 from typer.testing import CliRunner
 
 from orchestrator.__main__ import app
-from orchestrator.cli.start import plan_and_notes
+from orchestrator.cli.start import prepare, with_notes
 from orchestrator.config.composer import compose
 
 
@@ -28,7 +28,8 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     found = json.loads(planned(*asked, "--json"))
     assert len({str(plan["overrides"]) for plan in found}) == points
     for plan in found:
-        alone = plan_and_notes(compose(plan.pop("overrides")))
+        config = compose(plan.pop("overrides"))
+        alone = with_notes(prepare(config), config)
         assert plan.pop("cell")["do"] == "to run"
         assert plan == json.loads(json.dumps(alone))
     words = planned(*asked)
