@@ -237,7 +237,7 @@ def status(
 
     asked = [path.absolute() for path in runs or []]
     search = tables.search_of(asked[0]) if len(asked) == 1 else None
-    unbegun = search is not None and not find_runs(asked[0], waiting=True)
+    unbegun = search is not None and not find_runs(asked[0])
     found, sentences = statuses([] if unbegun else expand(asked))
     console = Console()
     for sentence in sentences:
@@ -311,7 +311,7 @@ def cancel(
     from orchestrator.rundir.status import find_runs
 
     folder = RunDir(run.absolute())
-    if find_runs(folder.path, waiting=True) == [folder.path]:
+    if find_runs(folder.path) == [folder.path]:
         say(Console(), cancelling.cancel(folder, now=now))
         return
     for sentence in cancelling.cancel_sweep(folder.path, now=now):

@@ -19,13 +19,7 @@ from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import LogReader
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import (
-    WAITING_REASON,
-    is_held,
-    is_waiting,
-    signal_holder,
-    take_waiting,
-)
+from orchestrator.rundir.lock import is_held, signal_holder
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
@@ -50,7 +44,7 @@ def expand(paths: Sequence[Path]) -> list[RunDir]:
     """
     runs: list[RunDir] = []
     for path in paths or [Path.cwd() / "runs"]:
-        found = find_runs(path, waiting=True)
+        found = find_runs(path)
         if not found and paths:
             RunDir(path).existing()
             raise RunFolderError(f"there is no run in {path}")
@@ -87,10 +81,6 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     """Return the status by the folder and its launcher's lock; collect runs of schedulers in
     `alone`.
     """
-    if is_waiting(run):
-        new = RunStatus(folder=run.path, state="pending", cluster="local")
-        known = from_folder(run) if run.config.exists() else new
-        return replace(known, state="pending", reason=WAITING_REASON)
     status = from_folder(run.existing())
     if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
@@ -118,8 +108,6 @@ def cancel(run: RunDir, *, now: bool = False) -> str:
     Returns:
         A sentence that says what happens. Raises `ClusterError` when there is nothing to stop.
     """
-    if is_waiting(run) and take_waiting(run):
-        return f"{run.path} waited for room on this machine, and is not started any more"
     return handle_of(run.existing()).cancel(run, now=now)
 
 
@@ -136,7 +124,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
     sweep, said = RunDir(folder), list[str]()
     if is_held(sweep):
         said.append(_cancel_holder(sweep, now=now))
-    runs = [] if said and not find_runs(folder, waiting=True) else expand([folder])
+    runs = [] if said and not find_runs(folder) else expand([folder])
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
     members: dict[type[Cluster], list[RunDir]] = {}
     found: dict[str, list[Path]] = {}

@@ -131,7 +131,6 @@ class RunDir:
     terminal_log = _below("logs", "terminal.log")  # of who holds it, where others do, too
     cancel = _below("cancel")
     newest_attempt = _below("attempts", "newest")
-    waiting = _below(".waiting")  # in a sweep's folder; see `rundir/lock.py`
     pruned = _below("pruned.json")  # why a search ended it early
     # Of a search, in the sweep's folder: its trials, and what people are shown of them.
     journal = _below("search.journal")

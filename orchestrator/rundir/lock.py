@@ -12,16 +12,15 @@ import os
 import re
 import signal
 import time
-from collections.abc import Generator, Sequence
+from collections.abc import Generator
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.rundir.files import make_folder, names_in, open_nofollow
+from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 
 WORDS_BYTES = 256
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
-WAITING_REASON = "it waits for room on this machine"
 
 
 @contextlib.contextmanager
@@ -142,49 +141,3 @@ def _has_open(pid: int, descriptor: int) -> bool:
             if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
                 return True
     return False
-
-
-def mark_waiting(runs: Sequence[RunDir]) -> None:
-    """Mark points of sweeps that this process holds as waiting for room on this machine.
-
-    A mark is an empty file in the sweep's folder. The process that removes it has the point: the
-    sweep's own, which starts it, or `cancel SWEEP/5`.
-    """
-    for run in runs:
-        place = _place(run)
-        if not place.parent.is_dir():
-            make_folder(place.parent)
-        place.touch(mode=0o600)
-
-
-def take_waiting(run: RunDir) -> bool:
-    """Remove a point's mark. False if another process was quicker, or there was none."""
-    try:
-        _place(run).unlink()
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    return True
-
-
-def clear_waiting(runs: Sequence[RunDir]) -> None:
-    """Remove the marks of these points."""
-    for run in runs:
-        take_waiting(run)
-    for folder in {_place(run).parent for run in runs}:
-        with contextlib.suppress(OSError):  # others of the sweep still wait
-            folder.rmdir()
-
-
-def is_waiting(run: RunDir) -> bool:
-    """Return whether a point waits; a mark counts as long as the sweep's process lives."""
-    return _place(run).exists() and is_held(RunDir(run.path.parent))
-
-
-def waiting_in(sweep: Path) -> list[Path]:
-    """Return the folders, made or not, of a sweep's waiting points."""
-    names = names_in(RunDir(sweep).waiting)
-    return [sweep / name for name in names] if names and is_held(RunDir(sweep)) else []
-
-
-def _place(run: RunDir) -> Path:
-    return RunDir(run.path.parent).waiting / run.path.name

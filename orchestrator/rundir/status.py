@@ -13,7 +13,7 @@ from typing import Any
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
-from orchestrator.rundir.lock import is_held, is_waiting, waiting_in
+from orchestrator.rundir.lock import is_held
 from orchestrator.rundir.metrics import (
     Record,
     recent_records,
@@ -276,23 +276,15 @@ def _beats(run: RunDir) -> list[str]:
     return [_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
 
 
-def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
+def find_runs(below: Path) -> list[Path]:
     """Return all run folders below a folder, those of sweeps included, by name.
 
     A folder that may not be read counts as one: it may be another account's run.
-
-    Args:
-        waiting: include the folders of waiting points, which may not exist yet.
     """
     found: list[Path] = []
-    left: list[Path | list[Path]] = [below] if below.is_dir() else []
-    if not left and waiting and is_waiting(RunDir(below)):
-        found.append(below)
+    left = [below] if below.is_dir() else []
     while left:  # no recursion: folders may lie in folders without end
         folder = left.pop()
-        if isinstance(folder, list):
-            found += folder
-            continue
         try:
             within = {entry.name: entry for entry in os.scandir(folder)}
         except PermissionError:
@@ -305,8 +297,6 @@ def find_runs(below: Path, *, waiting: bool = False) -> list[Path]:
         if "config.yaml" in within and "attempts" in within:
             found.append(folder)
             continue
-        if waiting and RunDir(folder).waiting.name in within:
-            left.append([path for path in waiting_in(folder) if path.name not in within])
         left += [
             Path(entry.path)
             for name, entry in sorted(within.items(), reverse=True)

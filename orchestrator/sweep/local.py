@@ -27,16 +27,13 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
-    EXIT_STOPPED,
     OrchestratorError,
     describe_status,
 )
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
-from orchestrator.rundir import lock as run_lock
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import take_waiting
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
 from orchestrator.sweep.cells import Cell
@@ -326,7 +323,6 @@ def _move_output(run: RunDir, before: BinaryIO) -> None:
 
 TIMED = ("accumulation", "cluster", "engine", "transport")
 """Sections whose values people compare by time and memory."""
-NOT_BEGUN = "it was cancelled while it waited for room"
 
 
 def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEnded]:
@@ -341,45 +337,30 @@ def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEn
     alone = room.at_once(shares) == 1
     waiting = list(cells)
     names = _names(cells)
-    runs = [cell.run for cell in cells]
     ended: dict[Path, PointEnded] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
-
-        def end(one: PointEnded) -> None:
+        while True:
+            for cell in list(waiting):
+                if not queue.has_room(cell):
+                    continue
+                if alone:
+                    say(output.console, cell.point.words, "bold")
+                elif not output.quiet:
+                    say(output.console, f"{names[cell.run.path]} starts", "dim")
+                if queue.start(cell):  # else an interrupt, or the memory is gone meanwhile
+                    waiting.remove(cell)
+            one = queue.wait_one()
+            if one is None:
+                return ended
             path, good = one.cell.run.path, one.exit_code == EXIT_FINISHED
             ended[path] = one
-            name = names[path]
             if one.refusal is not None:
-                say(output.console, f"{name}: {one.refusal}", "bold red")
+                say(output.console, f"{names[path]}: {one.refusal}", "bold red")
             elif not alone and not (output.quiet and good):  # alone, it has shown that itself
                 counts = f"{len(queue.running)} running, {len(waiting)} waiting"
                 left = counts if queue.running or waiting else "the last"
                 style = "green" if good else "bold red"
-                say(output.console, f"{name}: {_outcome(one)} ({left})", style)
-
-        run_lock.mark_waiting(runs)
-        try:
-            while True:
-                for cell in list(waiting):
-                    if not queue.has_room(cell):
-                        continue
-                    waiting.remove(cell)
-                    if not take_waiting(cell.run):  # `cancel SWEEP/5` was quicker
-                        end(PointEnded(cell=cell, exit_code=EXIT_STOPPED, refusal=NOT_BEGUN))
-                        continue
-                    if alone:
-                        say(output.console, cell.point.words, "bold")
-                    elif not output.quiet:
-                        say(output.console, f"{names[cell.run.path]} starts", "dim")
-                    if not queue.start(cell):  # an interrupt, or the memory is gone meanwhile
-                        run_lock.mark_waiting([cell.run])
-                        waiting.append(cell)
-                one = queue.wait_one()
-                if one is None:
-                    return ended
-                end(one)
-        finally:
-            run_lock.clear_waiting(runs)
+                say(output.console, f"{names[path]}: {_outcome(one)} ({left})", style)
 
 
 def _names(cells: Sequence[Cell]) -> dict[Path, str]:
