@@ -69,6 +69,9 @@ def test_a_gradient_that_is_not_finite_stops_skips_or_is_an_overflow():
         policy = UpdatePolicy(AccumulationOptions(), scale, lambda mine: [mine])
         assert _decide(policy, 2.0, norm) is None
         assert scale.scale == before / 2
+        scale.load({"scale": 1.0, "calm": 0})
+        with pytest.raises(NonFiniteError):
+            _decide(policy, 2.0, norm)
 
 
 def test_a_gradient_is_averaged_unscaled_and_clipped_at_once():

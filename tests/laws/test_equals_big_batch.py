@@ -13,7 +13,6 @@ from tests.laws.problem import Problem, big_batch, difference, split
 from tests.laws.strategies import cuts
 
 DOUBLE = torch.float64
-BUCKETS = (8, 64, 1000, 25 * 2**20)
 
 
 def _check(problem, table, tolerance, **accumulator):
@@ -26,53 +25,37 @@ def _check(problem, table, tolerance, **accumulator):
         assert difference(found, results[0][0]) == 0, "replicas drifted apart"
 
 
+PROBLEM = {
+    "samples": st.integers(1, 20),
+    "weighting": st.sampled_from(["samples", "tokens", "own"]),
+    "seed": st.integers(0, 1000),
+}
+
+
 @given(
     data=st.data(),
-    samples=st.integers(1, 20),
-    weighting=st.sampled_from(["samples", "tokens", "own"]),
-    optimizer=st.sampled_from(["sgd", "adamw"]),
-    clip_norm=st.sampled_from([None, 0.05, 10.0]),
-    weight_decay=st.sampled_from([0.0, 0.1]),
-    sparse=st.booleans(),
-    seed=st.integers(0, 1000),
-    bucket_bytes=st.sampled_from(BUCKETS),
-    how=st.sampled_from(["overlap", "at once", "sharded"]),
-    expected_weight=st.one_of(st.none(), st.floats(0.01, 100)),
+    problem=st.builds(
+        Problem,
+        **PROBLEM,
+        optimizer=st.sampled_from(["sgd", "adamw"]),
+        clip_norm=st.sampled_from([None, 0.05, 10.0]),
+        weight_decay=st.sampled_from([0.0, 0.1]),
+        sparse=st.booleans(),
+    ),
+    how=st.fixed_dictionaries(
+        {
+            "bucket_bytes": st.sampled_from([8, 64, 1000, 25 * 2**20]),
+            "overlap": st.booleans(),
+            "shard_optimizer": st.booleans(),
+            "expected_weight": st.one_of(st.none(), st.floats(0.01, 100)),
+        }
+    ),
 )
 @settings(max_examples=120, deadline=None)
-def test_any_split_equals_the_big_batch_in_float64(
-    data,
-    samples,
-    weighting,
-    optimizer,
-    clip_norm,
-    weight_decay,
-    sparse,
-    seed,
-    bucket_bytes,
-    how,
-    expected_weight,
-):
-    problem = Problem(
-        samples=samples,
-        weighting=weighting,
-        optimizer=optimizer,
-        clip_norm=clip_norm,
-        weight_decay=weight_decay,
-        sparse=sparse,
-        seed=seed,
-    )
-    table = data.draw(cuts(samples))
-    _check(
-        problem,
-        table,
-        # Adam divides by a root that can be tiny, which magnifies the last bits.
-        1e-12 if optimizer == "sgd" else 1e-10,
-        bucket_bytes=bucket_bytes,
-        overlap=how in ("overlap", "sharded"),
-        shard_optimizer=how == "sharded",
-        expected_weight=expected_weight,
-    )
+def test_any_split_equals_the_big_batch_in_float64(data, problem, how):
+    table = data.draw(cuts(problem.samples))
+    # Adam divides by a root that can be tiny, which magnifies the last bits.
+    _check(problem, table, 1e-12 if problem.optimizer == "sgd" else 1e-10, **how)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -83,33 +66,24 @@ def test_what_is_used_for_the_first_time_in_a_later_micro_step_is_stepped(seed):
 
 @given(
     data=st.data(),
-    samples=st.integers(1, 20),
-    weighting=st.sampled_from(["samples", "tokens", "own"]),
-    clip_norm=st.sampled_from([None, 0.05]),
-    mixed=st.booleans(),
+    problem=st.builds(
+        Problem,
+        **PROBLEM,
+        dtype=st.just(torch.float32),
+        optimizer=st.just("sgd"),
+        rate=st.just(0.02),  # a gradient's last bits must not make up all of a weight's
+        clip_norm=st.sampled_from([None, 0.05]),
+        mixed=st.booleans(),
+    ),
     sharded=st.booleans(),
-    seed=st.integers(0, 1000),
 )
 @settings(max_examples=50, deadline=None)
-def test_any_split_equals_the_big_batch_in_float32(
-    data, samples, weighting, clip_norm, mixed, sharded, seed
-):
-    problem = Problem(
-        samples=samples,
-        dtype=torch.float32,
-        weighting=weighting,
-        optimizer="sgd",
-        rate=0.02,  # a gradient's last bits must not make up all of a weight's
-        clip_norm=clip_norm,
-        mixed=mixed,
-        seed=seed,
-    )
+def test_any_split_equals_the_big_batch_in_float32(data, problem, sharded):
     # Some of these problems are badly conditioned: there, one process's own float32 is that far
     # from float64 as well, and more cannot be asked of the sum of several.
     own_error = difference(big_batch(problem)[0], big_batch(replace(problem, dtype=DOUBLE))[0])
-    tolerance = 1e-6 + 4 * own_error
-    table = data.draw(cuts(samples))
-    _check(problem, table, tolerance, bucket_bytes=64, shard_optimizer=sharded)
+    table = data.draw(cuts(problem.samples))
+    _check(problem, table, 1e-6 + 4 * own_error, bucket_bytes=64, shard_optimizer=sharded)
 
 
 @given(seed=st.integers(0, 1000), samples=st.integers(1, 12), data=st.data())

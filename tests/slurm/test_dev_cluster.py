@@ -77,28 +77,6 @@ def test_it_gives_out_nodes_and_gpus_and_accounts_for_jobs(slurm: DevCluster) ->
     eventually(lambda: row().strip() == "FAILED|dev|3:0", f"sacct knew how job {job} ended")
 
 
-def test_nothing_listens_beyond_the_address_of_the_hosts_name(slurm: DevCluster) -> None:
-    if not slurm.spec.confined:
-        pytest.skip("this machine's name means a loopback address other than 127.0.0.1")
-    job = submit(slurm, "srun sleep 30", "-N2", "--ntasks-per-node=1", "--nodelist=n0,n1")
-    eventually(lambda: len(slurm.node_pids("n1").tasks) > 0, f"a step of job {job} ran")
-    addresses: set[str] = set()
-    programs: set[str] = set()
-    daemons = {"slurmctld", "slurmd", "slurmdbd", "srun", "mariadbd", "munged", "slurmstepd"}
-    for process in processes_of(slurm):
-        with contextlib.suppress(psutil.NoSuchProcess):
-            if process.name() not in daemons:
-                continue  # other tests' ranks
-            for connection in process.net_connections("tcp"):
-                if connection.status == psutil.CONN_LISTEN:
-                    addresses.add(connection.laddr[0])
-                    programs.add(process.name())
-    slurm.command("scancel", job)
-    assert {"slurmctld", "slurmd", "slurmdbd", "srun"} <= programs
-    assert "mariadbd" not in programs
-    assert addresses == {slurm.spec.address}
-
-
 def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(
     slurm: DevCluster, small: DevCluster
 ) -> None:

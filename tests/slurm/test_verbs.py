@@ -7,7 +7,6 @@ import signal
 
 import pytest
 
-from orchestrator.rundir.files import write_json
 from slurm import breaking
 from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
@@ -96,24 +95,6 @@ def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mende
     assert f"detached; job {runs.job_of(run)} goes on" in output
     hold.release()
     assert runs.wait_over(mended, run)["state"] == "finished"
-
-
-def test_without_slurmdbd_runs_are_submitted_and_seen(mended, tmp_path):
-    """One job that squeue has forgotten does not make the others unknown."""
-    breaking.stop_accounting(mended)
-    held, forgotten = tmp_path / "held", tmp_path / "forgotten"
-    for run in (held, forgotten):
-        runs.submit(mended, run, "cluster.account=dev", "+cluster.slurm_flags.begin=now+3600")
-    handle = json.loads((forgotten / "handle.json").read_text())
-    assert runs.verb("cancel", forgotten).returncode == 0
-    (forgotten / "result.json").unlink()
-    handle.pop("sha256", None)
-    write_json(forgotten / "handle.json", {**handle, "job_id": "999999"})
-    found = json.loads(runs.verb("status", tmp_path, "--json").stdout)
-    assert {entry["folder"].rsplit("/", 1)[1]: entry["state"] for entry in found} == {
-        "forgotten": "unknown", "held": "pending",
-    }  # fmt: skip
-    runs.verb("cancel", held)
 
 
 def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_path):

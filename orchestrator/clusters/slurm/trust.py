@@ -49,21 +49,18 @@ def remember(conf: str) -> None:
     Raises:
         ClusterError: that cannot be recorded, and nothing else vouches for it.
     """
-    real = os.path.realpath(expand_user(conf))
-    known = _remembered()
-    if real in known:
+    real = Path(os.path.realpath(expand_user(conf)))
+    if is_trusted(real):
         return
-    kept = sorted(path for path in {*known, real} if Path(path).is_file())
+    kept = sorted(path for path in {*_remembered(), str(real)} if Path(path).is_file())
     try:
         _memory().parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
         write_atomically(_memory(), "".join(f"{path}\n" for path in kept))
     except OSError as error:
-        if not is_trusted(Path(real)):
-            raise ClusterError(
-                f"cluster.slurm_conf={conf} cannot be noted in {_memory()} ({error.strerror}), so "
-                f"`status` and `cancel` would not use it; export {CONF}={real}, or set HOME to a "
-                f"folder that can be written"
-            ) from error
+        raise ClusterError(
+            f"cluster.slurm_conf={conf} cannot be noted in {_memory()} ({error.strerror}); "
+            f"export {CONF}={real}"
+        ) from error
 
 
 def _memory() -> Path:

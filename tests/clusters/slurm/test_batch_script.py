@@ -226,8 +226,10 @@ def test_srun_starts_one_agent_on_each_node_with_the_sites_options_and_no_mpi(tm
     assert "<--cpus-per-task=6><--ntasks-per-node=1>" in words
     assert "label" not in words
     flags = {"spread-job": True, "hold": False}
-    lines = text_of(tmp_path, slurm_flags=flags, gpus_per_node="a100:4").splitlines()
-    assert {"#SBATCH --spread-job", "#SBATCH --gpus-per-node=a100:4"} <= set(lines)
+    more = {"gpus_per_node": "a100:4", "requeue": False}
+    lines = text_of(tmp_path, slurm_flags=flags, **more).splitlines()
+    wanted = ("spread-job", "gpus-per-node=a100:4", "no-requeue")
+    assert {f"#SBATCH --{option}" for option in wanted} <= set(lines)
     assert not any("hold" in line for line in lines)
 
 
@@ -277,13 +279,6 @@ def text_of(tmp_path, **cluster):
     return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, here)
 
 
-def test_a_preamble_ends_at_a_word_that_it_does_not_hold(tmp_path):
-    preamble = ["END_OF_PREAMBLE", "module load x", "END_OF_PREAMBLE_"]
-    lines = text_of(tmp_path, preamble=preamble).splitlines()
-    begins = lines.index(". /dev/fd/8 8<<'END_OF_PREAMBLE__'  # cluster.preamble")
-    assert lines[begins + 1 : begins + 5] == [*preamble, "END_OF_PREAMBLE__"]
-
-
 def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):
     folders = [tmp_path / name for name in ("code", "here", "run")]
     python = f"python3 -u -P {tmp_path / 'code/orchestrator' / STARTER}"
@@ -303,12 +298,3 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
     assert f"    /usr/bin/{python} \\" in bare.splitlines()
     assert "there is no Python at" in bare
     assert "there is no Python at" not in pyxis
-
-
-@pytest.mark.parametrize(
-    ("asked", "written"), [(False, "no-requeue"), (True, "requeue"), (None, "requeue")]
-)
-def test_a_job_is_requeued_unless_that_was_forbidden(tmp_path, asked, written):
-    lines = text_of(tmp_path, requeue=asked).splitlines()
-    options = [line for line in lines if line.startswith("#SBATCH")]
-    assert [line for line in options if line.endswith("requeue")] == [f"#SBATCH --{written}"]

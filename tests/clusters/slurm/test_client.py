@@ -56,6 +56,19 @@ def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
     assert len(calls()) == 1
 
 
+def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
+    submitted, say, tmp_path
+):
+    say("squeue", queue_line(JobArrayID="8"))
+    say("sacct", "")
+    (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'sacct: error: no' >&2\nexit 1\n")
+    other = made(tmp_path / "other")
+    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
+    found, sentences = statuses([submitted, other])
+    assert [one.state for one in found] == ["unknown", "starting"]
+    assert "the accounting gave no answer" in sentences[0]
+
+
 class Clock:
     """Time that passes by sleeping only."""
 

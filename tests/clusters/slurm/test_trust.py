@@ -63,20 +63,6 @@ def test_a_slurm_conf_is_trusted_if_it_is_the_users_own(home, tmp_path, monkeypa
     assert not is_trusted(other)
 
 
-@pytest.mark.parametrize("place", ["/dev/null", "/proc/nowhere"])
-def test_a_home_that_cannot_be_written_is_said_where_nobody_else_vouches_for_it(
-    tmp_path, monkeypatch, place
-):
-    monkeypatch.setenv("HOME", place)
-    monkeypatch.delenv("SLURM_CONF", raising=False)
-    conf = tmp_path / "slurm.conf"
-    conf.write_text("ClusterName=x\n")
-    with pytest.raises(ClusterError, match=f"noted in {place}/.* export SLURM_CONF={conf}, or"):
-        remember(str(conf))
-    monkeypatch.setenv("SLURM_CONF", str(conf))
-    remember(str(conf))
-
-
 @pytest.mark.parametrize("job_id", ["--user=me", "7;8", "7,8", "-1", "", " 7", "7\n"])
 def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, job_id):
     run = placed(made(tmp_path / "run"), "/etc/hostname", job_id)

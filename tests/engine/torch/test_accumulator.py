@@ -296,27 +296,6 @@ def test_every_way_to_step_takes_the_step_of_a_plain_loop(kind, way):
     torch.testing.assert_close(train(accumulates=True), train(accumulates=False))
 
 
-def test_a_weight_that_was_expected_spares_the_boundary_its_division():
-    def train(expected):
-        ours, model = _accumulator(TorchGroup.alone())
-        for _ in range(2):
-            ours.begin_window(expected_weight=expected)
-            for step in range(2):
-                ours.backward(_loss(model), last=step == 1)
-            before = ours.buffers.gradients[0].clone()
-            report = ours.boundary()
-            moved = not torch.equal(before, ours.buffers.gradients[0])
-        return _bits(model), report.gradient_norm, moved
-
-    plain, norm, moved = train(None)
-    assert moved
-    for expected in (4.0, 3.0, 1e6):
-        found, found_norm, moved = train(expected)
-        torch.testing.assert_close(found, plain)
-        assert found_norm == pytest.approx(norm)
-        assert moved is (expected != 4.0)
-
-
 def test_an_expected_weight_that_cannot_be_one_is_refused():
     ours, model = _accumulator(TorchGroup.alone())
     for wrong in (0.0, -1.0, math.nan, math.inf):
