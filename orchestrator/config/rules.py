@@ -89,8 +89,20 @@ def planned_survival(config: Config) -> Survival:
         return Survival(asked, text if asked else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return Survival(False)
-    against = next(_survive_refusals(config, check_target(config.job)), None)
+    facts = check_target(config.job)
+    against = next(_survive_refusals(config, facts), None) or _only_when_asked(config, facts)
     return Survival(True, text) if against is None else Survival(False, OFF + against)
+
+
+def _only_when_asked(config: Config, facts: TargetFacts) -> str | None:
+    """Return why losses are survived only where `run.survive=true` is stated."""
+    gpus = config.cluster.gpus_per_node if config.transport == "auto" else None
+    if facts.framework != "torch" or not (gpu_count(gpus) or config.transport == "nccl"):
+        return None
+    return (
+        "over NCCL a loss is survived only if run.survive=true is stated, since that has not run "
+        f"on GPUs yet; or use {RESTARTS}"
+    )
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -121,13 +133,6 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
             f"fails, unless the allocation was made otherwise; leave one of them out, or try "
             f"{RESTARTS}"
         )
-    asked = config.cluster.gpus_per_node
-    if config.transport == "auto" and gpu_count(asked):
-        yield (
-            f"{SURVIVE} cluster.gpus_per_node={asked}, whose transport (NCCL, HCCL) has "
-            "collectives that cannot be left when a peer is gone; try transport=gloo, which "
-            f"computes on CPUs, or {RESTARTS} in its place"
-        )
     if facts is None:
         return
     if facts.framework == "torch":
@@ -143,7 +148,7 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
 
 
 def _survive_on_torch(config: Config) -> Iterator[str]:
-    if config.transport not in ("auto", "gloo"):
+    if config.transport not in ("auto", "gloo", "nccl"):
         yield (
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"

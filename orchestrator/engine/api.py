@@ -247,6 +247,7 @@ class GroupSpec:
         collective_timeout_s: how long one collective may take.
         devices_asked: the setting that requests accelerators, "" for none. With it, "auto" never
             means CPUs.
+        survive: a rank that is lost is not to end the others.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
     """
 
@@ -261,6 +262,7 @@ class GroupSpec:
     timeout_s: float = 60.0
     collective_timeout_s: float = 1800.0
     devices_asked: str = ""
+    survive: bool = False
     stop_requested: Callable[[], bool] = lambda: False
 
 
@@ -473,12 +475,18 @@ class Framework(ABC):
 
 
 BREAKABLE = ("gloo", "threads")
-"""Transports whose collectives can be left when a peer is gone."""
+"""Transports whose collectives can be left when a peer is gone. NCCL's can be aborted, which has
+not run on GPUs yet, so it has to be asked for.
+"""
 
 
-def against(job: Any, group: Group) -> str:
-    """Return why the ranks of `group` cannot continue without lost ones; "" where they can."""
-    if group.size > 1 and group.transport not in BREAKABLE:
+def against(job: Any, group: Group, *, asked: bool) -> str:
+    """Return why the ranks of `group` cannot continue without lost ones; "" where they can.
+
+    Args:
+        asked: run.survive=true was stated.
+    """
+    if group.size > 1 and group.transport not in (*BREAKABLE, *(["nccl"] if asked else [])):
         return (
             f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
             "be left when a peer is gone; leave run.survive out, and use run.max_restarts"

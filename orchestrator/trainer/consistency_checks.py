@@ -290,7 +290,7 @@ def agreed_survival(config: Config, job: Any, group: Group) -> Config:
     """Return `config` with `run.survive` true or false, the same on all ranks."""
     on = planned_survival(config).on
     if config.run.survive is None and on:
-        refusal = against(job, group)
+        refusal = against(job, group, asked=False)
         if refusal and group.rank == 0:
             warn(f"{OFF}{refusal}")
         on = not refusal

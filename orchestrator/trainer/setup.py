@@ -294,6 +294,7 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
         transport=config.transport,
         timeout_s=config.cluster.rendezvous_timeout_s,
         collective_timeout_s=config.cluster.collective_timeout_s,
+        survive=bool(config.run.survive),
         devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )

@@ -29,14 +29,14 @@ def refuse(made, framework):
     ("values", "framework", "said"),
     [
         ({}, "mindspore", "run.max_restarts=3"),
-        ({"transport": "nccl"}, "torch", "transport=gloo"),
+        ({"transport": "hccl"}, "torch", "transport=gloo"),
+        ({"engine__shard_model": "node"}, "torch", "takes its shards along"),
         ({"job": {"command": ["train.py"]}}, None, "means nothing to a program"),
         (
             {"cluster__kind": "slurm", "cluster__allocation": "current"},
             "torch",
             "leave one of them",
         ),
-        ({"cluster__kind": "slurm", "cluster__gpus_per_node": "a100:4"}, "torch", "transport=gloo"),
         ({"cluster__nodes": 1, "cluster__ranks_per_node": 1}, "torch", "cluster.ranks_per_node=2"),
     ],
 )
@@ -54,13 +54,17 @@ def test_replacements_that_nobody_would_let_in_are_not_promised():
     refuse(config(run__max_replacements=3, cluster__kind="slurm"), "torch")
 
 
-@pytest.mark.parametrize("kind", ["local", "slurm"])
-def test_what_can_survive_is_let_through(kind):
-    refuse(config(cluster__kind=kind), "torch")
+GPUS = {"cluster__kind": "slurm", "cluster__gpus_per_node": "a100:4"}
+
+
+@pytest.mark.parametrize("values", [{}, {"cluster__kind": "slurm"}, {"transport": "nccl"}, GPUS])
+def test_what_can_survive_is_let_through(values):
+    refuse(config(**values), "torch")
 
 
 REFUSED = (
-    ({"transport": "nccl"}, "transport=gloo"),
+    ({"transport": "nccl"}, "only if run.survive=true is stated"),
+    (GPUS, "only if run.survive=true is stated"),
     ({"job": {"_target_": "jobs.digits_mindspore.DigitsMindSpore"}}, "run.max_restarts=3"),
     ({"job": LIGHT}, "not available with numpy"),
     ({"job": {"_target_": "tests.tiny_job.Talking"}}, "talks_in_window"),

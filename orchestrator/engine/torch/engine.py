@@ -135,7 +135,7 @@ class TorchEngine:
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
-        if settings.survive and (refusal := against(job, group)):
+        if settings.survive and (refusal := against(job, group, asked=True)):
             raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group
         reproducible = settings.reduction == "reproducible"

@@ -92,28 +92,24 @@ class TransportWork:
     """A transport's work handle with our errors. Holds the tensors until it is done.
 
     Attributes:
-        tensors: views without other references in Python.
-        held_by_gloo: its threads may hold them a little longer.
-        timeout: for transports whose `wait()` blocks a stream of the device only. With a time-out
-            NCCL blocks this thread too, aborts the communicator when the time is up, and raises
-            here. Without one its watchdog would end the process with SIGABRT, on every rank that
-            only waited.
+        tensors: views without other references in Python. gloo's threads may hold them a little
+            longer.
     """
 
     work: Any
     operation: str
-    rank: int
+    group: TorchGroup
     tensors: Sequence[Tensor]
-    held_by_gloo: bool
-    timeout: timedelta | None = None
 
     def wait(self) -> None:
         if self.work is None:
             return
-        with peer_lost_during(self.operation, self.rank), for_others(self.operation):
-            self.work.wait(*(() if self.timeout is None else (self.timeout,)))
+        group = self.group
+        with peer_lost_during(self.operation, group.rank), for_others(self.operation):
+            self.work.wait(*(() if group.wait_timeout is None else (group.wait_timeout,)))
+        group.refuse_results(self.operation)
         self.work = None
-        if self.held_by_gloo:
+        if group.transport == "gloo":
             _kept_for_gloo[:] = [*_in_use(_kept_for_gloo), *self.tensors]
         self.tensors = ()
 
@@ -182,7 +178,10 @@ class TorchGroup(BaseGroup):
     Args:
         process_group: a `torch.distributed` process group or one of its backends; None only for a
             group of one rank.
-        wait_timeout_s: see `TransportWork.timeout`; None for transports whose waits block.
+        wait_timeout_s: for transports whose `wait()` blocks a stream of the device only. With a
+            time-out NCCL blocks this thread too, aborts the communicator when the time is up, and
+            raises here. Without one its watchdog would end the process with SIGABRT, on every rank
+            that only waited.
         place: see `BaseGroup`.
     """
 
@@ -191,7 +190,8 @@ class TorchGroup(BaseGroup):
     ) -> None:
         super().__init__(**place)
         self._group = process_group
-        self._timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
+        self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
+        self._aborted = False
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(_SUMS_AT_ONCE)]
         self._summing: deque[CompletedWork] = deque()
         self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
@@ -260,9 +260,13 @@ class TorchGroup(BaseGroup):
         return counted - self._parts_of_one
 
     def interrupt(self) -> None:
-        """By a time-out on purpose: gloo closes all its connections at the first, and has no other
-        way to end a wait from outside. One peer that lives is enough.
+        """NCCL's kernels end when the communicator is aborted. gloo has no way to end a wait from
+        outside, but closes all its connections at the first time-out, which is made here on
+        purpose; one peer that lives is enough.
         """
+        if self.transport == "nccl":
+            self._aborted = True  # before: a wait that the abort ends returns without a result
+            self._group.abort()
         for peer in range(self.size) if self.transport == "gloo" and self.size > 1 else ():
             try:
                 if peer != self.rank:
@@ -272,12 +276,17 @@ class TorchGroup(BaseGroup):
                 if "Timed out" in str(error):
                     return
 
+    def refuse_results(self, operation: str) -> None:
+        """Raise `PeerLost` once the group was aborted: results are no results then."""
+        if self._aborted:
+            raise PeerLost(f"rank {self.rank} lost a peer during {operation}: it was broken off")
+
     def _start(self, operation: str, call: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Work:
-        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `held_by_gloo`
+        self.refuse_results(operation)
+        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `TransportWork`
         with peer_lost_during(operation, self.rank):
             work = call(views)
-        gloo = self.transport == "gloo"
-        return TransportWork(work, operation, self.rank, views, gloo, self._timeout)
+        return TransportWork(work, operation, self, views)
 
     def _start_sum(self, flat: Tensor) -> Work:
         return self._start("all_reduce_sum", self._group.allreduce, flat)  # sums by default
@@ -625,6 +634,8 @@ class Nccl(_ProcessGroupTransport):
     @classmethod
     def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
         torch.cuda.set_device(device)
+        if spec.survive:  # else its watchdog ends this process too, when it sees a peer's end
+            os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         # After a time-out its watchdog writes there which collectives each rank had begun.
         for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(variable, str(spec.folder / "nccl_trace_rank_"))

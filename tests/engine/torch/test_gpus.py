@@ -141,24 +141,17 @@ class Stream:
             )
 
 
-def _work(ready, timeout):
-    return transports.TransportWork(Stream(ready), "all_reduce_sum", 0, (), False, timeout)
-
-
-def test_a_wait_with_a_timeout_raises_in_the_thread_that_waits():
-    ready = threading.Event()
-    with pytest.raises(PeerLost, match=r"lost a peer during all_reduce_sum: .*timing out"):
-        _work(ready, timedelta(seconds=0.1)).wait()
-    ready.set()
-    _work(ready, timedelta(seconds=0.1)).wait()
-
-
 class NcclOf:
     """The face of a process group over NCCL, with its watchdog's time-out."""
 
     def __init__(self, timeout_s):
         self.options = SimpleNamespace(_timeout=timedelta(seconds=timeout_s))
-        self.allreduce = lambda tensors: Stream(threading.Event())
+        self.ready = threading.Event()
+        self.allreduce = lambda tensors: Stream(self.ready)
+
+    def abort(self):
+        """End the kernels under way, whose tensors hold anything then."""
+        self.ready.set()
 
     def name(self):
         return "nccl"
@@ -174,11 +167,23 @@ class NcclOf:
 
 
 def test_a_wrapped_group_waits_no_longer_than_its_watchdog():
-    ours = TorchGroup.wrap(NcclOf(0.2), device="cpu")
+    ours = TorchGroup.wrap(nccl := NcclOf(0.2), device="cpu")
     began = time.monotonic()
-    with pytest.raises(PeerLost):
+    with pytest.raises(PeerLost, match=r"lost a peer during all_reduce_sum: .*timing out"):
         ours.all_reduce_sum(torch.ones(1))
     assert time.monotonic() - began >= 0.18
+    nccl.ready.set()
+    ours.all_reduce_sum(torch.ones(1))
+
+
+def test_an_interrupted_wait_of_nccl_is_a_lost_peer_whatever_the_abort_leaves():
+    ours = TorchGroup.wrap(NcclOf(60), device="cpu")
+    under_way = ours.all_reduce_sum_async(torch.ones(1))
+    threading.Timer(0.1, ours.interrupt).start()
+    with pytest.raises(PeerLost, match="during all_reduce_sum: it was broken off"):
+        under_way.wait()
+    with pytest.raises(PeerLost, match="broken off"):
+        ours.all_reduce_sum(torch.ones(1))
 
 
 # ------------------------------------------------------------------ Devices
