@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from functools import partial
 from pathlib import Path
 
 from orchestrator.cli.follow import handle_of, settle_submissions
-from orchestrator.clusters.api import Cluster, Handle, class_of
+from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
@@ -178,7 +177,6 @@ def _name_runs(paths: Sequence[Path], sweep: Path) -> str:
 
 
 LOG_POLL_S = 0.2
-STATE_POLL_S = 2.0
 
 
 def log_of(run: RunDir, rank: int | None) -> Path:
@@ -213,46 +211,17 @@ def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Itera
     Raises:
         RunFolderError: whether it has ended cannot be known, since it is damaged or private.
     """
-    reader, standing = LogReader(run.rank_log(rank or 0), lines), _Standing(run)
+    reader = LogReader(run.rank_log(rank or 0), lines)
+    interval_s, next_look = class_of(kind_of(run)).status_interval_s, 0.0
     while True:
         yield from reader.read()
-        if standing.over:
-            yield reader.rest()
-            return
-        standing.look()
-        if standing.news and not reader.path.exists():
-            sys.stderr.write(f"pending ({standing.news})\n")
-
-
-class _Standing:
-    """Polls whether a run is over, no more often than its cluster allows."""
-
-    def __init__(self, run: RunDir) -> None:
-        self._run = run
-        self._handle: Handle | None = None
-        self._next, self._said = 0.0, ""
-        self.over, self.news = False, ""
-        with contextlib.suppress(ClusterError, ConfigError):  # not here: the folder has to tell
-            self._handle = handle_of(run)
-
-    def look(self) -> None:
-        """Wait a moment; `news` is then why it is pending, if that is new."""
-        self.news = ""
-        try:
-            if self._handle is not None:
-                self.over = self._handle.poll(LOG_POLL_S).ended
-                self._tell(self._handle.waiting_for)
-                return
-        except ClusterError:
-            self._handle = None
-        time.sleep(LOG_POLL_S)
-        if time.monotonic() >= self._next:
-            [status], _ = statuses([self._run])
+        if time.monotonic() >= next_look:
+            [status], _ = statuses([run])
             if status.state in UNREADABLE:
-                raise RunFolderError(status.reason or f"{self._run.path} cannot be read")
-            self.over = status.state in OVER
-            self._next = time.monotonic() + STATE_POLL_S
-
-    def _tell(self, reason: str) -> None:
-        if reason != self._said:
-            self._said = self.news = reason
+                raise RunFolderError(status.reason or f"{run.path} cannot be read")
+            if status.state in OVER:
+                yield from reader.read()
+                yield reader.rest()
+                return
+            next_look = time.monotonic() + interval_s
+        time.sleep(LOG_POLL_S)

@@ -9,11 +9,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from orchestrator.cli.start import prepare
-from orchestrator.clusters.api import class_for, cluster_of
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composed
 from orchestrator.config.job_source import read_once
-from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
@@ -111,22 +109,9 @@ def _point(item: Composed | ConfigError, number: int) -> Point:
         raise item
     config = item.config()
     plan = prepare(config)
-    _refuse_at_once(config)
     return Point(
         number=number, overrides=item.overrides, config=config, plan=plan, flags=item.flags
     )
-
-
-def _refuse_at_once(config: Config) -> None:
-    """Raise `ConfigError` for `sweep.parallel` on a cluster whose runs cannot run side by side."""
-    most = config.sweep.parallel
-    if at_once(most) in (None, 1) or not class_for(config).attended:
-        return
-    if cluster_of(config).share is None:
-        raise ConfigError(
-            f"sweep.parallel={most}: these points run one after another, for each has the whole "
-            f"place to itself; leave it out, or submit them, as +cluster=slurm does"
-        )
 
 
 def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
