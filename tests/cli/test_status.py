@@ -196,17 +196,3 @@ def test_an_unreadable_slurm_conf_is_a_sentence(somebody_elses, monkeypatch):
     [status], sentences = statuses([run])
     assert status.state == "unknown"
     assert sentences == [f"cluster.slurm_conf={conf}: it cannot be read: Permission denied"]
-
-
-@pytest.mark.parametrize("width", [30, 40, 60, 79, 80, 120])
-def test_at_any_width_no_line_is_broken_inside_a_word(tmp_path, width):
-    runs = [make_run(tmp_path / f"run-{number}") for number in range(3)]
-    runs[1].result.write_text("[")
-    found, _ = statuses(runs)
-    console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    print_status(found, console, tmp_path)
-    lines = [line.rstrip() for line in console.file.getvalue().splitlines()]
-    assert [line for line in lines if len(line) > width] == []
-    words = " ".join(lines).split()
-    for word in ("run-0", "run-2", "finished", "damaged", "12/12"):
-        assert words.count(word) + words.count(f"{word}:") >= 1, lines

@@ -22,11 +22,6 @@ def test_without_a_cluster_a_run_is_local_with_two_nodes_of_two_ranks():
     assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("local", 2, 2)
 
 
-@pytest.mark.parametrize("spelling", ["+cluster=slurm", "cluster=slurm"])
-def test_both_spellings_of_the_cluster_are_understood(spelling):
-    assert compose([spelling]).cluster.kind == "slurm"
-
-
 def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
     cluster = compose(["+cluster=slurm", "experiment=jepa_240"]).cluster
     assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("slurm", 30, 8)
@@ -67,12 +62,6 @@ def test_the_written_configuration_reads_back_as_the_same():
 
     config = compose(["accumulation.steps=7", "cluster.nodes={min:1,max:3}"])
     assert read_config(yaml.safe_load(to_yaml(config))) == config
-
-
-def test_an_own_job_does_not_inherit_the_default_jobs_arguments():
-    config = compose(["job._target_=my.Job", "job.width=3"])
-    assert config.job == {"_target_": "my.Job", "width": 3}
-    assert config.facts.parameters is None
 
 
 def _fields(schema=Config, prefix=""):

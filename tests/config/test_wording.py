@@ -7,8 +7,7 @@ import pytest
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
-from orchestrator.errors import JobError, UsageError
-from orchestrator.trainer.setup import build_job
+from orchestrator.errors import UsageError
 
 WRONG = [
     ["optimizer.lr=0.1"],
@@ -79,9 +78,3 @@ def test_a_hint_that_is_followed_leads_on(overrides):
 )
 def test_a_word_that_is_no_override_gets_a_sentence(word, way):
     assert way in refusal([word])
-
-
-@pytest.mark.parametrize("target", ["torch.nn.Linear", "torch.utils.data.Dataset"])
-def test_a_worker_says_that_a_class_is_no_job_before_it_misses_arguments(target):
-    with pytest.raises(JobError, match="is not a job"):
-        build_job({"_target_": target})
