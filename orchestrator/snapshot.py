@@ -25,7 +25,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.job_source import copied_script, find_module, once
+from orchestrator.config.job_source import cached, copied_script, find_module
 from orchestrator.config.program import Program
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import make_folder, read_json, remove, write_json
@@ -148,17 +148,13 @@ def source_root(module: str) -> tuple[Path, str] | None:
     return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
+@cached
 def source_roots(target: str | Program) -> dict[Path, set[str]]:
     """Return the source folders to copy, each with the top entries that are certainly needed.
 
     Args:
         target: a job's class, by its dotted name, or a program.
     """
-    of = target if isinstance(target, str) else target.command
-    return once("roots", lambda _: _source_roots(target), of)
-
-
-def _source_roots(target: str | Program) -> dict[Path, set[str]]:
     roots: dict[Path, set[str]] = {}
     if not is_installed(PACKAGE):
         # In a checkout orchestrator/jobs is a link to jobs/, which has the files.

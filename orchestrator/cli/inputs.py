@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.job_source import copied_script, find_module, once, origin_of
+from orchestrator.config.job_source import cached, copied_script, find_module, origin_of
 from orchestrator.config.program import Program, is_program, program_of, target_of
 from orchestrator.config.schema import Config
 from orchestrator.rundir.checkpoints import digest_of
@@ -51,7 +51,7 @@ def inputs_of(config: Config) -> dict[str, Any]:
     files = imported_files(target_of(config.job))
     return {
         "code": {str(path): _sha256(path) for path in files},
-        "data": {key: once("stamp", _stamp, path) for key, path in _data(config)},
+        "data": {key: _stamp(path) for key, path in _data(config)},
         "versions": dict(_versions()),
     }
 
@@ -71,11 +71,7 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
         if now != digest:
             found.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
     data, there = before.get("data") or {}, dict(_data(config))
-    other = [
-        key
-        for key in sorted(data)
-        if key not in there or data[key] != once("stamp", _stamp, there[key])
-    ]
+    other = [key for key in sorted(data) if key not in there or data[key] != _stamp(there[key])]
     began = run.read_submission().get("time") or 0.0
     return found + [
         f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
@@ -118,14 +114,12 @@ def _shown(name: str) -> str:
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
+@cached
 def _sha256(path: Path) -> str | None:
-    def digest(path: Path) -> str | None:
-        try:
-            return digest_of(path)
-        except OSError:
-            return None
-
-    return once("sha256", digest, path)
+    try:
+        return digest_of(path)
+    except OSError:
+        return None
 
 
 @cache
@@ -145,6 +139,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 # ------------------------------------------------------------------ Code
 
 
+@cached
 def imported_files(target: str | Program) -> list[Path]:
     """Return the files of the user's own that a job or program is made of, sorted.
 
@@ -155,11 +150,6 @@ def imported_files(target: str | Program) -> list[Path]:
     Args:
         target: a job's class, by its dotted name, or a program.
     """
-    key = target if isinstance(target, str) else target.command
-    return once("imports", lambda _: _imported_files(target), key)
-
-
-def _imported_files(target: str | Program) -> list[Path]:
     script = None
     if isinstance(target, str):
         start = _files_of_module(target.rpartition(".")[0])
@@ -278,13 +268,14 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
         yield from ((str(p), p) for p in _existing(words) if p.is_file() and p.absolute() != own)
     else:
         target = str(config.job["_target_"])
-        for key, text in once("defaults", _constructor_defaults, target).items():
+        for key, text in _constructor_defaults(target).items():
             yield from ((f"job.{key}", path) for path in _existing([text]) if key not in config.job)
     for path in _existing([config.train.initial_weights]):
         saved = RunDir(path).checkpoints
         yield "train.initial_weights", saved if saved.is_dir() else path
 
 
+@cached
 def _constructor_defaults(target: str) -> dict[str, Any]:
     """Return the literal defaults of a class's constructor, as its module's source states them."""
     module, _, name = target.rpartition(".")
@@ -323,6 +314,7 @@ def _existing(texts: Sequence[Any]) -> Iterator[Path]:
             yield path
 
 
+@cached
 def _stamp(path: Path) -> str:
     """Return a digest of the names, sizes and times of a file or a folder's files: contents may be
     large.

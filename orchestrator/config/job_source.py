@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import functools
 import os
 import re
 import shutil
@@ -18,19 +19,19 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 from orchestrator.config.program import Program
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
 
 Value = TypeVar("Value")
-Key = TypeVar("Key")
+Given = ParamSpec("Given")
 Definition = ast.FunctionDef | ast.AsyncFunctionDef
 OWN_BASES = ("orchestrator.Job", "orchestrator.job.Job")
 BASES_WITHOUT_MEMBERS = ("object", "Protocol", "Generic", "ABC")
 
-_cache: dict[tuple[str, Any], Any] | None = None
+_cache: dict[Any, Any] | None = None
 
 
 @contextlib.contextmanager
@@ -44,21 +45,24 @@ def read_once() -> Generator[None]:
         _cache = before
 
 
-def once(name: str, find: Callable[[Key], Value], key: Key) -> Value:
-    """Return `find(key)`, cached inside `read_once`."""
-    if _cache is None:
-        return find(key)
-    if (name, key) not in _cache:
-        _cache[name, key] = find(key)
-    return _cache[name, key]
+def cached(function: Callable[Given, Value]) -> Callable[Given, Value]:
+    """Cache the results of a function, by its arguments, inside `read_once`."""
+
+    @functools.wraps(function)
+    def look_up(*args: Given.args, **kwargs: Given.kwargs) -> Value:
+        if _cache is None:
+            return function(*args, **kwargs)
+        key = (function, args)
+        if key not in _cache:
+            _cache[key] = function(*args, **kwargs)
+        return _cache[key]
+
+    return look_up
 
 
+@cached
 def find_module(dotted: str) -> ModuleSpec | None:
     """Find a module's spec without running the `__init__` of its packages."""
-    return once("spec", _find_module, dotted)
-
-
-def _find_module(dotted: str) -> ModuleSpec | None:
     path: Any = None
     spec: ModuleSpec | None = None
     parts = dotted.split(".")
@@ -88,12 +92,9 @@ class SourceModule:
     open_ended: bool
 
 
+@cached
 def load_module(dotted: str) -> SourceModule | None:
     """Read a module's source. Return None if it has none (an extension or a namespace)."""
-    return once("source", _load_module, dotted)
-
-
-def _load_module(dotted: str) -> SourceModule | None:
     spec = find_module(dotted)
     if spec is None or spec.origin is None or not spec.origin.endswith(".py"):
         return None
@@ -162,6 +163,7 @@ class ClassSource:
         return value.value if isinstance(value, ast.Constant) else None
 
 
+@cached
 def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
     """Find the statement or class that a dotted name means; None if the source does not tell."""
     module_name, _, name = dotted.rpartition(".")
@@ -198,7 +200,7 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
 
 def find_class(dotted: str) -> ClassSource | None:
     """Find a class by its dotted name; None if there is none, or its source does not tell."""
-    found = once("class", _find, dotted)
+    found = _find(dotted)
     return found if isinstance(found, ClassSource) else None
 
 
@@ -257,9 +259,10 @@ def check_target(job: Mapping[str, Any]) -> TargetFacts:
     Raises:
         JobError: the module or class does not exist, or the name means no class.
     """
-    return once("job", _check_target, str(job["_target_"]))
+    return _check_target(str(job["_target_"]))
 
 
+@cached
 def _check_target(dotted: str) -> TargetFacts:
     top = dotted.split(".", maxsplit=1)[0]
     if "." in dotted and find_module(top) is None:
@@ -268,7 +271,7 @@ def _check_target(dotted: str) -> TargetFacts:
         raise JobError(sentence)
     if top in sys.stdlib_module_names:
         raise JobError(f"job._target_={dotted} is a part of Python, not a job")
-    if isinstance(once("class", _find, dotted), Definition):
+    if isinstance(_find(dotted), Definition):
         raise JobError(f"job._target_={dotted} is a function; it must be a class")
     found = find_class(dotted)
     if found is None:

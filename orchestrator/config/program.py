@@ -46,7 +46,8 @@ class Program:
     """
 
     command: tuple[str, ...]
-    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # They do not count in comparisons: what a program's files say holds for all arguments.
+    arguments: Mapping[str, Any] = field(default_factory=dict[str, Any], compare=False)
     resume_arguments: tuple[str, ...] = ()
     argument_style: str = "equals"
     style: str = "torch"
