@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -61,13 +61,6 @@ class OutputOptions:
     console: Console
     verbose: bool = False
     quiet: bool = False
-
-    def foretell(self, warnings: Iterable[str], words: str) -> None:
-        """Print warnings about a run that is about to begin; `words` are no warning."""
-        for sentence in () if self.quiet else warnings:
-            say(self.console, f"warning: {sentence}", "yellow")
-        if words and not self.quiet:
-            say(self.console, words, "dim", prose=True)
 
 
 class Interrupts:

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -159,24 +159,16 @@ def imported_files(target: str | Program) -> list[Path]:
     else:
         script = copied_script(target)
         start = {} if script is None else {script: "__main__"}
-    with _searched_first(script.parent if script and script.suffix == ".py" else None):
+    before = list(sys.path)
+    if script is not None:  # whose own folder Python searches first, when it runs the script
+        sys.path.insert(0, str(script.parent))
+    try:
         found, complete = _closure(start)
+    finally:
+        sys.path[:] = before
     if not complete:
         found |= set(python_files(target))
     return sorted(found)
-
-
-@contextlib.contextmanager
-def _searched_first(folder: Path | None) -> Generator[None]:
-    """Search a script's own folder for modules first, as Python does when it runs the script."""
-    if folder is None:
-        yield
-        return
-    sys.path.insert(0, str(folder))
-    try:
-        yield
-    finally:
-        sys.path.remove(str(folder))
 
 
 def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:

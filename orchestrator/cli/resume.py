@@ -236,7 +236,6 @@ def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | 
 
 
 GROUPS = ("cluster", "tracker")  # whose choice a run may change; the others are its numbers
-MOST_SHOWN = 6
 PLACES = ("nodes", "ranks_per_node", "cpus_per_rank")  # stay, whatever another cluster's file says
 
 
@@ -263,18 +262,16 @@ class Resumption:
     @property
     def words(self) -> str:
         """The next steps, for people."""
+        where = "there is no checkpoint yet: beginning again"
         if isinstance(self.plan, ProgramPlan):
             where = "starting the program again, to go on from what it saved"
-            return self._placed(where)
-        of = "" if self.total is None else f" of {format_count(self.total)}"
-        after = f"going on after update {format_count(self.done)}{of}"
-        return self._placed(after if self.done else "there is no checkpoint yet: beginning again")
-
-    def _placed(self, where: str) -> str:
+        elif self.done:
+            of = "" if self.total is None else f" of {format_count(self.total)}"
+            where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
-        given = "".join(f", {c.text} (was {_shown(c.before)})" for c in self.changes[:MOST_SHOWN])
-        more = len(self.changes) - MOST_SHOWN
-        return f"{where}, {ranks}{given}" + (f" and {more} more" if more > 0 else "")
+        return ", ".join([
+            where, ranks, *(f"{c.text} (was {_shown(c.before)})" for c in self.changes)
+        ])  # fmt: skip
 
 
 def resumption(

@@ -173,7 +173,11 @@ def begun(
         cluster.tell = interrupts.ending(cluster.tell)
         cluster.trust(run)
         run.create()
-        output.foretell(plan.warnings, cluster.survival.words)
+        if not output.quiet:
+            for sentence in plan.warnings:
+                say(output.console, f"warning: {sentence}", "yellow")
+            if cluster.survival.words:
+                say(output.console, cluster.survival.words, "dim", prose=True)
         try:
             with writing(run):
                 run.write_config(to_yaml(config))

@@ -86,22 +86,20 @@ def _direct(schema: type, values: Any) -> Any:
 
 def _declared(hint: Any, value: Any) -> Any:
     kinds = get_args(hint) if isinstance(hint, UnionType) else (hint,)
-    if type(value) in kinds and value != "???":
+    if value == "???":
+        raise _NeedsConversion
+    if type(value) in kinds or (hint is Any and (value is None or type(value) in PLAIN)):
         return value
     if type(value) is int and float in kinds:
         return float(value)
     if isinstance(hint, type) and is_dataclass(hint):
         return _direct(hint, value)
-    if get_origin(hint) is dict or (hint is Any and isinstance(value, dict)):
-        inner = get_args(hint)[1] if hint is not Any else Any
-        if isinstance(value, dict) and all(isinstance(key, str) for key in value):
+    inner = (get_args(hint) or (Any,))[-1]
+    if isinstance(value, dict) and (get_origin(hint) is dict or hint is Any):
+        if all(isinstance(key, str) for key in value):
             return {key: _declared(inner, v) for key, v in value.items()}
-    elif get_origin(hint) is list or (hint is Any and isinstance(value, list)):
-        inner = get_args(hint)[0] if hint is not Any else Any
-        if isinstance(value, list):
-            return [_declared(inner, v) for v in value]
-    elif hint is Any and (value is None or type(value) in PLAIN) and value != "???":
-        return value
+    elif isinstance(value, list) and (get_origin(hint) is list or hint is Any):
+        return [_declared(inner, v) for v in value]
     raise _NeedsConversion
 
 

@@ -6,14 +6,13 @@ import math
 import os
 import signal
 import sys
-import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Any, Self
 
 from rich.console import Console
 
@@ -290,35 +289,26 @@ def _run_point(
     """
     name_process(f"point {cell.point.number}")
     interrupts.count = 0
-    with tempfile.TemporaryFile() as before:
-        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-        if place.gpus:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
-        refusal, code = None, EXIT_FINISHED
-        if log is not None:  # there is no folder yet
-            os.dup2(before.fileno(), 1)
-            output = replace(output, console=Console(width=output.console.width))
-        try:
-            with ready_of(cell, output) as ready:
-                if log is not None:
-                    _move_output(log, before)
-                if ready is not None:
-                    code = run_to_end(ready).exit_code
-        except OrchestratorError as error:
-            refusal, code = str(error), error.exit_code
-        pipe.send((code, refusal))
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    if place.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    refusal, code = None, EXIT_FINISHED
+    if log is not None:  # there is no folder yet
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        output = replace(output, console=Console(width=output.console.width))
+    try:
+        with ready_of(cell, output) as ready:
+            if log is not None:
+                sys.stdout.flush()
+                terminal = open_nofollow(log.terminal_log, APPENDING)
+                for standard in (1, 2):
+                    os.dup2(terminal, standard)
+            if ready is not None:
+                code = run_to_end(ready).exit_code
+    except OrchestratorError as error:
+        refusal, code = str(error), error.exit_code
+    pipe.send((code, refusal))
     return code
-
-
-def _move_output(run: RunDir, before: BinaryIO) -> None:
-    """Write what was printed before, and all that follows, to the terminal log of the run."""
-    sys.stdout.flush()
-    before.seek(0)
-    log = open_nofollow(run.terminal_log, APPENDING)
-    os.write(log, before.read())
-    for standard in (1, 2):
-        os.dup2(log, standard)
-    os.close(log)
 
 
 TIMED = ("accumulation", "cluster", "engine", "transport")
