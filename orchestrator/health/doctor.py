@@ -81,19 +81,16 @@ def packages() -> Iterator[Finding]:
     yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
     for name, tested in TESTED.items():
         version = _version(name)
+        install = f"pip install {name}=={tested}"
         if version is None:
-            remedy = f"pip install {name}=={tested}"
             optional = name not in NEEDED
-            yield Finding(
-                "packages",
-                f"{name} is not installed here",
-                NOTE if optional else BAD,
-                remedy + " where ranks run, if jobs are written for it" * optional,
-            )
+            remedy = f"{install} where ranks run{', if jobs are written for it' * optional}"
+            state = NOTE if optional else BAD
+            yield Finding("packages", f"{name} is not installed here", state, remedy)
         elif version.split(".")[:2] == tested.split(".")[:2]:
             yield Finding("packages", f"{name} {version}, as tested")
         else:
-            remedy = f"if something is odd: pip install {name}=={tested}"
+            remedy = f"if something is odd: {install}"
             yield Finding("packages", f"{name} {version}, tested with {tested}", NOTE, remedy)
     for package in importlib.metadata.distributions():
         if COLLECTIVES.fullmatch(name := package.metadata["Name"] or ""):
@@ -307,11 +304,6 @@ def _number(settings: Settings, key: str, default: float, pattern: str = r"^(\d+
     return float(found[1]) if found else default
 
 
-def _preempts_by_sigterm(settings: Settings) -> bool:
-    preempts = settings.get("PreemptType", "preempt/none") not in ("preempt/none", "(null)")
-    return preempts and "preempt_send_user_signal" not in settings.get("SlurmctldParameters", "")
-
-
 # Settings that hurt: when they do, what that means, and what an administrator or a user can do.
 HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
     (
@@ -325,26 +317,6 @@ HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         "ask for AuthInfo=cred_expire=5 in slurm.conf (1 is refused)",
     ),
     (
-        lambda s: s.get("EnforcePartLimits", "NO") == "NO",
-        "EnforcePartLimits=NO: sbatch takes jobs that can never start, and they wait for ever",
-        "nothing: they are compared with the partitions' limits before they are submitted",
-    ),
-    (
-        lambda s: _number(s, "SlurmdTimeout", 300) > 60,
-        "SLURM takes more than a minute to notice that a node is gone (SlurmdTimeout)",
-        "nothing: the ranks' own heartbeats notice after cluster.heartbeat_timeout_s",
-    ),
-    (
-        _preempts_by_sigterm,
-        "a preempted job is sent SIGTERM alone, not the signal that it asked for",
-        "nothing: ranks heed both",
-    ),
-    (
-        lambda s: "none" in s.get("AccountingStorageType", "none"),
-        "there is no accounting: sacct does not say how a job ended",
-        "nothing: the run folder says it",
-    ),
-    (
         lambda s: "none" in s.get("TaskPlugin", "none"),
         "TaskPlugin=task/none: ranks are not kept to their own cores or memory",
         "ask for TaskPlugin=task/cgroup,task/affinity",
@@ -353,11 +325,6 @@ HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
         lambda s: "linuxproc" in s.get("ProctrackType", "") or "pgid" in s.get("ProctrackType", ""),
         "a process that leaves its group may outlive its job (ProctrackType)",
         "ask for ProctrackType=proctrack/cgroup",
-    ),
-    (
-        lambda s: _number(s, "MinJobAge", 300) < 300,
-        "squeue forgets ended jobs within five minutes (MinJobAge)",
-        "nothing: sacct or the run folder is asked then",
     ),
     (
         lambda s: _number(s, "KillWait", 30) < 10,

@@ -13,7 +13,7 @@ import secrets
 import shutil
 import stat
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -73,21 +73,10 @@ def blocks(path: Path, start: int = 0) -> Iterator[bytes]:
 
 
 def start_of_last(path: Path, lines: int) -> int:
-    """Return the offset of a file's last lines. Reads from the end, in bounded memory."""
+    """Return the offset of a file's last lines."""
     with os.fdopen(open_nofollow(path), "rb") as file:
-        end = file.seek(0, os.SEEK_END)
-        wanted, whole = lines, end  # the newline that ends the file begins no line
-        while end:
-            start = max(0, end - BLOCK)
-            file.seek(start)
-            block = file.read(end - start)[: whole - 1 - start]
-            if (found := block.count(b"\n")) >= wanted:
-                at = len(block)
-                for _ in range(wanted):
-                    at = block.rindex(b"\n", 0, at)
-                return start + at + 1
-            wanted, end = wanted - found, start
-    return 0
+        last = deque(file, maxlen=lines)
+        return file.tell() - sum(map(len, last))
 
 
 def read_end(path: Path, at_most: int) -> bytes:
@@ -109,20 +98,6 @@ def is_folder(path: Path) -> bool:
     return True
 
 
-def check_folders(within: Path, named: Callable[[str], object]) -> None:
-    """Raise `RunFolderError` if an entry of these names is no folder of its own.
-
-    One scan for all names: `status` does this to a thousand runs.
-    """
-    try:
-        entries = list(os.scandir(within))
-    except FileNotFoundError:
-        return
-    for entry in entries:
-        if named(entry.name) and not entry.is_dir(follow_symlinks=False):
-            raise _foreign(Path(entry.path), "a link" if entry.is_symlink() else "no folder")
-
-
 def names_in(folder: Path) -> list[str]:
     """Return the sorted names in a folder; [] if it does not exist."""
     return sorted(entry.name for entry in os.scandir(folder)) if is_folder(folder) else []
@@ -130,13 +105,10 @@ def names_in(folder: Path) -> list[str]:
 
 def remove(path: Path) -> None:
     """Remove a file, a link (not its target), or a folder with its content."""
-    if not stat.S_ISDIR(path.lstat().st_mode):
-        path.unlink()
-        return
-    try:
+    if stat.S_ISDIR(path.lstat().st_mode):
         shutil.rmtree(path)
-    except RecursionError as error:
-        raise RunFolderError(f"{path} is nested too deep to be removed: rm -rf {path}") from error
+    else:
+        path.unlink()
 
 
 def make_folder(path: Path) -> None:

@@ -20,7 +20,6 @@ from orchestrator.errors import RunFolderError
 from orchestrator.rundir.checksums import identity_in, new_identity, with_identity
 from orchestrator.rundir.files import (
     PRIVATE,
-    check_folders,
     is_folder,
     make_folder,
     names_in,
@@ -33,17 +32,6 @@ from orchestrator.rundir.files import (
 from orchestrator.rundir.program_link import STOP_AFTER, STOP_ASKED
 
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
-CONFIG_SECTIONS = (
-    "job",
-    "optimizer",
-    "cluster",
-    "accumulation",
-    "schedule",
-    "train",
-    "engine",
-    "run",
-    "transport",
-)
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
@@ -60,33 +48,6 @@ OWN_FOLDERS = (
     "code",
     "submitit",
 )
-
-
-def _nearest(missing: Path) -> str:
-    """Return a hint at the run folder that was meant, or ""."""
-    runs = Path("runs")
-    try:
-        if (runs / missing.name / "config.yaml").is_file():
-            return f"; did you mean {runs / missing.name}?"
-        begun = {config.parent: config.stat().st_mtime for config in runs.glob("*/config.yaml")}
-    except OSError:  # not ours to read: the message is right without a hint
-        return ""
-    return f"; the newest in {runs}/ is {max(begun, key=begun.__getitem__)}" if begun else ""
-
-
-def load_config(path: Path, text: str) -> dict[str, Any]:
-    """Return the table in a config.yaml's text. Raises `RunFolderError` if it is none."""
-    import yaml  # `status` needs no YAML
-
-    try:
-        value: Any = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:
-        problem = getattr(error, "problem", None) or error
-        raise RunFolderError(f"{path} is damaged: {problem}") from error
-    missing = [key for key in CONFIG_SECTIONS if not isinstance(value, dict) or key not in value]
-    if missing:
-        raise RunFolderError(f"{path} is damaged: it has no {missing[0]}")
-    return value
 
 
 def _below(*names: str) -> functools.cached_property[Path]:
@@ -204,8 +165,9 @@ class RunDir:
 
     def check_own_folders(self) -> None:
         """Raise `RunFolderError` if a folder that the run writes in is a link or a file."""
-        check_folders(self.path, OWN_FOLDERS.__contains__)
-        check_folders(self.attempts, str.isdigit)
+        for name in OWN_FOLDERS:
+            is_folder(self.path / name)
+        self.attempt_numbers()
 
     def create(self) -> None:
         """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.
@@ -285,7 +247,9 @@ class RunDir:
             RunFolderError: there is none, or a folder in it is a link.
         """
         if not self.path.is_dir():
-            raise RunFolderError(f"there is no run folder {self.path}{_nearest(self.path)}")
+            raise RunFolderError(
+                f"there is no run folder {self.path}; `python -m orchestrator status` lists them"
+            )
         try:
             if not self.config.is_file():
                 raise RunFolderError(
@@ -307,9 +271,11 @@ class RunDir:
         Raises:
             RunFolderError: it is damaged.
         """
+        import yaml  # `status` needs no YAML
+
         text = self._config_text()
         identity_in(self.config, text)
-        return load_config(self.config, text)
+        return yaml.safe_load(text)
 
     def _config_text(self) -> str:
         try:

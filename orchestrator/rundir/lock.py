@@ -1,4 +1,4 @@
-"""The lock by which a launcher holds a local run, signals to its holder, and waiting points.
+"""The lock by which a launcher holds a local run, and signals to its holder.
 
 The kernel releases the lock when its process ends. The file names that process, and outlives it, so
 a signal is sent only if the process with that pid holds this very file open: pids are reused.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -22,8 +21,6 @@ from orchestrator.rundir.metrics import (
 )
 from orchestrator.rundir.warnings import read_warnings
 
-# Removed or replaced while scanning, or too deep for a run to have a path.
-NO_RUN_THERE = (errno.ENOENT, errno.ENOTDIR, errno.ENAMETOOLONG)
 BEAT_S = 2.0
 LOOK_TWICE_S = BEAT_S + 0.5
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
@@ -282,24 +279,14 @@ def find_runs(below: Path) -> list[Path]:
     A folder that may not be read counts as one: it may be another account's run.
     """
     found: list[Path] = []
-    left = [below] if below.is_dir() else []
-    while left:  # no recursion: folders may lie in folders without end
-        folder = left.pop()
-        try:
-            within = {entry.name: entry for entry in os.scandir(folder)}
-        except PermissionError:
-            found.append(folder)
-            continue
-        except OSError as error:
-            if error.errno in NO_RUN_THERE:
-                continue
-            raise
-        if "config.yaml" in within and "attempts" in within:
-            found.append(folder)
-            continue
-        left += [
-            Path(entry.path)
-            for name, entry in sorted(within.items(), reverse=True)
-            if entry.is_dir(follow_symlinks=False) and not name.startswith(".")
-        ]
+
+    def refused(error: OSError) -> None:
+        if isinstance(error, PermissionError):
+            found.append(Path(error.filename))
+
+    for folder, folders, files in os.walk(below, onerror=refused):
+        if "config.yaml" in files and "attempts" in folders:
+            found.append(Path(folder))
+            folders.clear()
+        folders[:] = sorted(one for one in folders if not one.startswith("."))
     return found

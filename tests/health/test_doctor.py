@@ -15,16 +15,12 @@ from tests.helpers import ROOT, call, environment
 from tests.report.conftest import record, result
 
 KIND = {
-    "JobRequeue": "1", "AuthInfo": "cred_expire=5", "EnforcePartLimits": "ALL",
-    "SlurmdTimeout": "30 sec", "PreemptType": "preempt/none", "TaskPlugin": "task/cgroup",
-    "AccountingStorageType": "accounting_storage/slurmdbd", "ProctrackType": "proctrack/cgroup",
-    "MinJobAge": "3600 sec", "KillWait": "30 sec", "SLURM_VERSION": "22.05.8",
+    "JobRequeue": "1", "AuthInfo": "cred_expire=5", "TaskPlugin": "task/cgroup",
+    "ProctrackType": "proctrack/cgroup", "KillWait": "30 sec", "SLURM_VERSION": "22.05.8",
 }  # fmt: skip
 HURTFUL = {
-    "JobRequeue": "0", "AuthInfo": "(null)", "EnforcePartLimits": "NO",
-    "SlurmdTimeout": "300 sec", "PreemptType": "preempt/partition_prio", "TaskPlugin": "task/none",
-    "AccountingStorageType": "accounting_storage/none", "ProctrackType": "proctrack/linuxproc",
-    "MinJobAge": "200 sec", "KillWait": "5 sec",
+    "JobRequeue": "0", "AuthInfo": "(null)", "TaskPlugin": "task/none",
+    "ProctrackType": "proctrack/linuxproc", "KillWait": "5 sec",
 }  # fmt: skip
 
 

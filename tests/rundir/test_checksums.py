@@ -3,7 +3,6 @@
 import itertools
 import os
 import shutil
-from pathlib import Path
 
 import pytest
 
@@ -14,7 +13,6 @@ from orchestrator.rundir.folder import (
     INITIAL_DIGEST,
     RESUMES,
     RunDir,
-    load_config,
 )
 from tests.rundir.test_checkpoints import Engine, save
 from tests.rundir.test_files import made
@@ -122,9 +120,3 @@ def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, da
     run.config.write_text(damage(run.config.read_text()))
     with pytest.raises(RunFolderError, match=f"config.yaml is damaged: its {says}"):
         run.read_config()
-
-
-def test_a_config_that_is_no_table_of_settings_is_refused():
-    for text, says in (("- 1\n", "it has no job"), ("a: [", "."), ("job: {}\n", "it has no opt")):
-        with pytest.raises(RunFolderError, match=f"config.yaml is damaged: .*{says}"):
-            load_config(Path("config.yaml"), text)

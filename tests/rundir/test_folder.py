@@ -1,6 +1,5 @@
 """The run folder: private, never another run's, written whole or not at all."""
 
-import os
 import stat
 from pathlib import Path
 
@@ -50,18 +49,3 @@ def test_a_folder_without_a_run_is_not_resumed(tmp_path):
         RunDir(tmp_path / "absent").existing()
     with pytest.raises(RunFolderError, match="is not a run folder"):
         RunDir(tmp_path).existing()
-
-
-def test_a_run_folder_that_is_not_there_is_told_with_the_nearest_one(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for number, name in enumerate(("new", "old")):
-        config = tmp_path / "runs" / name / "config.yaml"
-        config.parent.mkdir(parents=True)
-        config.touch()
-        os.utime(config, (0, 1000 - number))
-    for asked, hint in (
-        ("RUN", "the newest in runs/ is runs/new"),
-        ("old", "did you mean runs/old"),
-    ):
-        with pytest.raises(RunFolderError, match=f"there is no run folder .*{asked}; {hint}"):
-            RunDir(tmp_path / asked).existing()

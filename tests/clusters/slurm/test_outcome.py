@@ -17,7 +17,7 @@ from orchestrator.clusters.slurm.outcome import (
     reason,
 )
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.folder import CONFIG_SECTIONS, RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import Answer, Job, SlurmClient
 from tests.clusters.slurm.queue_lines import queue_line
 
@@ -30,8 +30,7 @@ LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 def run(tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
-    configure(run, **{name: {} for name in CONFIG_SECTIONS})
-    configure(run, run={"max_restarts": 0}, cluster={"signal_ahead_s": 60})
+    configure(run, job={}, run={"max_restarts": 0}, cluster={"signal_ahead_s": 60})
     return run
 
 
