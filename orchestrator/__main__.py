@@ -344,6 +344,7 @@ def _final_weights(run: Path) -> Path:
     return run if run.is_file() else _newest_checkpoint(run).folder / WEIGHTS
 
 
+@verb
 def compare(
     a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
     b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
