@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.agent import Agent
+from orchestrator.agent.liveness import IdleTimer
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -29,6 +30,7 @@ from orchestrator.agent.processes import (
     fork_session,
     leave,
     name_process,
+    processor_s,
     set_parent_death_signal,
 )
 from orchestrator.agent.rank_log import send_output_to
@@ -43,6 +45,12 @@ END_S = 3.0
 """For agents to end by themselves, once the outcome is written or the launcher is gone: longer than
 `workers.LINGER_S`."""
 LOOK_S = 0.1
+IMPORT_LOOK_S = 1.0
+EXIT_IMPORT_HANGS = 120
+IMPORT_HANGS = (
+    "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
+    "node's log has its stack"
+)
 
 
 class NodeProcesses:
@@ -164,17 +172,36 @@ class NodeProcesses:
             self._again[index] = now + REST_S
 
 
+def import_framework(run: RunDir, hang_s: float) -> None:
+    """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
+    done = threading.Event()
+    idle = IdleTimer(hang_s)
+
+    def look() -> None:
+        while not done.wait(IMPORT_LOOK_S):
+            if idle.hangs(time.monotonic(), processor_s(os.getpid())):
+                faulthandler.dump_traceback(all_threads=True)
+                words = IMPORT_HANGS.format(f"{hang_s:g}")
+                print(f"error: {words}", file=sys.stderr, flush=True)
+                os._exit(EXIT_IMPORT_HANGS)
+
+    watch = threading.Thread(target=look, name="import", daemon=True)
+    watch.start()
+    preload(run)
+    done.set()
+    watch.join()  # a fork must not run with another thread alive
+
+
 def _live(order: dict[str, Any]) -> int:
     """Run this process, or the agent or worker that it becomes; return the exit status."""
     run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
-    faulthandler.register(signal.SIGQUIT)  # when an import hangs, the launcher requests the stack
-    preload(run)
-    faulthandler.unregister(signal.SIGQUIT)
+    specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
+    import_framework(run, specs[0].hang_s)
     if os.getppid() != order["launcher"]:
         return 1
     control, report = int(order["control"]), int(order["report"])
     rank = NodeProcesses(
-        [NodeSpec.from_json(node["spec"]) for node in order["nodes"]],
+        specs,
         [node["environment"] for node in order["nodes"]],
         lambda spec: Agent(spec, control, report),
         control,

@@ -8,29 +8,22 @@ restarts if it is killed and workers may be replaced (`local_nodes.py`).
 from __future__ import annotations
 
 import argparse
-import faulthandler
 import os
 import signal
-import sys
-import threading
-import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.liveness import IdleTimer
-from orchestrator.agent.local_nodes import NodeProcesses
+from orchestrator.agent.local_nodes import NodeProcesses, import_framework
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
-from orchestrator.agent.processes import ending, processor_s, set_parent_death_signal
+from orchestrator.agent.processes import ending, set_parent_death_signal
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
-from orchestrator.agent.worker import preload, run_worker
+from orchestrator.agent.worker import run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.reading import read_config
 from orchestrator.config.schema import Config
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-
-LOOK_S = 1.0
 
 
 def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str]) -> NodeSpec:
@@ -89,36 +82,12 @@ def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = A
     spec = node_spec(run, attempt, config, os.environ)
     ranks = list(spec.ranks_of(spec.index))
     write_json(run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks})
-    _import_framework(run, spec.hang_s)
+    import_framework(run, spec.hang_s)
     nodes = NodeProcesses([spec], [worker_environment(spec)], agent_of)
     rank = nodes.serve()
     if rank is None:
         return nodes.status
     return run_worker(path, attempt, rank)
-
-
-def _import_framework(run: RunDir, hang_s: float) -> None:
-    """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
-    done = threading.Event()
-    idle = IdleTimer(hang_s)
-
-    def look() -> None:
-        while not done.wait(LOOK_S):
-            if idle.hangs(time.monotonic(), processor_s(os.getpid())):
-                faulthandler.dump_traceback(all_threads=True)
-                print(
-                    f"error: the import of the framework has used no processor for {hang_s:g} s "
-                    "(cluster.hang_timeout_s)",
-                    file=sys.stderr,
-                    flush=True,
-                )
-                os._exit(1)
-
-    watch = threading.Thread(target=look, name="import", daemon=True)
-    watch.start()
-    preload(run)
-    done.set()
-    watch.join()  # a fork must not run with another thread alive
 
 
 def main() -> None:

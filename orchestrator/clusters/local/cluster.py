@@ -12,18 +12,14 @@ import select
 import signal
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
-from orchestrator.agent.liveness import IdleTimer
-from orchestrator.agent.local_nodes import become, may_fork
+from orchestrator.agent.local_nodes import EXIT_IMPORT_HANGS, IMPORT_HANGS, become, may_fork
 from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
-from orchestrator.agent.processes import processor_s
 from orchestrator.agent.root_cause import tail
-from orchestrator.agent.stacks import STACK_S
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
@@ -38,10 +34,6 @@ from orchestrator.rundir.outcome import AttemptOutcome, outcome_from_json, read_
 
 END_S = 10.0
 OUTCOME_BYTES = 1 << 20
-IMPORT_HANGS = (
-    "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
-    "node's log has its stack"
-)
 ON_CPUS = ("gloo", "mccl")
 NODES_LIMIT = 254 * 254
 
@@ -66,7 +58,6 @@ class LocalHandle(Handle):
         self._request, self._run = request, RunDir(request.run)
         self._folder = self._run.attempt(request.attempt)
         self._state, self._stopping = State.RUNNING, False
-        self._importing = IdleTimer(request.details["hang_s"])
         control, self._control = os.pipe()
         self._report, report = os.pipe()  # receives the outcome even if the disk is full
         os.set_blocking(self._report, False)
@@ -129,26 +120,11 @@ class LocalHandle(Handle):
             return self._state
         if select.select([self._ended], [], [], timeout_s)[0]:
             self._settle()
-        elif not self._has_begun and self._importing.hangs(
-            time.monotonic(), processor_s(self._process.pid)
-        ):
-            self._give_up_import()
         return self._state
 
     @property
     def _has_begun(self) -> bool:
         return (self._folder / "agent-00000.json").exists()
-
-    def _give_up_import(self) -> None:
-        """End a run whose import hangs; the first node's log gets its stack."""
-        self._process.send_signal(signal.SIGQUIT)
-        time.sleep(STACK_S)
-        hang_s = self._request.details["hang_s"]
-        log = tail(self._run.node_log("node0"))
-        self.culprit = Culprit(
-            rank=None, node="node0", cause=IMPORT_HANGS.format(f"{hang_s:g}"), log_tail=log
-        )
-        self.kill()
 
     def stop(self) -> None:
         self._stopping = True
@@ -194,11 +170,13 @@ class LocalHandle(Handle):
             self._state = State.STOPPED  # in the import, before there was an agent
         elif outcome is None:
             self._state = State.FAILED
-            if self.culprit is None:
-                status = describe_status(self._process.returncode)
-                cause = f"the agents of all nodes ended without an outcome; their parent {status}"
-                log = tail(self._run.node_log("node0"))
-                self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
+            code = self._process.returncode
+            cause = "the agents of all nodes ended without an outcome; their parent "
+            cause += describe_status(code)
+            if code == EXIT_IMPORT_HANGS:
+                cause = IMPORT_HANGS.format(f"{self._request.details['hang_s']:g}")
+            log = tail(self._run.node_log("node0"))
+            self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
         else:
             self._state, self.culprit = outcome.state, outcome.culprit
 
