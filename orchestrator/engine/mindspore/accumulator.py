@@ -5,7 +5,7 @@ Usable without the rest of this package, from a loop of your own:
     accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
     for batch in micro_batches:
         accumulator.add(batch)          # forward, backward, add up; nothing is sent
-    buckets = accumulator.reduce(trailer)  # collective
+    gradients, trailer = accumulator.reduce(trailer)  # collective
     accumulator.clear()
 
 Gradients are *sums* over samples; the boundary divides by the sum of weights (see `engine`).
@@ -19,7 +19,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from numbers import Real
 from pathlib import Path
 from typing import Any
@@ -35,58 +34,6 @@ from orchestrator.engine.mindspore.model import Precision
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.plan.wire import bucket_count
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Numbers `start` to `stop` of tensor `source`."""
-
-    source: int
-    start: int
-    stop: int
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """Places of tensors of `sizes` numbers in buckets.
-
-    Attributes:
-        buckets: the pieces of each bucket, in order.
-        found: for each tensor, where its pieces are: (bucket, start, stop within the bucket).
-    """
-
-    sizes: tuple[int, ...]
-    buckets: tuple[tuple[Piece, ...], ...]
-    found: tuple[tuple[tuple[int, int, int], ...], ...]
-
-
-def lay_out(sizes: Sequence[int], *, itemsize: int, bucket_bytes: int | None) -> Layout:
-    """Cut tensors of `sizes` numbers, one after the other, into equal buckets.
-
-    As many as the plan says (`plan.wire.bucket_count`), of whole numbers each.
-
-    >>> lay_out([3, 5], itemsize=4, bucket_bytes=16).found
-    (((0, 0, 3),), ((0, 3, 4), (1, 0, 4)))
-    """
-    total = sum(sizes)
-    count = bucket_count(total * itemsize, bucket_bytes, early=False)
-    width = math.ceil(total / count)
-    buckets: list[list[Piece]] = [[] for _ in range(count)]
-    found: list[list[tuple[int, int, int]]] = [[] for _ in sizes]
-    place = 0
-    for source, size in enumerate(sizes):
-        start = 0
-        while start < size:
-            bucket, within = divmod(place, width)
-            stop = min(size, start + width - within)
-            buckets[bucket].append(Piece(source, start, stop))
-            found[source].append((bucket, within, within + stop - start))
-            place += stop - start
-            start = stop
-    return Layout(
-        tuple(sizes), tuple(tuple(b) for b in buckets if b), tuple(tuple(f) for f in found)
-    )
-
 
 # ------------------------------------------------------------------ Compilation
 # `engine.mode`: "pynative" leaves functions as they are, "jit" compiles them, "graph" compiles
@@ -290,13 +237,14 @@ class Accumulator:
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
             for p in self.parameters
         )
-        self.shapes = tuple(p.shape for p in self.parameters)
-        self.alone = group.size == 1
-        sizes = [int(p.size) for p in self.parameters] + [trailer_numbers] * bool(trailer_numbers)
-        itemsize = int(self.parameters[0].itemsize)
-        self.layout: Layout = lay_out(sizes, itemsize=itemsize, bucket_bytes=settings.bucket_bytes)
+        self._numbers = sum(int(p.size) for p in self.parameters)
+        self._whole = self._numbers + trailer_numbers
+        payload = self._whole * int(self.parameters[0].itemsize)
+        count = bucket_count(payload, settings.bucket_bytes, early=False)
+        self._width = math.ceil(self._whole / count)
         self._steps: dict[Any, Compiled] = {}
         self._pack = self.compile(self._packing(), "the packing of gradients")
+        self._unpack = self.compile(self._unpacking(), "the unpacking of gradients")
         self.clear = self.compile(self._clearing(), "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
@@ -306,7 +254,7 @@ class Accumulator:
     @property
     def compile_s(self) -> float:
         """Seconds spent in first calls of compiled functions so far."""
-        every = (*self._steps.values(), self._pack, self.clear)
+        every = (*self._steps.values(), self._pack, self._unpack, self.clear)
         return sum(compiled.compile_s for compiled in every)
 
     # ------------------------------------------------------------------ micro-steps
@@ -419,76 +367,65 @@ class Accumulator:
     # ------------------------------------------------------------------ the boundary
 
     def _packing(self) -> Callable[..., Any]:
-        sums, buckets = self.sums, self.layout.buckets
+        sums = self.sums
 
-        def pack(*trailer: Tensor) -> tuple[Tensor, ...]:
-            packed: Any = ()
-            for bucket in buckets:
-                parts: Any = ()
-                for piece in bucket:
-                    tensor = sums[piece.source] if piece.source < len(sums) else trailer[0]
-                    whole = piece.stop - piece.start == tensor.size
-                    flat = tensor.reshape(-1)
-                    parts = (*parts, flat if whole else flat[piece.start : piece.stop])
-                packed = (*packed, ops.concat(parts) if len(parts) > 1 else parts[0])
-            return packed
+        def pack(*trailer: Tensor) -> Tensor:
+            parts: Any = ()
+            for held in sums:
+                parts = (*parts, held.reshape(-1))
+            return ops.concat((*parts, *trailer))
 
         return pack
 
-    def reduce(self, trailer: Sequence[float] = ()) -> list[Tensor]:
-        """Return the buckets of gradients and trailer, summed over ranks. Collective: one a bucket.
+    def _unpacking(self) -> Callable[..., Any]:
+        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
 
-        A lone rank has nothing to pack: its buckets are the sums themselves, and the trailer.
+        def unpack(whole: Tensor) -> Any:
+            gradients: Any = ()
+            start = 0
+            for size, shape in shapes:
+                gradients = (*gradients, whole[start : start + size].reshape(shape))
+                start += size
+            return gradients
+
+        return unpack
+
+    def reduce(self, trailer: Sequence[float] = ()) -> tuple[Sequence[Tensor], list[float]]:
+        """Return gradients and trailer, summed over ranks. Collective: one a bucket.
+
+        A lone rank has nothing to pack: its gradients are the sums themselves.
         """
+        if self._group.size == 1:
+            return self.sums, list(trailer)
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
-        if self._group.size == 1:
-            return [*self.sums, *extra]
-        return self._group.sums(list(self._pack(*extra)))
+        whole = self._pack(*extra)
+        places = range(0, self._whole, self._width)
+        # Named anew each time, so that only two copies of the gradients exist at once.
+        whole = [whole[place : place + self._width] for place in places]
+        whole = self._group.sums(whole)
+        whole = ops.concat(whole) if len(whole) > 1 else whole[0]
+        return self._unpack(whole), whole[self._numbers :].asnumpy().tolist()
 
-    def trailer_of(self, buckets: Sequence[Tensor]) -> list[float]:
-        """Return the (summed) trailer's numbers."""
-        if self._group.size == 1:
-            return buckets[-1].asnumpy().tolist()
-        parts = [buckets[b][start:stop].asnumpy() for b, start, stop in self.layout.found[-1]]
-        return np.concatenate(parts).tolist()
-
-    def norm_of(self, buckets: Sequence[Tensor]) -> float:
-        """Return the 2-norm of all gradients in the buckets; on a CPU by NumPy, which is ten times
-        as fast there as MindSpore's own sums.
+    def norm_of(self, gradients: Sequence[Tensor]) -> float:
+        """Return the 2-norm of all gradients; on a CPU by NumPy, which is ten times as fast there
+        as MindSpore's own sums.
         """
-        spans = [(place, 0, int(bucket.size)) for place, bucket in enumerate(buckets)]
-        if self._group.size == 1:
-            spans = spans[: len(self.sums)]
-        elif len(self.layout.sizes) > len(self.sums):
-            cut = {b: start for b, start, _ in self.layout.found[-1]}
-            spans = [(b, 0, cut.get(b, stop)) for b, _, stop in spans]
         squares = 0.0
-        for place, start, stop in spans:
+        for gradient in gradients:
             if self._group.transport == "mccl":
-                squares += _squares(buckets[place].asnumpy().reshape(-1)[start:stop])
+                squares += _squares(gradient.asnumpy().reshape(-1))
             else:
-                squares += float(ops.square(buckets[place].reshape(-1)[start:stop]).sum().asnumpy())
+                squares += float(ops.square(gradient).sum().asnumpy())
         return math.sqrt(squares)
 
     def step_with(self, optimizer: Any) -> Compiled:
-        """Return a compiled function (factor, *buckets) that averages and clips the gradients in
-        the buckets, and calls the optimizer with them.
+        """Return a compiled function (factor, *gradients) that averages and clips the gradients,
+        and calls the optimizer with them.
         """
-        sums, shapes, found, alone = self.sums, self.shapes, self.layout.found, self.alone
 
-        def gradients_in(buckets: Any) -> Any:
-            tensors: Any = ()
-            for spans, shape in zip(found, shapes):  # noqa: B905  # no strict in graphs
-                parts: Any = ()
-                for bucket, start, stop in spans:
-                    parts = (*parts, buckets[bucket][start:stop])
-                flat = ops.concat(parts) if len(parts) > 1 else parts[0]
-                tensors = (*tensors, flat.reshape(shape))
-            return tensors
-
-        def step(factor: Tensor, *buckets: Tensor) -> Any:
+        def step(factor: Tensor, *gradients: Tensor) -> Any:
             averaged: Any = ()
-            for gradient in sums if alone else gradients_in(buckets):
+            for gradient in gradients:
                 averaged = (*averaged, gradient * factor)
             return optimizer(averaged)
 

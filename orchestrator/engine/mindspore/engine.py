@@ -275,12 +275,12 @@ class MindSporeEngine:
             self._replicas.write_digest(trailer, window.update)
         self._group.silence = None
         with self._clock.wait:
-            buckets = self._accumulator.reduce(trailer.numbers())
+            gradients, numbers = self._accumulator.reduce(trailer.numbers())
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
-            totals = Trailer.of(self._accumulator.trailer_of(buckets))
+            totals = Trailer.of(numbers)
             self._replicas.check(totals, window.update)
-            norm = self._apply(window.update, totals, trailer, buckets)
+            norm = self._apply(window.update, totals, trailer, gradients)
         self._window = None
         self._hyperparameters.keep()
         if norm is not None:
@@ -315,7 +315,7 @@ class MindSporeEngine:
         )
 
     def _apply(
-        self, update: int, totals: Trailer, mine: Trailer, buckets: Sequence[Tensor]
+        self, update: int, totals: Trailer, mine: Trailer, gradients: Sequence[Tensor]
     ) -> float | None:
         """Average, clip and step, or do not, as all ranks agree.
 
@@ -327,13 +327,12 @@ class MindSporeEngine:
             NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
                 overflow under float16 is neither: the window is skipped, the loss scale halved.
         """
-        norm_of_sum = self._accumulator.norm_of(buckets)
-        # Which parameters are not finite is unknown: their sums lie in compiled buckets.
+        norm_of_sum = self._accumulator.norm_of(gradients)
         found = self._policy.decide(update, totals, mine, norm_of_sum, list)
         if found is None:
             return None
         norm, factor = found
-        self._step(Tensor(factor, self._accumulator.dtype), *buckets)
+        self._step(Tensor(factor, self._accumulator.dtype), *gradients)
         self._accumulator.precision.succeeded()
         return norm
 
