@@ -2,8 +2,9 @@
 
 The array's script only executes the run's own batch script. So stop, requeue, restart and end work
 for an element, whose id is `123_4`, as for a job. Runs are elements if they are in one sweep's
-folder and their folders are named by numbers, which are the elements' indices; other runs are jobs
-of their own. The code is copied once per array.
+folder and their folders are named by numbers, which are the elements' indices; other runs, and
+those of higher numbers than SLURM takes (MaxArraySize), are jobs of their own. The code is copied
+once per array.
 """
 
 from __future__ import annotations
@@ -134,26 +135,20 @@ def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], o
         yield from (partial(cluster.submit, request) for cluster, request in group)
         return
     indices, tasks = largest_array(group[0][0].config.cluster.slurm_conf)
-    parts: dict[int, list[Placed]] = {}
-    for cluster, request in group:
-        # an array's indices end there, so the next one counts from it; without arrays, one each
-        place = int(request.run.name) // indices if indices else len(parts)
-        parts.setdefault(place, []).append((cluster, request))
-    for whole in parts.values():
-        for part in (whole[n : n + tasks] for n in range(0, len(whole), max(1, tasks))):
-            cluster, request = part[0]
-            if len(part) == 1:
-                yield partial(cluster.submit, request)
-                continue
-            sweep = request.run.parent
-            lay_out(sweep, part)
-            script = _next_path(sweep / ARRAYS).with_suffix(".sh")
-            write_atomically(script, array_script([r for _, r in part], at_once, indices))
-            elements = {r.run.name: str(int(r.run.name) % indices) for _, r in part}
-            conf = cluster.config.cluster.slurm_conf
-            yield partial(
-                queue, RunDir(sweep), script, request.attempt, conf, elements, tell=cluster.tell
-            )
+    able = [one for one in group if int(one[1].run.name) < indices]
+    others = [one for one in group if int(one[1].run.name) >= indices]
+    parts = [able[n : n + tasks] for n in range(0, len(able), max(1, tasks))]
+    for part in (*parts, *([one] for one in others)):
+        cluster, request = part[0]
+        if len(part) == 1:
+            yield partial(cluster.submit, request)
+            continue
+        sweep, conf = request.run.parent, cluster.config.cluster.slurm_conf
+        lay_out(sweep, part)
+        script = _next_path(sweep / ARRAYS).with_suffix(".sh")
+        write_atomically(script, array_script([r for _, r in part], at_once))
+        names = [r.run.name for _, r in part]
+        yield partial(queue, RunDir(sweep), script, request.attempt, conf, names, tell=cluster.tell)
 
 
 def _next_path(folder: Path) -> Path:
@@ -184,31 +179,20 @@ def lay_out(sweep: Path, part: Sequence[Placed]) -> None:
             write_atomically(run.submitit / f"{script_name(request.attempt)}.sh", text)
 
 
-def array_script(part: Sequence[Request], at_once: int | None, largest: int) -> str:
-    """Return the array's script: its elements' request, and where each continues.
-
-    Args:
-        largest: MaxArraySize. Runs of higher numbers count from there, and name their log
-            themselves.
-    """
+def array_script(part: Sequence[Request], at_once: int | None) -> str:
+    """Return the array's script: its elements' request, and where each continues."""
     request = part[0]
     sweep, stated = request.run.parent, dict(request.details["options"])
-    numbers = [int(one.run.name) for one in part]
-    offset = min(numbers) // largest * largest
     names = {str(one.details["options"]["job-name"]) for one in part}
     stated["job-name"] = names.pop() if len(names) == 1 else sweep.name
-    stated["output"] = f"{sweep}/%a/logs/batch.log" if not offset else "/dev/null"
+    stated["output"] = f"{sweep}/%a/logs/batch.log"
     limit = f"%{at_once}" if at_once else ""
-    stated["array"] = ",".join(spans(number - offset for number in numbers)) + limit
-    run = quoted(sweep) + ("/$SLURM_ARRAY_TASK_ID" if not offset else "/$number")
+    stated["array"] = ",".join(spans(int(one.run.name) for one in part)) + limit
+    script = f"/$SLURM_ARRAY_TASK_ID/submitit/{script_name(request.attempt)}.sh"
     return "\n".join([
         "#!/bin/bash",
         *(option_line(name, value) for name, value in stated.items()),
         "",
-        *([f"number=$((SLURM_ARRAY_TASK_ID + {offset}))"] if offset else []),
-        # A run's own script sets the umask; a user's program keeps the one that it finds here.
-        *([f"(umask 077; : >>{run}/logs/batch.log)"] if offset else []),
-        *([f"exec >>{run}/logs/batch.log 2>&1"] if offset else []),
-        f"exec bash {run}/submitit/{script_name(request.attempt)}.sh",
+        f"exec bash {quoted(sweep)}{script}",
         "",
     ])  # fmt: skip

@@ -15,7 +15,7 @@ import fcntl
 import os
 import re
 import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ from orchestrator.slurm_client import SchedulerDown, SlurmClient, accounted_scri
 
 ARRAYS = "arrays"  # the folder of arrays' scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")  # a run's folder that can be an element of an array
-ALONE: Mapping[str, str] = {"": ""}  # a run that is a job of its own
+ALONE = ("",)  # a run that is a job of its own
 PATIENCE_S = 60.0
 LONGEST_PAUSE_S = 8.0
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
@@ -44,16 +44,14 @@ class BeyondLimit(NotNow):
 
 
 def is_element(run: Path, script: Path, job_id: str) -> bool:
-    """Return whether a job is an element of an array of this run's sweep, and may be this run.
+    """Return whether a job is this run's element of an array of its sweep.
 
     Args:
         script: the job's script as the scheduler knows it, without links.
         job_id: as in `123_4`.
     """
-    index = job_id.partition("_")[2]
-    if script.parent != Path(os.path.realpath(run.parent / ARRAYS)) or not index.isdigit():
-        return False
-    return bool(NUMBER.fullmatch(run.name)) and int(run.name) >= int(index)
+    of_the_sweep = script.parent == Path(os.path.realpath(run.parent / ARRAYS))
+    return of_the_sweep and run.name == job_id.partition("_")[2]
 
 
 def retry_unanswered(
@@ -85,7 +83,7 @@ def queue(
     script: Path,
     attempt: int,
     slurm_conf: str | None,
-    elements: Mapping[str, str] = ALONE,
+    elements: Sequence[str] = ALONE,
     *,
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
@@ -93,7 +91,7 @@ def queue(
 
     Args:
         folder: of the run, or of the sweep.
-        elements: the index in the array of each run, by its folder's name.
+        elements: the names of an array's runs, which are their indices.
 
     Raises:
         ClusterError: the scheduler refuses it, or does not answer. If that is not known, the note
@@ -102,7 +100,7 @@ def queue(
     before = (folder.read_handle() or {}).get("job_id", "") if elements is ALONE else ""
     note = {
         "kind": "slurm", "script": str(script), "attempt": attempt, "slurm_conf": slurm_conf,
-        "elements": dict(elements), "before": before, "time": time.time(),
+        "elements": elements, "before": before, "time": time.time(),
     }  # fmt: skip
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
@@ -170,9 +168,8 @@ def adopt(folder: RunDir) -> str:
         note: dict[str, Any] | None = read_json(folder.submitting)
         if note is None:
             return ""
-        elements: dict[str, str] = note["elements"]
-        words = () if elements == ALONE else (*elements, *elements.values())
-        if not all(NUMBER.fullmatch(str(word)) for word in words):
+        elements = tuple(map(str, note["elements"]))
+        if elements != ALONE and not all(map(NUMBER.fullmatch, elements)):
             raise RunFolderError(f"{folder.submitting} is damaged: it names no runs of this folder")
         job = _job_of(client_of(folder, note["slurm_conf"]), note)
         if job is None:
@@ -217,11 +214,11 @@ def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
 def _write_handles(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
     """Record the job in each run's handle.json; then the note is not needed any more."""
     with written_together([folder.path]):
-        for name, index in note["elements"].items():
+        for name in note["elements"]:
             if (folder.path / name).is_dir():
                 handle = {
                     "kind": "slurm",
-                    "job_id": f"{job}_{index}" if index else job,
+                    "job_id": f"{job}_{name}" if name else job,
                     "attempt": note["attempt"],
                     "slurm_conf": note["slurm_conf"],
                     "time": time.time(),
