@@ -357,6 +357,7 @@ def compare(
 ) -> None:
     """Print the largest relative difference between the final weights of two runs."""
     del verbose
+    from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
     from orchestrator.rundir.folder import RunDir
@@ -369,6 +370,8 @@ def compare(
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
         for name, values in unlike.items():
             say(Console(), f"computed with another {name}: {values}", "yellow")
+        for sentence in code_differences(RunDir(a), RunDir(b)):
+            say(Console(), sentence, "yellow")
     if at_most is not None and not found.max_relative_difference <= at_most:
         say(
             Console(stderr=True),

@@ -109,6 +109,30 @@ def other_versions(before: Mapping[str, Any]) -> list[str]:
     ]
 
 
+def code_differences(a: RunDir, b: RunDir) -> list[str]:
+    """Return how the commits and files of two runs differ; nothing where they are not recorded."""
+    left, right = (
+        str(((run.read_environment() or {}).get("git") or {}).get("commit") or "") for run in (a, b)
+    )
+    found = [f"commit {left:.12} against {right:.12}"] if left and right and left != right else []
+    both = [(run.read_submission().get(INPUTS) or {}).get("code") or {} for run in (a, b)]
+    if not all(both):
+        return found
+    if not both[0].keys() & both[1].keys():  # two copies of the code, in different folders
+        both = [_below_common_folder(code) for code in both]
+    left, right = both
+    found += [f"{_shown(n)} differs" for n in sorted(left.keys() & right.keys())
+              if left[n] != right[n]]  # fmt: skip
+    for run, names in ((a, left.keys() - right.keys()), (b, right.keys() - left.keys())):
+        found += [f"{_shown(name)} is used by {run.path} only" for name in sorted(names)]
+    return found
+
+
+def _below_common_folder(code: Mapping[str, str]) -> dict[str, str]:
+    folder = os.path.commonpath([os.path.dirname(name) for name in code])  # noqa: PTH120
+    return {os.path.relpath(name, folder): digest for name, digest in code.items()}
+
+
 def _shown(name: str) -> str:
     path = Path(name)
     return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)

@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import read_metrics, total
+from orchestrator.rundir.metrics import read_metrics, read_progress, total
 from orchestrator.rundir.program_link import STOP_HANDLER
 from orchestrator.units import plural
 
@@ -240,20 +240,47 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     """
     if most == 0 or culprit.usage or run.cancel.exists():
         return Ruling(again=False)
-    made = sum(
-        bool((read_json(run.departure(number)) or {}).get("failed"))
+    earlier: list[dict[str, Any]] = [
+        departure["failed"]
         for number in range(first, attempt)
-    )
-    if made >= most:
-        times = plural(made, "time")
+        if (departure := read_json(run.departure(number))) and departure.get("failed")
+    ]
+    place = read_progress(run.progress(attempt))
+    program = bool(run.read_plan().get("program"))
+    failed = {
+        "attempt": attempt,
+        "update": place.update if place else -1,
+        # A program's progress is unknown: its next start may get further.
+        "raised": None if program else _exception_of(run, attempt, culprit),
+    }
+    if earlier and _is_repeated(earlier[-1], failed):
+        where = f"in update {failed['update']}" if place else "before the first update"
+        words = (
+            f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
+            f"another start would only repeat it"
+        )
+        return Ruling(again=False, words=words)
+    if len(earlier) >= most:
+        times = plural(len(earlier), "time")
         words = f"not started again: that was done {times} already (run.max_restarts={most})"
         return Ruling(again=False, words=words)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
-    write_json(run.departure(attempt), {**departure_note(why), "failed": True})
-    program = run.read_plan().get("program")
+    write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
     words = (
-        f"attempt {attempt + 1} {begins} (restart {made + 1} of "
+        f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
         f"{most} that run.max_restarts allows)"
     )
     return Ruling(again=True, words=words)
+
+
+def _is_repeated(before: dict[str, Any], now: dict[str, Any]) -> bool:
+    """Return whether an exception came back without an update in between."""
+    same = now["raised"] is not None and now["raised"] == before["raised"]
+    return same and now["update"] <= before["update"]
+
+
+def _exception_of(run: RunDir, attempt: int, culprit: Culprit) -> str | None:
+    """Return the exception behind a failure; None if a process, a node or a peer was lost."""
+    found = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
+    return str(found[0]["cause"]) if found else None

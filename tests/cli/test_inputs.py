@@ -136,6 +136,11 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"]
     last = helpers.verb("resume", "first", "train.updates=6", cwd=own)
     assert last.returncode == 0, "what was accepted is no change any more"
+    (own / "scale.py").write_text("SCALE = 2\n")
+    launch("second", "train.updates=6")
+    told = helpers.verb("compare", "first", "second", cwd=own).stdout
+    assert "scale.py differs" in told
+    assert "mine.py" not in told
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):

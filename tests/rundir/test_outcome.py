@@ -1,14 +1,18 @@
 """When a failed run starts again, and what a stop does to a run."""
 
+import time
+
 import pytest
 
 from orchestrator.client.stop import Stop
 from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import Ruling, describe_stop, rule
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
+RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
 
 
 @pytest.fixture
@@ -18,9 +22,15 @@ def run(tmp_path):
     return found
 
 
-def ruled(run, culprit, *, most=2, first=0):
-    """The ruling on one more attempt."""
-    return rule(run, run.begin_attempt(), culprit, first=first, most=most)
+def ruled(run, culprit, *, most=2, first=0, update=None):
+    """The ruling on one more attempt, which failed in `update`."""
+    attempt = run.begin_attempt()
+    if update is not None:
+        ProgressWriter(run.progress(attempt)).write(update, 0, 4)
+    if culprit.cause != KILLED.cause:
+        failure = {"rank": 1, "cause": culprit.cause, "secondary": False}
+        write_json(run.failure(attempt, 1), failure)
+    return rule(run, attempt, culprit, first=first, most=most)
 
 
 def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
@@ -29,7 +39,7 @@ def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
 
 
 def test_as_many_restarts_as_are_allowed(run):
-    rulings = [ruled(run, KILLED) for _ in range(3)]
+    rulings = [ruled(run, KILLED, update=5) for _ in range(3)]
     assert [ruling.again for ruling in rulings] == [True, True, False]
     assert "attempt 2 begins" in rulings[1].words
     assert "restart 2 of 2" in rulings[1].words
@@ -42,14 +52,55 @@ def test_a_start_by_a_person_gives_a_new_allowance(run):
     assert ruled(run, KILLED, most=1, first=2).again
 
 
-def test_a_wrong_request_is_not_started_again(run):
-    wrong = Culprit(rank=0, node="node0", cause="no such file", usage=True)
-    assert not ruled(run, wrong, most=9).again
+ANOTHER = Culprit(rank=1, node="node0", cause="ValueError: something else")
+WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
+
+
+@pytest.mark.parametrize(
+    ("failures", "again"),
+    [
+        ([(RAISED, 5), (RAISED, 5)], False),
+        ([(RAISED, None), (RAISED, None)], False),
+        ([(RAISED, 5), (RAISED, 6), (RAISED, 9)], True),
+        ([(RAISED, 5), (ANOTHER, 5), (RAISED, 5)], True),
+        ([(WRONG, None)], False),
+    ],
+)
+def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(run, failures, again):
+    *before, last = [ruled(run, culprit, most=9, update=update) for culprit, update in failures]
+    assert all(ruling.again for ruling in before)
+    assert last.again is again
+    assert again or not before or "attempt 0 raised the same" in last.words
 
 
 def test_a_cancelled_run_stays_ended(run):
     run.cancel.touch()
     assert ruled(run, KILLED, most=9) == Ruling(again=False)
+
+
+def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
+    before = time.time()
+    assert ruled(run, RAISED, update=5).again
+    note = read_json(run.departure(0))
+    assert before <= note.pop("time") <= time.time()
+    assert note == {
+        "why": "rank 1 on node0 failed first: ValueError: wrong",
+        "updates": None,
+        "failed": {"attempt": 0, "update": 5, "raised": "ValueError: wrong"},
+    }
+    assert ruled(run, KILLED).again
+    killed = {"attempt": 1, "update": -1, "raised": None}
+    assert read_json(run.departure(1))["failed"] == killed
+
+
+def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_own(run):
+    for rank, secondary in ((1, True), (0, False)):
+        attempt = run.attempts_made()
+        run.attempt(attempt).mkdir()
+        failure = {"rank": rank, "cause": "x", "secondary": secondary}
+        write_json(run.failure(attempt, rank), failure)
+        assert rule(run, attempt, KILLED, first=0, most=9).again
+        assert read_json(run.departure(attempt))["failed"]["raised"] is None
 
 
 def test_departures_that_were_no_failures_use_nothing_up(run):

@@ -132,13 +132,16 @@ def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(
     assert runs.wait_over(mended, run)["state"] == "finished"
 
 
-def test_ones_own_variables_for_sbatch_do_not_reach_it_which_is_said(slurm, tmp_path):
+def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(slurm, tmp_path):
+    own = {"SBATCH_PARTITION": "low,high", "SBATCH_ACCOUNT": "dev", "SBATCH_TIMELIMIT": "5"}
     held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.mem-bind=none")
-    done = call(*runs.overrides(slurm, tmp_path / "run", *held), SBATCH_PARTITION="low")
+    options = runs.overrides(slurm, tmp_path / "run", *held)
+    planned = runs.verb("plan", *options, **own).stdout
+    assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in planned
+    done = call(*options, **own)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "SBATCH_PARTITION: not passed on to sbatch" in " ".join(done.stdout.split())
     shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
-    for words in ("Partition=main", "TimeLimit=01:00:00", "MailType=END,FAIL"):
+    for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):
         assert f" {words} " in shown
     runs.verb("cancel", tmp_path / "run", "--now")
 

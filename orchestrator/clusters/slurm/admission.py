@@ -10,6 +10,7 @@ says so in its reason.
 
 from __future__ import annotations
 
+import getpass
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -19,6 +20,7 @@ from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
 
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
+ACCOUNTING_S = 15.0
 KILL_WAIT_S = 30.0  # SLURM's default
 # Printed for a job that sbatch --test-only accepts; all other output is the site's.
 PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
@@ -97,6 +99,7 @@ class Wanted:
     """
 
     partitions: tuple[str, ...] = ()
+    qos: str | None = None
     nodes: int = 1
     minutes: float | None = None
 
@@ -112,6 +115,7 @@ def wanted(options: Mapping[str, object], *, nodes: int) -> Wanted:
     texts = {name: text for name, text in options.items() if isinstance(text, str)}
     return Wanted(
         partitions=tuple(filter(None, texts.get("partition", "").split(","))),
+        qos=texts.get("qos"),
         nodes=nodes,
         minutes=_minutes(texts.get("time", "")),
     )
@@ -146,7 +150,7 @@ def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
         words=words,
         warnings=(*warnings, *_possible_delays(answer, partitions)),
         notice={
-            "preempt_grace_s": preempt_grace_s(settings, partitions),
+            "preempt_grace_s": preempt_grace_s(client, settings, job, partitions),
             "kill_wait_s": float(settings["KillWait"].split()[0])  # as in "30 sec"
             if "KillWait" in settings
             else KILL_WAIT_S,
@@ -208,15 +212,34 @@ def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[st
         yield f"partition {names} starts no jobs at present (it is down); the job will wait"
 
 
-def preempt_grace_s(settings: Mapping[str, str], partitions: list[Partition]) -> float | None:
+def preempt_grace_s(
+    client: SlurmClient, settings: Mapping[str, str], job: Wanted, partitions: list[Partition]
+) -> float | None:
     """Return seconds from a preemption's signal to SIGTERM; None without preemption.
 
     Args:
-        settings: say what decides it; a qos may leave no time.
+        settings: say whether the partition or the qos decides it.
     """
     kind = settings.get("PreemptType")
     if kind == "preempt/none":
         return None
     if kind == "preempt/qos":
-        return 0.0
+        return _grace_of_qos(client, job.qos)
     return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
+
+
+def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
+    """Return GraceTime of the job's qos, in seconds, if another may preempt it."""
+
+    def rows(*command: str) -> list[list[str]]:
+        answer = client.ask("sacctmgr", "-nP", "show", *command, timeout_s=ACCOUNTING_S)
+        return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
+
+    if qos is None:
+        own = rows("assoc", "where", f"user={getpass.getuser()}", "format=DefaultQOS")
+        qos = next((row[0] for row in own if row[0]), "normal")
+    known = {name: (grace, preempts) for name, grace, preempts in
+             rows("qos", "format=Name,GraceTime,Preempt")}  # fmt: skip
+    if not any(qos.lower() in preempts.lower().split(",") for _, preempts in known.values()):
+        return None
+    return seconds(known[qos.lower()][0]) if qos.lower() in known else None

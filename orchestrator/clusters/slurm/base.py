@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -9,8 +10,18 @@ from typing import Any
 
 from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
-from orchestrator.clusters.slurm.batch_script import Here, here, options, script_name
-from orchestrator.clusters.slurm.safe_values import check_preamble, check_values
+from orchestrator.clusters.slurm.batch_script import (
+    Here,
+    all_options,
+    here,
+    script_name,
+)
+from orchestrator.clusters.slurm.safe_values import (
+    check_clusters,
+    check_defaults,
+    check_preamble,
+    check_values,
+)
 from orchestrator.clusters.slurm.task import Task, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
@@ -39,9 +50,13 @@ class BaseSlurmCluster(Cluster):
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
         place = here(config, copy or folder.snapshot(attempt))
+        check_clusters(os.environ)
+        check_defaults(place.defaults)
         check_preamble(config.cluster.preamble)
         script = self.script(folder, attempt, place)
-        stated = {k: v if v is True else str(v) for k, v in options(config, folder)}
+        options = {
+            k: v if v is True else str(v) for k, v in all_options(config, folder, place).items()
+        }
         return Request(
             run=run,
             attempt=attempt,
@@ -49,7 +64,7 @@ class BaseSlurmCluster(Cluster):
             ranks_per_node=config.cluster.ranks_per_node,
             environment=dict(config.cluster.environment),
             text=script,
-            details={"sbatch": script, "options": stated},
+            details={"sbatch": script, "options": options},
         )
 
     @abstractmethod

@@ -11,6 +11,7 @@ killed itself, the coordinator or the next `resume` or `status` does that.
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from orchestrator.agent.topology import (
     OUTER_UMASK_VARIABLE,
     PATH_VARIABLE,
 )
-from orchestrator.clusters.slurm.safe_values import quoted
+from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
@@ -149,6 +150,7 @@ class Here:
         package: folder of this package as the ranks import it: in the copy, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
         code: the copy of the code, if any.
+        defaults: options of sbatch that the user's SBATCH_* variables set, by option.
     """
 
     python: str
@@ -156,6 +158,7 @@ class Here:
     package: Path
     path: tuple[Path, ...] = ()
     code: Path | None = None
+    defaults: tuple[Default, ...] = ()
 
     @property
     def starter(self) -> list[str]:
@@ -181,6 +184,7 @@ def here(config: Config, copy: Path) -> Here:
         package=own / package.name if own else package,
         path=tuple(dict.fromkeys([*places.values(), Path.cwd()])),
         code=copy if config.run.snapshot else None,
+        defaults=read_defaults(os.environ),
     )
 
 
@@ -241,6 +245,21 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield "open-mode", "append"
 
 
+def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
+    """Return the job's options: the configuration's, else the user's defaults."""
+    stated = dict(options(config, run))
+    return {**stated, **{d.option: d.value for d in applicable(here.defaults, stated)}}
+
+
+def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
+    """Yield the #SBATCH lines of the user's defaults, under a comment with their source."""
+    taken = applicable(here.defaults, dict(options(config, run)))
+    if taken:
+        yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
+    for default in taken:
+        yield option_line(default.option, default.value)
+
+
 def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
@@ -255,6 +274,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     lines = [
         "#!/bin/bash",
         *(option_line(name, value) for name, value in options(config, run)),
+        *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
         *SETTLE.lines(starter=starter, START_AGAIN=START_AGAIN),

@@ -6,7 +6,6 @@ need its launcher: `SlurmHandle` is made from the run folder alone, in any shell
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -18,14 +17,14 @@ from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import Here, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
-from orchestrator.clusters.slurm.safe_values import sbatch_variables
 from orchestrator.clusters.slurm.submission import adopt, queue, retry_unanswered
-from orchestrator.config.schema import Config, node_range
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
 
+CPUS_FOR_A_GPU = 4
 _answers: dict[tuple[object, ...], Admission] = {}
 
 
@@ -56,13 +55,8 @@ class SlurmCluster(BaseSlurmCluster):
                 lambda: check_request(client, job, request.text), tell=self.tell
             )
         said = _answers[alike]
-        if own := sbatch_variables(os.environ):
-            sentence = (
-                f"{', '.join(own)}: not passed on to sbatch; state it by cluster.account, "
-                "cluster.partition, … or cluster.slurm_flags"
-            )
-            said = replace(said, warnings=(*said.warnings, sentence))
-        return replace(said, words=said.words + self._survives())
+        warnings = (*said.warnings, *_few_cpus(cluster))
+        return replace(said, words=said.words + self._survives(), warnings=warnings)
 
     def _survives(self) -> str:
         """Describe which losses the run survives."""
@@ -115,3 +109,13 @@ class SlurmCluster(BaseSlurmCluster):
         from orchestrator.clusters.slurm.status import update_statuses
 
         return update_statuses(runs, found)
+
+
+def _few_cpus(cluster: ClusterConfig) -> Iterator[str]:
+    """Warn of a rank whose threads share a CPU or two while it feeds a GPU."""
+    if gpu_count(cluster.gpus_per_node) and cluster.cpus_per_rank < CPUS_FOR_A_GPU:
+        yield (
+            f"cluster.cpus_per_rank={cluster.cpus_per_rank} is little for a rank with a GPU: its "
+            "main and autograd threads, NCCL's, and train.loader_workers share them; with "
+            f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
+        )

@@ -136,11 +136,18 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
     answer = client.ask("sbatch", "--parsable", script, holding=lock)
     if answer.code < 0:
         raise SchedulerDown(f"sbatch did not answer: it was {describe_status(answer.code)}")
-    job_id = answer.out.strip().partition(";")[0]
+    job_id, _, elsewhere = answer.out.strip().partition(";")
     if answer.code and BeyondLimit.found_in(answer.words):
         raise BeyondLimit(explained(answer.words))
     if answer.code or not job_id.isdigit():
         raise ClusterError(explained(answer.words))
+    if elsewhere and elsewhere != client.settings().get("ClusterName"):
+        client.must("scancel", f"--clusters={elsewhere}", job_id)
+        raise ClusterError(
+            f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
+            f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "
+            f"login node of {elsewhere}, or choose the cluster by cluster.slurm_conf"
+        )
     return job_id
 
 

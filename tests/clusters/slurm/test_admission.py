@@ -43,18 +43,40 @@ def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     assert "takes no jobs" in misfit(Wanted(), found["shut"])
 
 
+class Client:
+    """Answers as sacctmgr, one table for associations and one for qos."""
+
+    def __init__(self, *qualities, default=""):
+        self.tables = {"assoc": [default], "qos": qualities}
+
+    def ask(self, *command, **_):
+        return Answer(0, "".join(f"{row}\n" for row in self.tables[command[3]]), "")
+
+
+BY_PARTITION, BY_QOS = "preempt/partition_prio", "preempt/qos"
+# As sacctmgr prints Name, GraceTime and Preempt.
+QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
+
+
 @pytest.mark.parametrize(
-    ("kind", "mode", "grace"),
+    ("kind", "mode", "qos", "client", "grace"),
     [
-        ("preempt/partition_prio", "REQUEUE", 20),
-        ("preempt/partition_prio", "GANG,SUSPEND", None),  # it continues later
-        ("preempt/none", "REQUEUE", None),
-        ("preempt/qos", "REQUEUE", 0),
+        (BY_PARTITION, "REQUEUE", None, Client(), 20),
+        (BY_PARTITION, "GANG,SUSPEND", None, Client(), None),  # it continues later
+        ("preempt/none", "REQUEUE", "low", Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", "low", Client(*QUALITIES), 15),
+        (BY_QOS, "REQUEUE", "normal", Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", None, Client(*QUALITIES, default="low"), 15),
+        (BY_QOS, "REQUEUE", None, Client(*QUALITIES), None),
+        (BY_QOS, "REQUEUE", "low", Client(), None),
     ],
 )
-def test_the_notice_of_a_preemption_is_that_of_the_partition_or_none_of_a_qos(kind, mode, grace):
+def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
+    kind, mode, qos, client, grace
+):
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
-    assert preempt_grace_s({"PreemptType": kind}, [known["low"]]) == grace
+    settings = {"PreemptType": kind}
+    assert preempt_grace_s(client, settings, Wanted(qos=qos), [known["low"]]) == grace
 
 
 KNOWN = read_partitions(

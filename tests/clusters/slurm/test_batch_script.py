@@ -4,16 +4,20 @@ import copy
 import os
 import subprocess
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from orchestrator.clusters.slurm.batch_script import STARTER, Here, batch_script
+from orchestrator.clusters.slurm.batch_script import STARTER, Here, all_options, batch_script
 from orchestrator.clusters.slurm.safe_values import (
+    OPTION_OF,
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
+    check_clusters,
     check_preamble,
     check_values,
+    read_defaults,
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
@@ -249,6 +253,32 @@ def test_an_option_of_ours_is_refused_in_every_abbreviation_that_slurm_takes(own
 def test_a_jobs_own_variables_cannot_be_set_for_the_ranks(name):
     with pytest.raises(ConfigError, match=f"cluster.environment.{name} cannot be set"):
         check_values(slurm_config(environment={name: "1"}), Path("/run"))
+
+
+def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp_path):
+    found = read_defaults(dict.fromkeys(OPTION_OF, "7"))
+    assert {default.variable for default in found} == set(OPTION_OF)
+    config, run = slurm_config(account="mine", time_min=None), RunDir(tmp_path)
+    here = Here(python="python", folder=tmp_path, package=tmp_path, defaults=found)
+    options = all_options(config, run, here)
+    assert (options["account"], options["partition"], options["time"]) == ("mine", "7", "7")
+    lines = batch_script(config, run, 0, here).splitlines()
+    assert "#SBATCH --account=mine" in lines
+    assert "#SBATCH --partition=7" in lines
+    assert not any("account=7" in line for line in lines)
+    assert any("SBATCH_PARTITION" in line and "SBATCH_ACCOUNT" not in line for line in lines)
+    memories = [line for line in lines if line.startswith("#SBATCH --mem")]
+    assert len([line for line in memories if "bind" not in line]) == 1
+    assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused beside --cpus-per-task
+    plain = batch_script(config, run, 0, replace(here, defaults=()))
+    assert "in the environment" not in plain
+
+
+@pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
+def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
+    with pytest.raises(ConfigError, match=f"{name}=b sends jobs to other clusters"):
+        check_clusters({name: "b"})
+    check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"})
 
 
 @pytest.mark.parametrize(

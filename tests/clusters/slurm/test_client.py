@@ -8,6 +8,8 @@ import pytest
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
+from orchestrator.clusters.slurm.submission import queue
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.rundir.test_files import made
@@ -124,3 +126,21 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     assert "a node could not start it, and it waits until you say `scontrol release 7`" in (
         found.reason
     )
+
+
+@pytest.mark.parametrize(("answer", "accepted"), [("7", True), ("7;own", True), ("7;far", False)])
+def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
+    tmp_path, say, answer, accepted
+):
+    calls = say("sbatch", answer)
+    say("scontrol", "ClusterName             = own")
+    say("scancel", "")
+    run = made(tmp_path / "run")
+    if accepted:
+        assert queue(run, tmp_path / "000.sh", 0, None) == "7"
+        assert run.read_handle()["job_id"] == "7"
+        return
+    with pytest.raises(ClusterError, match="Submit it on a login node of far"):
+        queue(run, tmp_path / "000.sh", 0, None)
+    assert calls()[-1] == "scancel --clusters=far 7"
+    assert not run.may_be_queued

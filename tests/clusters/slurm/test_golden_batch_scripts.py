@@ -5,6 +5,7 @@ import functools
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.clusters.slurm.batch_script import Here, batch_script
-from orchestrator.clusters.slurm.safe_values import PATTERNS, check_values
+from orchestrator.clusters.slurm.safe_values import PATTERNS, Default, check_defaults, check_values
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
@@ -49,9 +50,10 @@ GOLDEN_REQUESTS = {
 }  # fmt: skip
 
 
-def script_of(config: Config, run: Path = RUN) -> str:
+def script_of(config: Config, run: Path = RUN, *defaults: Default) -> str:
     check_values(config, run)
-    return batch_script(config, RunDir(run), 0, HERE)
+    check_defaults(defaults)
+    return batch_script(config, RunDir(run), 0, replace(HERE, defaults=defaults))
 
 
 @pytest.mark.parametrize("name", GOLDEN_REQUESTS)
@@ -70,6 +72,7 @@ TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "run.name",
          "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
          "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
          "cluster.srun_flags.mem-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
+         "SBATCH_PARTITION",
          ]  # fmt: skip
 PIECES = ["\n", "\r", "\0", "\x1b", "\u2028", "$(touch pwned)", "`touch pwned`", "'", '"', "\\",
           ";", "&&", "|", ">", "--wrap=id", "-", " ", "#", "#SBATCH --uid=0", "$HOME", "${IFS}",
@@ -80,8 +83,10 @@ HOSTILE = st.one_of(
 )
 
 
-def with_value(key: str, value: str) -> tuple[Config, Path]:
+def with_value(key: str, value: str) -> tuple[Config, Path] | tuple[Config, Path, Default]:
     config, run = copy.deepcopy(BENIGN), RUN
+    if key == "SBATCH_PARTITION":
+        return config, run, Default(variable=key, option="partition", value=value)
     if key == "run.dir":
         return config, Path("/shared/" + value)
     section, name, *entry = key.split(".")
