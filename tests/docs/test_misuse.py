@@ -5,6 +5,7 @@ A case is named by the first column of its row in usage-errors.md.
 
 import contextlib
 import gc
+import inspect
 import io
 import os
 import re
@@ -25,15 +26,31 @@ from tests.docs.scripts import table
 
 ROWS = dict(table(Path(__file__).with_name("usage-errors.md").read_text(), "what was done"))
 CASES = {}
+BATCH = {"global_batch": 8, "micro_batch": 2, "updates": 3}
 GROUPS = []
 
 
-def misuse(row):
-    """Register the case for the row that begins with these words."""
+def misuse(row, ranks=1):
+    """Register the case for the row that begins with these words.
+
+    A case on two ranks closes nothing: the first error is the one that counts. It may take the
+    rank's `group`, an accumulator `ours` of a `model`, and the `windows` of a loop without a run.
+    """
 
     def register(case):
         assert row not in CASES, f"two cases for the row {row}"
-        CASES[row] = case
+        wanted = inspect.signature(case).parameters
+
+        def on_rank(group):
+            given = {"group": group}
+            if not wanted.keys() <= given.keys():
+                given["ours"], given["model"] = accumulated(group)
+            if "windows" in wanted:
+                given["windows"] = Run({}).windows(24, given["ours"], **BATCH)
+            case(**{name: given[name] for name in wanted})
+
+        alone = ranks == 1
+        CASES[row] = lambda: on_rank(TorchGroup.alone()) if alone else run_in_threads(2, on_rank)
         return case
 
     return register
@@ -80,50 +97,37 @@ def one_process_group():
         dist.destroy_process_group()
 
 
-def on_two_ranks(function):
-    """`function(group)` on two ranks, closing nothing: the first error is the one that counts."""
-    return lambda: run_in_threads(2, function)
-
-
 # ------------------------------------------------------------------ the order of calls
 
 
-@misuse("`backward()` after the micro-step with `last=True`")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("`backward()` after the micro-step with `last=True`", ranks=2)
+def _(ours, model, group):
     for _ in range(2 if group.rank == 0 else 1):
         ours.backward(loss_of(model), last=True)
     ours.boundary()
 
 
-@misuse("`loss.backward()` by habit, then `boundary()`")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("`loss.backward()` by habit, then `boundary()`", ranks=2)
+def _(ours, model):
     loss_of(model).total.backward()
     ours.boundary()
 
 
 @misuse("`loss.backward()` by habit in mid-window")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     loss_of(model).total.backward()
     ours.boundary()
 
 
-@misuse("`loss.backward()` after the micro-step with `last=True`")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("`loss.backward()` after the micro-step with `last=True`", ranks=2)
+def _(ours, model):
     ours.backward(loss_of(model), last=True)
     loss_of(model).total.backward()
 
 
 @misuse("`record()` of a backward that ran before `begin_window()`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     loss = loss_of(model)
     loss.total.backward()
     ours.record(loss)
@@ -139,8 +143,7 @@ def _():
 
 
 @misuse("`begin_window()` in mid-window")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     ours.begin_window(expected_weight=4)
 
@@ -163,10 +166,8 @@ def _():
     ours.backward(loss_of(model))
 
 
-@misuse("going on after an error at one rank's boundary")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("going on after an error at one rank's boundary", ranks=2)
+def _(ours, model, group):
     ours.backward(loss_of(model))
     if group.rank == 0:
         model[0].weight.detach().mul_(0.5)
@@ -177,32 +178,27 @@ def _(group):
     ours.boundary()
 
 
-@misuse("more windows on one rank than on another")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("more windows on one rank than on another", ranks=2)
+def _(ours, model, group):
     for _ in range(2 + group.rank):
         ours.backward(loss_of(model), last=True)
         ours.boundary()
 
 
 @misuse("a call from another thread, or a hook, while one runs")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     model[0].weight.register_hook(lambda _: ours.backward(loss_of(model)))
     ours.backward(loss_of(model))
 
 
 @misuse("`optimizer.step()` by habit")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     ours.optimizer.step()
 
 
 @misuse("a call after `close()`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.close()
     ours.backward(loss_of(model))
 
@@ -211,39 +207,32 @@ def _():
 
 
 @misuse("a mean, and the number of samples as its weight")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     scores = model(torch.ones(2, 4))
     ours.backward(Loss(cross_entropy(scores, torch.tensor([0, 1])), weight=2))
 
 
 @misuse("a mean, divided by the number of micro-steps")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(Loss(model(torch.ones(2, 4)).mean() / 8, weight=2))
 
 
 @misuse("a loss that was detached, or made under `torch.no_grad()`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     with torch.no_grad():
         loss = loss_of(model)
     ours.backward(loss)
 
 
-@misuse("a loss that is NaN")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("a loss that is NaN", ranks=2)
+def _(ours, model, group):
     loss = loss_of(model)
     ours.backward(Loss(loss.total * (float("nan") if group.rank else 1.0), 2))
     ours.boundary()
 
 
-@misuse("a loss that comes from another model")
-@on_two_ranks
-def _(group):
-    ours, _ = accumulated(group)
+@misuse("a loss that comes from another model", ranks=2)
+def _(ours):
     ours.backward(loss_of(net()), last=True)
     ours.boundary()
 
@@ -252,16 +241,14 @@ def _(group):
 
 
 @misuse("`clip_grad_norm_()`, or whatever else writes gradients in mid-window")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     ours.backward(loss_of(model))
 
 
 @misuse("gradients from `torch.func`, and `record()`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.begin_window()
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = torch.func.grad(
@@ -274,16 +261,14 @@ def _():
 
 
 @misuse("`zero_grad(set_to_none=False)` in mid-window")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     model.zero_grad(set_to_none=False)
     ours.boundary()
 
 
 @misuse("`loss.backward(create_graph=True)`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.begin_window()
     loss = loss_of(model)
     torch.set_warn_always(True)  # a warning that torch gives once stays for whoever tests for it
@@ -297,8 +282,7 @@ def _():
 
 
 @misuse("weights changed in mid-window")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     ours.backward(loss_of(model))
     with torch.no_grad():
         model[0].weight.mul_(0.9)
@@ -369,19 +353,15 @@ def _():
     ours.begin_window()
 
 
-@misuse("ranks with another `expected_weight`, learning rate or number of the update")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("ranks with another `expected_weight`, learning rate or number of the update", ranks=2)
+def _(ours, model, group):
     ours.begin_window(expected_weight=2 + group.rank)
     ours.backward(loss_of(model))
     ours.boundary()
 
 
-@misuse("parameters frozen later on one rank only")
-@on_two_ranks
-def _(group):
-    ours, model = accumulated(group)
+@misuse("parameters frozen later on one rank only", ranks=2)
+def _(ours, model, group):
     model[0].requires_grad_(requires_grad=group.rank == 0)
     ours.backward(loss_of(model))
     ours.boundary()
@@ -409,8 +389,7 @@ def with_dropout(group=None):
 # ------------------------------------------------------------------ habits
 
 
-@misuse("`model.eval()` left on by one rank")
-@on_two_ranks
+@misuse("`model.eval()` left on by one rank", ranks=2)
 def _(group):
     ours, model = with_dropout(group)
     model.train(mode=group.rank > 0)
@@ -429,8 +408,7 @@ def _():
     warnings.warn(told.getvalue(), stacklevel=1)
 
 
-@misuse("`optimizer.state_dict()`, or loading one, with `shard_optimizer=True`")
-@on_two_ranks
+@misuse("`optimizer.state_dict()`, or loading one, with `shard_optimizer=True`", ranks=2)
 def _(group):
     model = net()
     optimizer = torch.optim.Adam(model.parameters())
@@ -471,15 +449,11 @@ def _():
 
 
 @misuse("a learning rate below 0, or a text")
-def _():
-    ours, _ = accumulated()
+def _(ours):
     ours.begin_window(learning_rate=-0.1)
 
 
 # ------------------------------------------------------------------ run.windows
-
-
-BATCH = {"global_batch": 8, "micro_batch": 2, "updates": 3}
 
 
 def begun(group=None, samples=24, **options):
@@ -497,15 +471,13 @@ def whole(window, ours, model, without=None):
 
 
 @misuse("`continue` before `backward()`: a micro-batch that is skipped")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         whole(window, ours, model, without=1)
 
 
 @misuse("`break` within a window, then `boundary()`")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         for piece in window:
             ours.backward(loss_of(model, len(piece)))
@@ -514,16 +486,14 @@ def _():
 
 
 @misuse("no `boundary()` at a window's end")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         for piece in window:
             ours.backward(loss_of(model, len(piece)))
 
 
 @misuse("`backward()` twice for a micro-batch")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         for piece in window:
             ours.backward(loss_of(model, len(piece)))
@@ -531,38 +501,33 @@ def _():
 
 
 @misuse("`backward()` without taking a micro-batch")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for _window in windows:
         ours.backward(loss_of(model))
 
 
 @misuse("`backward()` or `boundary()` before, between or after the windows")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         whole(window, ours, model)
         ours.backward(loss_of(model))
 
 
 @misuse("`begin_window()` within `run.windows()`")
-def _():
-    windows, ours, _ = begun()
+def _(windows, ours):
     for _window in windows:
         ours.begin_window()
 
 
 @misuse("another `last=` or `leaf=` than the plan's")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         for piece in window:
             ours.backward(loss_of(model, len(piece)), last=True)
 
 
 @misuse("the loop left in mid-window, or before its end (a warning)")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for window in windows:
         for piece in window:
             ours.backward(loss_of(model, len(piece)))
@@ -570,8 +535,7 @@ def _():
 
 
 @misuse("an epoch loop around `run.windows()`")
-def _():
-    ours, model = accumulated()
+def _(ours, model):
     run = Run({})
     for _epoch in range(2):
         for window in run.windows(24, ours, **BATCH):
@@ -588,8 +552,7 @@ def _():
 
 
 @misuse("going through the same windows twice")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     for _epoch in range(2):
         for window in windows:
             whole(window, ours, model)
@@ -604,14 +567,12 @@ def _():
         run.should_stop(window.update)
 
 
-@misuse("ranks with another length, batch, number of updates or seed")
-@on_two_ranks
+@misuse("ranks with another length, batch, number of updates or seed", ranks=2)
 def _(group):
     begun(group, global_batch=8 + group.rank)
 
 
-@misuse("ranks that keep windows of other updates (`first=`)")
-@on_two_ranks
+@misuse("ranks that keep windows of other updates (`first=`)", ranks=2)
 def _(group):
     begun(group, first=group.rank)
 
@@ -664,8 +625,7 @@ def _():
 
 
 @misuse("a window kept from before")
-def _():
-    windows, ours, model = begun()
+def _(windows, ours, model):
     kept = []
     for window in windows:
         kept.append(window)
