@@ -7,12 +7,12 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from rich.console import Console
 
@@ -40,7 +40,7 @@ from orchestrator.sweep.submission import ready_of
 from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
-"""Assumed memory of a rank before one was measured, mostly for the framework's import."""
+"""Assumed memory of a rank, mostly for the framework's import."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,8 +54,7 @@ class Place:
 class Room:
     """Free resources of this machine.
 
-    A run that is larger than the machine has it to itself. The memory that a run needs is not known
-    before: its ranks count as large as the largest that was measured.
+    A run that is larger than the machine has it to itself.
 
     Args:
         most: runs at once, also if they have to share cores; None: as many as there are cores for.
@@ -65,7 +64,6 @@ class Room:
 
     def __init__(self, most: int | None = None, machine: Machine | None = None) -> None:
         self.most, self._machine = most, machine or Machine.here()
-        self._rank_bytes, self._measured = RANK_BYTES, False
         self._taken: list[Place] = []
 
     def has(self, share: Share | None) -> bool:
@@ -74,7 +72,7 @@ class Room:
             return True
         if share is None or not self._holds([*(place.share for place in self._taken), share]):
             return False
-        return free_memory_bytes() >= share.ranks * self._rank_bytes
+        return free_memory_bytes() >= share.ranks * RANK_BYTES
 
     def take(self, share: Share | None) -> Place | None:
         """Return the place of a run; None if it has to wait for others to end."""
@@ -86,17 +84,9 @@ class Room:
         self._taken.append(place)
         return place
 
-    def give_back(self, place: Place, result: Mapping[str, Any] | None = None) -> None:
-        """Free the place of a run that has ended.
-
-        Args:
-            result: its result.json, which has the memory of its ranks.
-        """
+    def give_back(self, place: Place) -> None:
+        """Free the place of a run that has ended."""
         self._taken.remove(place)
-        peaks = [size for size in (result or {}).get("peak_memory_bytes") or () if size]
-        if peaks:
-            known = self._rank_bytes if self._measured else 0
-            self._rank_bytes, self._measured = max(known, *peaks), True
 
     def at_once(self, shares: Sequence[Share | None]) -> int:
         """Return how many of such runs fit at once, the small ones first."""
@@ -110,7 +100,7 @@ class Room:
             len(able) == len(shares) <= (self.most or len(shares))
             and (self.most is not None or sum(s.cores for s in able) <= self._machine.cores)
             and sum(map(self._gpus_of, able)) <= len(self._machine.gpus)
-            and sum(s.ranks for s in able) * self._rank_bytes <= self._machine.free_memory_bytes
+            and sum(s.ranks for s in able) * RANK_BYTES <= self._machine.free_memory_bytes
         )
 
     def _gpus_of(self, share: Share | None) -> int:
@@ -265,7 +255,7 @@ class LocalQueue:
         status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
         self._running.remove(one)
         run = one.cell.run
-        self._room.give_back(one.place, run.read_result() if run.config.exists() else None)
+        self._room.give_back(one.place)
         if report is not None:
             return PointEnded(cell=one.cell, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""

@@ -53,21 +53,6 @@ def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted,
         room.give_back(ended)
 
 
-def test_measured_memory_takes_the_place_of_the_guess():
-    machine = Machine(cores=8, free_memory_bytes=4 * RANK_BYTES, gpus=())
-    share, room = Share(ranks=2, cores=2, gpus=0), Room(None, machine)
-    first, second = room.take(share), room.take(share)
-    assert room.take(share) is None
-    room.give_back(first, {"peak_memory_bytes": [RANK_BYTES // 8, RANK_BYTES // 4]})
-    places = [room.take(share) for _ in range(4)]
-    assert [bool(place) for place in places] == [True, True, True, False], "now cores bound it"
-    room.give_back(second, {"peak_memory_bytes": [3 * RANK_BYTES]})
-    for place in places[:3]:
-        room.give_back(place)
-    assert room.take(share)
-    assert room.take(share) is None
-
-
 def test_what_nothing_may_run_beside_has_the_machine_to_itself():
     machine = Machine(cores=8, free_memory_bytes=99 * RANK_BYTES, gpus=())
     small, room = Share(ranks=1, cores=1, gpus=0), Room(None, machine)
