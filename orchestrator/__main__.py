@@ -34,14 +34,11 @@ from orchestrator.errors import (
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, say
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
-    from orchestrator.config.command_line import CommandLine
-    from orchestrator.config.schema import Config
     from orchestrator.rundir.checkpoints import Checkpoint
 
 app = typer.Typer(
     pretty_exceptions_enable=False,
 )
-MOST_PLANS = 8  # of a sweep's points that are shown one by one, with the table of all
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
@@ -160,6 +157,7 @@ def plan(
     """Print who would compute what, without starting anything."""
     del verbose
     from orchestrator.config.command_line import CommandLine, check_overrides, program_overrides
+    from orchestrator.sweep.tables import show_plan
 
     given = tuple(overrides or ())
     if _program:
@@ -596,67 +594,6 @@ def audit(
         for made in found:
             auditing.print_audit(made, console)
     raise typer.Exit(code)
-
-
-def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
-    """Print each rank's work, of a run or of each point of a sweep, as a launch would have it.
-
-    Raises `UsageError` as a launch does.
-    """
-    from orchestrator.config.composer import Composer
-
-    composer = Composer(line)
-    found = composer.compose()
-    if not found.sweeps:
-        _show_plan_of_one(found.config(), console, as_json=as_json)
-        return
-    from orchestrator.sweep.tables import cells_and_plans, cluster_answers, print_cells, row_of
-
-    made = cells_and_plans(composer)
-    sentences = cluster_answers([cell for cell, _ in made])
-    if any(cell.replaces for cell, _ in made):
-        sentences.append("finished points run again only with --changed")
-    if as_json:
-        _print_json([
-            {"overrides": list(cell.point.overrides), "cell": row_of(cell), **plan}
-            for cell, plan in made
-        ])  # fmt: skip
-        for sentence in sentences:
-            say(Console(stderr=True), f"warning: {sentence}", "yellow")
-        return
-    for cell, plan in made if len(made) <= MOST_PLANS else ():
-        say(console, cell.point.words, "bold")
-        _print_plan(plan, console)
-    print_cells([cell for cell, _ in made], console)
-    for sentence in sentences:
-        say(console, sentence, "yellow", prose=True)
-
-
-def _show_plan_of_one(config: Config, console: Console, *, as_json: bool) -> None:
-    from orchestrator.cli.start import describe, prepare, with_notes
-
-    made = with_notes(prepare(config), config)
-    request, said = describe(config)
-    if as_json:
-        _print_json({**made, **({"request": {**request.details, **said}} if said else {})})
-        return
-    _print_plan(made, console)
-    if said:
-        if request.text:
-            sys.stdout.write(f"\n{request.text}\n")
-        if said["scheduler"]:
-            style = "red" if said["refused"] else ""
-            say(console, f"the scheduler would say: {said['scheduler']}", style)
-        if said["warning"]:
-            say(console, f"warning: {said['warning']}", "yellow", prose=True)
-
-
-def _print_plan(plan: dict[str, Any], console: Console) -> None:
-    from orchestrator.report.run_tables import print_plan
-
-    print_plan(plan, console)
-    for sentence in plan["notes"]:
-        say(console, sentence, "dim", prose=True)
 
 
 def main() -> None:

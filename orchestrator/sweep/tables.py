@@ -1,19 +1,23 @@
-"""Plans of a sweep's points as a table."""
+"""The plan of a run, and those of a sweep's points as a table."""
 
 from __future__ import annotations
 
+import json
+import sys
 from collections.abc import Sequence
 from typing import Any
 
 from rich.console import Console
 
-from orchestrator.cli.start import with_notes
+from orchestrator.cli.start import describe, prepare, with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
+from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
-from orchestrator.config.schema import node_range
+from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
+from orchestrator.report.run_tables import print_plan
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.sweep.cells import Action, Cell, cells_of
@@ -28,13 +32,19 @@ STYLES = {
 }
 
 
-def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
-    """Return each point of a sweep as a cell, with its plan and notes.
+MOST_PLANS = 8  # of points that are shown one by one, with the table of all
 
-    Raises:
-        ConfigError: what is wrong with any of them, what a launch would refuse, or a search, whose
-            points are not known before.
+
+def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
+    """Print each rank's work, of a run or of each point of a sweep, as a launch would have it.
+
+    Raises `UsageError` as a launch does; `ConfigError` for a search, whose points are not known.
     """
+    composer = Composer(line)
+    found = composer.compose()
+    if not found.sweeps:
+        _show_plan_of_run(found.config(), console, as_json=as_json)
+        return
     if composer.searches:
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
@@ -42,10 +52,52 @@ def cells_and_plans(composer: Composer) -> list[tuple[Cell, dict[str, Any]]]:
     points = checked(composer.all_points())
     cells = cells_of(points, force=any(point.config.sweep.force for point in points))
     with read_once():
-        return [(c, with_notes(c.point.plan, c.point.config)) for c in cells]
+        plans = [with_notes(point.plan, point.config) for point in points]
+    sentences = _cluster_answers(cells)
+    if any(cell.replaces for cell in cells):
+        sentences.append("finished points run again only with --changed")
+    if as_json:
+        _print_json([
+            {"overrides": list(cell.point.overrides), "cell": _row_of(cell), **plan}
+            for cell, plan in zip(cells, plans, strict=True)
+        ])  # fmt: skip
+        for sentence in sentences:
+            say(Console(stderr=True), f"warning: {sentence}", "yellow")
+        return
+    for cell, plan in zip(cells, plans, strict=True) if len(cells) <= MOST_PLANS else ():
+        say(console, cell.point.words, "bold")
+        _print_plan(plan, console)
+    _print_cells(cells, console)
+    for sentence in sentences:
+        say(console, sentence, "yellow", prose=True)
 
 
-def cluster_answers(cells: Sequence[Cell]) -> list[str]:
+def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> None:
+    plan = with_notes(prepare(config), config)
+    request, said = describe(config)
+    if as_json:
+        _print_json({**plan, **({"request": {**request.details, **said}} if said else {})})
+        return
+    _print_plan(plan, console)
+    if said and request.text:
+        sys.stdout.write(f"\n{request.text}\n")
+    if answer := said.get("scheduler"):
+        say(console, f"the scheduler would say: {answer}", "red" if said["refused"] else "")
+    if warning := said.get("warning"):
+        say(console, f"warning: {warning}", "yellow", prose=True)
+
+
+def _print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
+
+
+def _print_plan(plan: dict[str, Any], console: Console) -> None:
+    print_plan(plan, console)
+    for sentence in plan["notes"]:
+        say(console, sentence, "dim", prose=True)
+
+
+def _cluster_answers(cells: Sequence[Cell]) -> list[str]:
     """Return the clusters' answers about all points that would be submitted, refusals included."""
     asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
     kinds: dict[str, list[tuple[Cluster, Request]]] = {}
@@ -68,8 +120,7 @@ def cluster_answers(cells: Sequence[Cell]) -> list[str]:
     return said
 
 
-def row_of(cell: Cell) -> dict[str, Any]:
-    """Return one row as values."""
+def _row_of(cell: Cell) -> dict[str, Any]:
     return {
         "folder": str(cell.run.path),
         "do": cell.action.value,
@@ -78,7 +129,7 @@ def row_of(cell: Cell) -> dict[str, Any]:
     }
 
 
-def print_cells(cells: Sequence[Cell], console: Console) -> None:
+def _print_cells(cells: Sequence[Cell], console: Console) -> None:
     """Print a row for each point, and how many are to run."""
     table = new_table(("run", "point", "", "because", "nodes"), right=(4,))
     varying = only_varying([cell.point.overrides for cell in cells])
@@ -89,7 +140,7 @@ def print_cells(cells: Sequence[Cell], console: Console) -> None:
             literal(words, console),
             literal(cell.action.value, console, STYLES[cell.action]),
             literal(cell.why, console),
-            str(row_of(cell)["nodes"]),
+            str(_row_of(cell)["nodes"]),
         )
     console.print(table)
     left = sum(cell.action in (Action.START, Action.RESUME) for cell in cells)
