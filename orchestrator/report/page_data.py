@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
@@ -122,23 +121,19 @@ def facts_of(path: Path) -> Facts:
         RunDir(path).existing()
         raise RunFolderError(f"there is no run in {path}")
     sound: list[tuple[RunDir, dict[str, Any]]] = []
+    runs: list[RunFacts] = []
     unreadable: list[str] = []
     for folder in sorted(folders, key=_as_numbered):
         try:
             run = RunDir(folder).existing()
             sound.append((run, run.read_submission()))
         except RunFolderError as error:
-            if len(folders) == 1:
-                raise
             unreadable.append(str(error))
     varying = only_varying([s.get("overrides") or [] for _, s in sound])
-    runs: list[RunFacts] = []
     for (run, submission), overrides in zip(sound, varying, strict=True):
         try:
             runs.append(_read(run, submission, overrides if len(sound) > 1 else {}))
         except RunFolderError as error:
-            if len(folders) == 1:
-                raise
             unreadable.append(str(error))
     if not runs:
         raise RunFolderError("\n".join(unreadable))
@@ -147,19 +142,11 @@ def facts_of(path: Path) -> Facts:
         found = search_of(path)
     except RunFolderError as error:
         unreadable.append(str(error))
-    return Facts(path=path, runs=_told_apart(runs), unreadable=unreadable, search=found)
-
-
-def _told_apart(runs: Sequence[RunFacts]) -> list[RunFacts]:
-    """Return the runs with unique names: those that share one get their folders' names added.
-    Charts identify their lines by names.
-    """
-    shared = Counter(run.name for run in runs)
-    places = names([run.cell for run in runs])
-    return [
-        replace(run, name=f"{run.name} ({place})") if shared[run.name] > 1 else run
-        for run, place in zip(runs, places, strict=True)
-    ]
+    if len({run.name for run in runs}) < len(runs):  # charts identify their lines by names
+        places = names([run.cell for run in runs])
+        named = zip(runs, places, strict=True)
+        runs = [replace(run, name=f"{run.name} ({place})") for run, place in named]
+    return Facts(path=path, runs=runs, unreadable=unreadable, search=found)
 
 
 def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:

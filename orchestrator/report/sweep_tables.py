@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,8 @@ from orchestrator.units import (
     plural,
     short_number,
 )
+
+STATE = "state"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,57 +135,41 @@ def _difference(weights: Path, reference: Path) -> str:
     return "same bits" if found.equal_bits else f"{found.max_relative_difference:.1e}"
 
 
-@dataclass(frozen=True)
-class _Column:
-    """A column as text."""
-
-    title: str
-    values: list[Text]
-    left: bool = False
-
-    @property
-    def width(self) -> int:
-        """Cells it needs; titles may be broken at their spaces, values may not."""
-        return max(cell_len(t) for t in [*self.title.split(), *(v.plain for v in self.values)])
+Column = tuple[str, list[Text]]
 
 
-def _columns(cells: Sequence[SweptRun], console: Console) -> list[_Column]:
+def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     """Return the columns that hold something, the points' names first."""
     figures = [cell.summary for cell in cells]
+    found: list[Column] = []
 
-    def column(title: str, values: Iterable[str], left: bool = False) -> _Column:
+    def add(title: str, values: Iterable[str]) -> None:
         texts = [literal("-" if v == UNKNOWN else v, console) for v in values]
-        return _Column(legible(title, console), texts, left)
+        if any(text.plain != "-" for text in texts):
+            found.append((legible(title, console), texts))
 
-    def costs(title: str, field: str, form: Callable[[Any], str]) -> _Column:
-        return column(title, (form(getattr(f, field)) for f in figures))
+    def add_costs(title: str, field: str, form: Callable[[Any], str]) -> None:
+        add(title, (form(getattr(f, field)) for f in figures))
 
+    add("run", names(cells))
     keys = list(dict.fromkeys(key for cell in cells for key in cell.overrides))
-    state = column("state", (f.state for f in figures), left=True)
-    for text in state.values:
-        text.style = STATE_STYLES.get(text.plain, "bold red")
-    metrics = dict.fromkeys(name for f in figures for name in f.metrics)
-    losses = [None if metrics else (cell.result or {}).get("loss") for cell in cells]
-    found = [column("run", names(cells))]
     for key in keys:
-        values = _readable(c.overrides.get(key, "") for c in cells)
-        found.append(column(short_key(key, keys), values))
-    found += [
-        state,
-        costs("time", "seconds", format_seconds),
-        costs("per update", "seconds_per_update", format_seconds),
-        costs("peak memory", "peak_memory_bytes", format_bytes),
-    ]
+        add(short_key(key, keys), (short_number(str(c.overrides.get(key, ""))) for c in cells))
+    add(STATE, (f.state for f in figures))
+    for text in found[-1][1]:
+        text.style = STATE_STYLES.get(text.plain, "bold red")
+    add_costs("time", "seconds", format_seconds)
+    add_costs("per update", "seconds_per_update", format_seconds)
+    add_costs("peak memory", "peak_memory_bytes", format_bytes)
+    metrics = dict.fromkeys(name for f in figures for name in f.metrics)
     for name in metrics:
-        values = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
-        found.append(column(name, values))
-    found += [
-        column("final loss", map(format_number, losses)),
-        costs("collectives /update", "collectives_per_update", format_count),
-        costs("bytes /update", "bytes_on_wire_per_update", format_bytes),
-        column("weights differ by", differences(cells)),
-    ]
-    return [c for c in found if any(v.plain != "-" for v in c.values)]
+        add(name, (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures))
+    if not metrics:
+        add("final loss", (format_number((cell.result or {}).get("loss")) for cell in cells))
+    add_costs("collectives /update", "collectives_per_update", format_count)
+    add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
+    add("weights differ by", differences(cells))
+    return found
 
 
 def short_key(key: str, keys: Sequence[str]) -> str:
@@ -191,22 +178,16 @@ def short_key(key: str, keys: Sequence[str]) -> str:
     return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
 
 
-def _readable(values: Iterable[Any]) -> list[str]:
-    """Their texts, with fewer digits where all that differ differ still."""
-    texts = [str(value) for value in values]
-    short = {text: short_number(text) for text in texts}
-    apart = len(set(short.values())) == len(short)
-    return [short[text] for text in texts] if apart else texts
+def _width(columns: Sequence[Column]) -> int:
+    """Return the cells that a table needs: titles may be broken at spaces, values may not."""
+    words = ([*title.split(), *(text.plain for text in texts)] for title, texts in columns)
+    return sum(max(map(cell_len, column)) for column in words) + 2 * (len(columns) - 1)
 
 
-def _width(columns: Sequence[_Column]) -> int:
-    return sum(column.width for column in columns) + 2 * (len(columns) - 1)
-
-
-def _point_table(columns: Sequence[_Column]) -> Table:
-    right = [place for place, column in enumerate(columns) if not column.left]
-    table = new_table((Text(column.title) for column in columns), right)
-    for row in zip(*(column.values for column in columns), strict=True):
+def _point_table(columns: Sequence[Column]) -> Table:
+    right = [place for place, (title, _) in enumerate(columns) if title != STATE]
+    table = new_table((Text(title) for title, _ in columns), right)
+    for row in zip(*(texts for _, texts in columns), strict=True):
         table.add_row(*row)
     return table
 
@@ -302,7 +283,6 @@ def _rows(pair: Pair) -> Iterator[tuple[str, str, str, str]]:
                 f"  of which {name}", lambda c, n=name: c.summary.memory_bytes[n], format_bytes
             )
     yield row("collectives per update", lambda c: c.summary.collectives_per_update)
-    yield row("collectives per 1000 samples", _collectives_per_thousand)
     for name in one.metrics:
         if name in many.metrics:
             values = format_number(one.metrics[name]), format_number(many.metrics[name])
@@ -317,13 +297,6 @@ def _micro_batch(cell: SweptRun) -> int | None:
 def _seconds_per_thousand(cell: SweptRun) -> float | None:
     rate = cell.summary.samples_per_second
     return 1000 / rate if rate else None
-
-
-def _collectives_per_thousand(cell: SweptRun) -> float | None:
-    figures = cell.summary
-    if figures.collectives_per_update is None or not figures.samples:
-        return None
-    return 1000 * figures.collectives_per_update * figures.updates / figures.samples
 
 
 def _ratio(value: float | None, base: float | None) -> float | None:
@@ -392,29 +365,18 @@ def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) ->
 
 
 def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
-    """Return a sentence about points that were timed while others computed, if any."""
-    spans: list[tuple[float, float, str]] = []  # begin and end of each attempt's updates
-    for name, cell in zip(names(cells), cells, strict=True):
-        attempts: dict[int, list[Record]] = {}
-        for update in cell.updates:
-            if update.get("time") and update.get("update_s"):
-                attempts.setdefault(update.get("attempt", 0), []).append(update)
-        if attempts and RunDir(cell.folder).read_submission().get("held"):
-            for made in attempts.values():
-                begin = min(update["time"] - update["update_s"] for update in made)
-                spans.append((begin, max(update["time"] for update in made), name))
-    found: set[str] = set()
-    last_end, last = 0.0, ""
-    for begin, end, name in sorted(spans):
-        if begin < last_end and name != last:
-            found |= {name, last}
-        if end > last_end:
-            last_end, last = end, name
-    if not found:
+    """Return a sentence if points were timed while others computed on the same machine."""
+    spans: list[tuple[float, float]] = []  # begin and end of each attempt's updates
+    for cell in cells:
+        if not cell.updates or not RunDir(cell.folder).read_submission().get("held"):
+            continue
+        for _, attempt in groupby(cell.updates, lambda update: update.get("attempt", 0)):
+            first, *rest = attempt
+            last = rest[-1] if rest else first
+            spans.append((first["time"] - (first.get("update_s") or 0.0), last["time"]))
+    if not any(after[0] < before[1] for before, after in pairwise(sorted(spans))):
         return None
-    which = ", ".join(name for name in names(cells) if name in found)
-    words = "All points" if len(found) == len(cells) else f"Points {which}"
     return (
-        f"{words} were timed side by side with others on one machine, which makes their updates "
-        f"slower and less alike, and no comparison; sweep.parallel=1 times one after another."
+        "Points were timed side by side on one machine, which makes their updates slower and less "
+        "alike, and no comparison; sweep.parallel=1 times one after another."
     )

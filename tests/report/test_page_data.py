@@ -106,7 +106,7 @@ def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
     for number, rate in enumerate((0.012345678901, 0.012345678902, 0.5)):
         made(f"some/{number}", f"schedule.base_lr={rate}")
     names = [run.name for run in facts_of(tmp_path / "some").runs]
-    assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5"]
+    assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5 (2)"]
 
 
 def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):

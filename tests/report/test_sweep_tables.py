@@ -125,12 +125,11 @@ def test_both_comparisons_are_shown_with_ratios(screen):
     assert "largest micro-batch 256 256 1.00×" in text
     assert "largest micro-batch 256 64 0.25×" in text
     assert "peak memory 300 MiB 100 MiB 0.33×" in text
-    assert "collectives per 1000 samples" in text
     assert "One run of each on this machine" in text
     assert all(len(s) <= 80 for s in screen.text.splitlines() if not s.startswith("At "))
 
 
-def test_points_that_were_timed_beside_others_are_named(tmp_path):
+def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
     def point(name, *ends, held=True):
         run = RunDir(tmp_path / name)
         run.path.mkdir()
@@ -146,5 +145,4 @@ def test_points_that_were_timed_beside_others_are_named(tmp_path):
     elsewhere = point("4", 60, 61, held=False)
     assert timed_concurrently([first, between_its_attempts, after, elsewhere]) is None
     found = timed_concurrently([first, inside_it, between_its_attempts, after])
-    assert found.startswith("Points 0, 1 were timed side by side")
-    assert timed_concurrently([first, inside_it]).startswith("All points")
+    assert found.startswith("Points were timed side by side")
