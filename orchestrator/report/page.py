@@ -17,7 +17,7 @@ from rich.console import Console
 
 from orchestrator.errors import RunFolderError, UsageError
 from orchestrator.report.charts import COLOURS, charts, theme
-from orchestrator.report.page_data import data_of, facts_of
+from orchestrator.report.page_data import data_of
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import write_atomically
 
@@ -126,7 +126,7 @@ def write_report(path: Path, form: str, output: Path | None, console: Console) -
     """
     if form not in FORMATS:
         raise UsageError(f"--format={form}: choose one of {', '.join(FORMATS)}")
-    made = FORMATS[form](data_of(facts_of(path)))
+    made = FORMATS[form](data_of(path))
     if output is None and form != "html":
         sys.stdout.write(made)
         return

@@ -10,12 +10,11 @@ import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.changes import changes
+from orchestrator.config.changes import flat
 from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import describe_search, search_of
@@ -33,7 +32,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record, Summary, read_metrics
+from orchestrator.rundir.metrics import Record, read_metrics
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import find_runs
 from orchestrator.units import (
@@ -68,137 +67,10 @@ def hidden(override: str) -> str:
 
 
 OF_NO_RUN = ("run", "hydra")  # sections that say where a run lies, not what it computes
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFacts:
-    """One run. `name` tells it from the others; the mappings are the files of its folder.
-
-    Attributes:
-        changed: overrides of the commands that resumed it.
-        pruned: why a search ended it early; "" if none did.
-    """
-
-    name: str
-    cell: SweptRun
-    evaluations: Sequence[Record]
-    config: Mapping[str, Any]
-    environment: Mapping[str, Any]
-    submission: Mapping[str, Any]
-    changed: Sequence[str]
-    pruned: str
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Facts:
-    """One run, or the runs of a sweep in the order of their folders' names.
-
-    Attributes:
-        search: its search.json, if the sweep is a search.
-    """
-
-    path: Path
-    runs: Sequence[RunFacts]
-    unreadable: Sequence[str]
-    search: Mapping[str, Any] | None = None
-
-    @property
-    def sweep(self) -> bool:
-        """True if several runs are compared."""
-        return len(self.runs) > 1
-
-
-def facts_of(path: Path) -> Facts:
-    """Read a run's folder, or every run in a sweep's.
-
-    A damaged run of a sweep is named in `unreadable`, and the others are read.
-
-    Raises:
-        RunFolderError: there is no run, or none that can be read.
-    """
-    folders = find_runs(path)
-    if not folders:
-        RunDir(path).existing()
-        raise RunFolderError(f"there is no run in {path}")
-    sound: list[tuple[RunDir, dict[str, Any]]] = []
-    runs: list[RunFacts] = []
-    unreadable: list[str] = []
-    for folder in sorted(folders, key=_as_numbered):
-        try:
-            run = RunDir(folder).existing()
-            sound.append((run, run.read_submission()))
-        except RunFolderError as error:
-            unreadable.append(str(error))
-    varying = only_varying([s.get("overrides") or [] for _, s in sound])
-    for (run, submission), overrides in zip(sound, varying, strict=True):
-        try:
-            runs.append(_read(run, submission, overrides if len(sound) > 1 else {}))
-        except RunFolderError as error:
-            unreadable.append(str(error))
-    if not runs:
-        raise RunFolderError("\n".join(unreadable))
-    found: Mapping[str, Any] | None = None
-    try:
-        found = search_of(path)
-    except RunFolderError as error:
-        unreadable.append(str(error))
-    if len({run.name for run in runs}) < len(runs):  # charts identify their lines by names
-        places = names([run.cell for run in runs])
-        named = zip(runs, places, strict=True)
-        runs = [replace(run, name=f"{run.name} ({place})") for run, place in named]
-    return Facts(path=path, runs=runs, unreadable=unreadable, search=found)
-
-
-def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
-    """Hydra calls a sweep's points 0, 1, …, 10."""
-    name = folder.name
-    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
-
-
-def _read(run: RunDir, submission: Mapping[str, Any], overrides: Mapping[str, str]) -> RunFacts:
-    cell = swept_run(run, {k: v for k, v in overrides.items() if k.split(".")[0] not in OF_NO_RUN})
-    keys = list(cell.overrides)
-    return RunFacts(
-        name=" ".join(
-            f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items()
-        )
-        or run.path.name,
-        cell=cell,
-        evaluations=read_metrics(run.metrics).evaluations if run.metrics.exists() else (),
-        config=run.read_config(),
-        environment=run.read_environment() or {},
-        submission=submission,
-        changed=[word for entry in run.read_resumes() for word in entry.get("overrides", [])],
-        pruned=(read_json(run.pruned) or {}).get("why", ""),
-    )
-
-
-def differing(runs: Sequence[RunFacts]) -> dict[str, list[Any]]:
-    """Return the keys that differ between runs, with each run's value."""
-    if not runs:
-        return {}
-    first, *others = runs
-    keys: dict[str, None] = {}
-    for other in others:
-        for change in changes(first.config, other.config):
-            if change.key.split(".")[0] not in OF_NO_RUN:
-                keys[change.key] = None
-    return {key: [_at(run.config, key) for run in runs] for key in keys}
-
-
-def _at(config: Mapping[str, Any], key: str) -> Any:
-    found: Any = config
-    for part in key.split("."):
-        found = found.get(part) if isinstance(found, Mapping) else None
-    return found
-
-
 POINTS = 24_000  # drawn in all lines together, so that the page stays below 2 MB
 MOST_MARKS = 100  # restarts of a run, the latest
-
-
-# Of each run: key, title, what its text is made by. `metrics` follow.
 ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
+# Of each run: key, title, what its text is made by. `metrics` follow.
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("updates", "updates", format_count),
     ("samples", "samples", format_count),
@@ -211,9 +83,97 @@ FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
 )
 
 
-def data_of(facts: Facts) -> dict[str, Any]:
-    """Return the page's data, without secrets and without escape sequences."""
-    return sayable(_data_of(facts))
+def data_of(path: Path) -> dict[str, Any]:
+    """Return the page's data of a run's folder, or of every run in a sweep's folder.
+
+    A damaged run of a sweep is named among the sentences. There are no secrets in it, and no
+    escape sequences.
+
+    Raises:
+        RunFolderError: there is no run, or none that can be read.
+    """
+    folders = find_runs(path)
+    if not folders:
+        RunDir(path).existing()
+        raise RunFolderError(f"there is no run in {path}")
+    sound: list[tuple[RunDir, dict[str, Any]]] = []
+    unreadable: list[str] = []
+    for folder in sorted(folders, key=_as_numbered):
+        try:
+            run = RunDir(folder).existing()
+            sound.append((run, run.read_submission()))
+        except RunFolderError as error:
+            unreadable.append(str(error))
+    varying = only_varying([s.get("overrides") or [] for _, s in sound])
+    cells: list[SweptRun] = []
+    configs: list[dict[str, Any]] = []
+    runs: list[dict[str, Any]] = []
+    for (run, submission), words in zip(sound, varying, strict=True):
+        own = {k: v for k, v in words.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN}
+        try:
+            cell, config = swept_run(run, own), run.read_config()
+            runs.append(_run(run, cell, submission, max(2, POINTS // len(sound))))
+        except RunFolderError as error:
+            unreadable.append(str(error))
+        else:
+            cells.append(cell)
+            configs.append(config)
+    if not runs:
+        raise RunFolderError("\n".join(unreadable))
+    search: dict[str, Any] | None = None
+    try:
+        search = search_of(path)
+    except RunFolderError as error:
+        unreadable.append(str(error))
+    sweep = len(runs) > 1
+    unique = len({run["name"] for run in runs}) == len(runs)
+    weights = differences(cells) if sweep else [UNKNOWN]
+    for run, point, difference in zip(runs, names(cells), weights, strict=True):
+        run["point"], run["weights"] = point if sweep else "1", difference
+        if not unique:  # charts identify their lines by names
+            run["name"] += f" ({point})"
+    data = {
+        "title": path.name,
+        "path": str(path),
+        "sweep": sweep,
+        "made": datetime.now(UTC).isoformat(timespec="seconds"),
+        "runs": runs,
+        "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
+        "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
+        "programs": any(cell.plan.get("program") for cell in cells),
+        "differing": _differing(configs),
+        "sentences": [
+            *(describe_search(search) if search else ()),
+            *(verdict(pair) for pair in accumulation_pairs(cells)),
+            *filter(None, [timed_concurrently(cells)]),
+            *(f"not read: {sentence}" for sentence in unreadable),
+        ],
+    }
+    return sayable(data)
+
+
+def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
+    """Hydra calls a sweep's points 0, 1, …, 10."""
+    name = folder.name
+    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
+
+
+def _section(key: str) -> str:
+    return key.split(".", maxsplit=1)[0]
+
+
+def _differing(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Return the keys that differ between runs, with each run's value."""
+    first, *others = (dict(flat(config)) for config in configs)
+    keys = [
+        key
+        for key in dict.fromkeys(key for one in (first, *others) for key in one)
+        if _section(key) not in OF_NO_RUN and any(one.get(key) != first.get(key) for one in others)
+    ]
+    return [
+        {"key": key, "values": [shown(key, one.get(key)) for one in (first, *others)]}
+        for key in keys
+    ]
 
 
 def sayable(value: Any) -> Any:
@@ -232,52 +192,26 @@ def sayable(value: Any) -> Any:
     return list(map(sayable, value)) if isinstance(value, list | tuple) else value
 
 
-def _data_of(facts: Facts) -> dict[str, Any]:
-    cells = [run.cell for run in facts.runs]
-    apart = differences(cells) if facts.sweep else [UNKNOWN] * len(cells)
-    most = max(2, POINTS // max(1, len(cells)))
-    varied = differing(facts.runs)
-    points = names(cells) if facts.sweep else ["1"]
-    return {
-        "title": facts.path.name,
-        "path": str(facts.path),
-        "sweep": facts.sweep,
-        "made": datetime.now(UTC).isoformat(timespec="seconds"),
-        "runs": [
-            _run(point, run, weights, most)
-            for point, run, weights in zip(points, facts.runs, apart, strict=True)
-        ],
-        "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
-        "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
-        "programs": any(cell.plan.get("program") for cell in cells),
-        "differing": [
-            {"key": key, "values": [shown(key, value) for value in values]}
-            for key, values in varied.items()
-        ],
-        "sentences": [
-            *(describe_search(facts.search) if facts.search else ()),
-            *(verdict(pair) for pair in accumulation_pairs(cells)),
-            *filter(None, [timed_concurrently(cells)]),
-            *(f"not read: {sentence}" for sentence in facts.unreadable),
-        ],
-    }
-
-
-def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
-    cell, summary = run.cell, run.cell.summary
-    result = cell.result or {}
-    rows = _rows(cell.updates)
+def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return the data of one run, with at most so many points of each line."""
+    summary, result = cell.summary, cell.result or {}
+    keys, rows = list(cell.overrides), _rows(cell.updates)
     drawn = thinned(rows, most)
+    evaluations = read_metrics(run.metrics).evaluations
+    pruned = (read_json(run.pruned) or {}).get("why", "")  # why a search ended it early
+    why = describe_culprit(culprit) if (culprit := result.get("culprit")) else ""
+    swept = (f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items())
     return {
-        "point": point,
-        "name": run.name,
+        "name": " ".join(swept) or run.path.name,
         "folder": str(cell.folder),
         "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
-        "state": "pruned" if run.pruned and summary.state == "stopped" else summary.state,
-        "why": _why(result) or run.pruned,
-        "weights": weights,
+        "state": "pruned" if pruned and summary.state == "stopped" else summary.state,
+        "why": why or pruned,
         "sha256": result.get("weights_sha256"),
-        "figures": _figures(summary),
+        "figures": {
+            key: {"value": (value := getattr(summary, key)), "text": form(value)}
+            for key, _, form in FIGURES
+        },
         "metrics": {
             name: {"value": value, "text": format_number(value)}
             for name, value in summary.metrics.items()
@@ -299,25 +233,12 @@ def _run(point: str, run: RunFacts, weights: str, most: int) -> dict[str, Any]:
         ),
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
-        "marks": _marks(cell.updates, rows, summary.state, _why(result)),
-        "evaluations": _evaluations(thinned(run.evaluations, most)),
-        "environment": _environment(run.environment),
-        "command": _command(run),
-        "made_in": str(run.submission.get("folder") or UNKNOWN),
+        "marks": _marks(cell.updates, rows, summary.state, why),
+        "evaluations": _evaluations(thinned(evaluations, most)),
+        "environment": _environment(run.read_environment() or {}),
+        "command": _command(run, submission),
+        "made_in": str(submission.get("folder") or UNKNOWN),
     }
-
-
-def _figures(summary: Summary) -> dict[str, dict[str, Any]]:
-    found: dict[str, dict[str, Any]] = {}
-    for key, _, form in FIGURES:
-        value = getattr(summary, key)
-        found[key] = {"value": value, "text": form(value)}
-    return found
-
-
-def _why(result: Mapping[str, Any]) -> str:
-    culprit = result.get("culprit")
-    return describe_culprit(culprit) if culprit else ""
 
 
 def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
@@ -407,13 +328,14 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
     return {key: str(value) for key, value in rows.items() if value is not None}
 
 
-def _command(run: RunFacts) -> str:
+def _command(run: RunDir, submission: Mapping[str, Any]) -> str:
     """Return the command that repeats the run in a folder of its own, with what resumes changed:
     without overrides that choose the folder, or the point among others.
     """
-    later = {key_of(word) for word in run.changed}
+    changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
+    later = {key_of(word) for word in changed}
     later |= set(LENGTHS) if later.intersection(LENGTHS) else set()
-    stated = [w for w in run.submission.get("overrides") or [] if key_of(w) not in later]
-    words = [hidden(word) for word in (*stated, *run.changed) if not ELSEWHERE.match(word)]
-    flags = run.submission.get("flags") or []
+    stated = [w for w in submission.get("overrides") or [] if key_of(w) not in later]
+    words = [hidden(word) for word in (*stated, *changed) if not ELSEWHERE.match(word)]
+    flags = submission.get("flags") or []
     return f"python -m orchestrator.launch {shlex.join([*flags, *words])}".rstrip()

@@ -13,7 +13,7 @@ from html.parser import HTMLParser
 import pytest
 
 from orchestrator.report.page import csv_of, html_of, json_of
-from orchestrator.report.page_data import data_of, facts_of
+from orchestrator.report.page_data import data_of
 from slurm.errors import DevClusterError
 from slurm.install import ensure_installed
 from tests.helpers import verb
@@ -46,7 +46,7 @@ class Reader(HTMLParser):
 
 @pytest.fixture
 def page(sweep):
-    return html_of(data_of(facts_of(sweep)))
+    return html_of(data_of(sweep))
 
 
 def test_it_is_small_and_asks_for_nothing(page):
@@ -69,8 +69,8 @@ def leaves(value):
 
 def test_every_figure_of_its_tables_and_tiles_is_in_its_data(page, sweep, made):
     for text, data in (
-        (page, data_of(facts_of(sweep))),
-        (html_of(one := data_of(facts_of(made("one").path))), one),
+        (page, data_of(sweep)),
+        (html_of(one := data_of(made("one").path)), one),
     ):
         read = Reader(text)
         assert json.loads(read.scripts[0])["runs"] == data["runs"]
@@ -87,20 +87,20 @@ def test_what_others_wrote_is_text(page, made):
     assert "&lt;b&gt;bold" in page
     assert "<b>bold" not in page
     hostile = "x</script><script>alert(1)</script>"
-    read = Reader(html_of(data_of(facts_of(made("evil", f"+job.note='{hostile}'").path))))
+    read = Reader(html_of(data_of(made("evil", f"+job.note='{hostile}'").path)))
     assert len(read.scripts) == 4
     assert not any("alert(1)" in script for script in read.scripts[2:])
 
 
 def test_csv_has_a_line_a_run_with_raw_figures(sweep):
-    lines = list(csv.DictReader(csv_of(data_of(facts_of(sweep))).splitlines()))
+    lines = list(csv.DictReader(csv_of(data_of(sweep)).splitlines()))
     assert [line["accumulation.steps"] for line in lines] == ["1", "2", "4"]
     assert [line["state"] for line in lines] == ["finished", "finished", "failed"]
     assert float(lines[0]["seconds_per_update"]) == 0.2
 
 
 def test_json_is_the_pages_data(sweep):
-    data = data_of(facts_of(sweep))
+    data = data_of(sweep)
     assert json.loads(json_of(data)) == data
 
 
@@ -144,8 +144,8 @@ def seen(browser, sweep, tmp_path_factory):
     """What a browser makes of a sweep's page and a run's, at both widths, in both shades."""
     home = tmp_path_factory.mktemp("browser")
     pages = {
-        "sweep": html_of(data_of(facts_of(sweep))),
-        "one": html_of(data_of(facts_of(sweep / "0"))),
+        "sweep": html_of(data_of(sweep)),
+        "one": html_of(data_of(sweep / "0")),
     }
     frames = "".join(
         f'<iframe id="{name}-{width}" width="{width}" srcdoc="{html.escape(page)}"></iframe>'

@@ -8,13 +8,13 @@ import vl_convert
 
 from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page import FORMATS
-from orchestrator.report.page_data import data_of, differing, facts_of
+from orchestrator.report.page_data import data_of
 from orchestrator.rundir.files import write_json
 from tests.report.conftest import record, result
 
 
 def test_figures_have_their_values_and_texts(made):
-    data = data_of(facts_of(made("one").path))
+    data = data_of(made("one").path)
     [run] = data["runs"]
     assert run["figures"]["seconds_per_update"] == {"value": 0.2, "text": "200 ms"}
     assert run["figures"]["samples_per_second"]["value"] == 256 / 0.2
@@ -25,7 +25,7 @@ def test_figures_have_their_values_and_texts(made):
 
 
 def test_secrets_among_overrides_are_hidden_everywhere(made):
-    data = data_of(facts_of(made("one", "+job.api_key=hunter2", "train.seed=4").path))
+    data = data_of(made("one", "+job.api_key=hunter2", "train.seed=4").path)
     assert "hunter2" not in json.dumps(data)
     assert "train.seed=4" in data["runs"][0]["command"]
 
@@ -37,7 +37,7 @@ def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(ma
     run = made("one")
     write_json(run.submission, run.read_submission() | asked)
     write_json(run.resumes, {"resumes": [{"overrides": ["train.epochs=2"]}]})
-    [found] = data_of(facts_of(run.path))["runs"]
+    [found] = data_of(run.path)["runs"]
     line = "--config-name mine +cluster=slurm 'job.hydra.dir=a b' train.epochs=2"
     assert found["command"] == f"python -m orchestrator.launch {line}"
 
@@ -46,14 +46,14 @@ def test_code_outside_git_is_not_called_unchanged(made):
     run = made("one")
     for commit, shown in (("1234", "no"), (None, None)):
         write_json(run.environment, {"git": {"commit": commit, "diff": ""}})
-        [found] = data_of(facts_of(run.path))["runs"]
+        [found] = data_of(run.path)["runs"]
         assert found["environment"].get("uncommitted changes") == shown
 
 
 def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
     monkeypatch.setattr("orchestrator.report.page_data.POINTS", 40)
     lines = [record(n) for n in range(540)]
-    [run] = data_of(facts_of(made("long", records=lines).path))["runs"]
+    [run] = data_of(made("long", records=lines).path)["runs"]
     assert len(run["series"]["loss"]) == 40
     assert run["series"]["update"][0] == 1
     assert run["series"]["update"][-1] == 540
@@ -62,7 +62,7 @@ def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monk
 
 def test_numbers_that_json_cannot_say_are_left_out(made):
     lines = [record(0), record(1, loss=math.nan)]
-    data = data_of(facts_of(made("nan", records=lines).path))
+    data = data_of(made("nan", records=lines).path)
     assert data["runs"][0]["series"]["loss"] == [1.0, None]
     json.dumps(data, allow_nan=False)
 
@@ -73,7 +73,7 @@ def test_no_name_or_word_of_others_does_anything_to_a_terminal(made, tmp_path):
     ended = result(state="failed", culprit=culprit, metrics={f"top{evil}": math.nan, evil: 1.0})
     lines = [record(0, warnings=[evil]), record(1, evaluation={f"top{evil}": math.inf})]
     run = made("run", records=lines, ended=ended, command=[evil])
-    data = data_of(facts_of(run.path.rename(tmp_path / f"run{evil}")))
+    data = data_of(run.path.rename(tmp_path / f"run{evil}"))
     assert data["runs"][0]["metrics"]["top"] == {"value": None, "text": "nan"}
     for form in ("json", "csv"):
         text = FORMATS[form](data)
@@ -82,15 +82,15 @@ def test_no_name_or_word_of_others_does_anything_to_a_terminal(made, tmp_path):
 
 
 def test_a_run_that_has_not_begun_has_a_page(made):
-    [run] = data_of(facts_of(made("new", records=[], ended=False).path))["runs"]
+    [run] = data_of(made("new", records=[], ended=False).path)["runs"]
     assert run["series"] == {}
     assert run["state"] == "no result"
 
 
 def test_points_come_in_their_numbers_order_named_by_what_varies(sweep):
-    found = facts_of(sweep)
-    assert [run.name for run in found.runs] == ["steps=1", "steps=2", "steps=4"]
-    assert differing(found.runs) == {"accumulation.steps": [1, 2, 4]}
+    found = data_of(sweep)
+    assert [run["name"] for run in found["runs"]] == ["steps=1", "steps=2", "steps=4"]
+    assert found["differing"] == [{"key": "accumulation.steps", "values": ["1", "2", "4"]}]
 
 
 def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made, tmp_path):
@@ -98,14 +98,14 @@ def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made,
         for steps in (1, 2):
             told = (f"accumulation.steps={steps}", f"run.max_restarts={restarts}")
             made(f"some/{2 * number + steps}", *told)
-    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    names = [run["name"] for run in data_of(tmp_path / "some")["runs"]]
     assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
 
 
 def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
     for number, rate in enumerate((0.012345678901, 0.012345678902, 0.5)):
         made(f"some/{number}", f"schedule.base_lr={rate}")
-    names = [run.name for run in facts_of(tmp_path / "some").runs]
+    names = [run["name"] for run in data_of(tmp_path / "some")["runs"]]
     assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5 (2)"]
 
 
@@ -113,9 +113,9 @@ def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):
     for steps in (1, 2, 4):
         made(f"some/{steps}", f"accumulation.steps={steps}")
     (tmp_path / "some" / "2" / "plan.json").write_text("{")
-    found = facts_of(tmp_path / "some")
-    assert [run.name for run in found.runs] == ["steps=1", "steps=4"]
-    assert len(found.unreadable) == 1
+    found = data_of(tmp_path / "some")
+    assert [run["name"] for run in found["runs"]] == ["steps=1", "steps=4"]
+    assert found["sentences"][-1].startswith("not read: ")
 
 
 def test_a_chart_marks_restarts_and_the_failure(made):
@@ -124,7 +124,7 @@ def test_a_chart_marks_restarts_and_the_failure(made):
     lines = [record(n, attempt=n // 2, **(again if n == 2 else {})) for n in range(4)]
     culprit = {"rank": 1, "node": "node0", "cause": "killed", "log_tail": []}
     run = made("one", records=lines, ended=result(state="failed", culprit=culprit))
-    data = data_of(facts_of(run.path))
+    data = data_of(run.path)
     [one] = data["runs"]
     assert [(m["what"], m["update"], m["samples"]) for m in one["marks"]] == [
         ("restart", 3, 768), ("failed", 4, 1024),
@@ -135,7 +135,7 @@ def test_a_chart_marks_restarts_and_the_failure(made):
 
 @pytest.mark.parametrize("shade", COLOURS)
 def test_every_chart_of_a_sweep_can_be_drawn(sweep, shade):
-    for chart in charts(data_of(facts_of(sweep))):
+    for chart in charts(data_of(sweep)):
         spec = {**chart["spec"], "width": 350, "config": theme(shade)}
         drawn = vl_convert.vegalite_to_svg(json.dumps(spec))
         assert drawn.count("<path") > 5, chart["id"]
@@ -144,7 +144,7 @@ def test_every_chart_of_a_sweep_can_be_drawn(sweep, shade):
 
 
 def test_lines_are_told_apart_by_dashes_too(sweep):
-    first = charts(data_of(facts_of(sweep)))[0]
+    first = charts(data_of(sweep))[0]
     assert len({line["dash"] for line in first["key"]["lines"]}) == 3
     assert "strokeDash" in first["spec"]["layer"][0]["encoding"], "the layer below its marks"
 
@@ -152,5 +152,5 @@ def test_lines_are_told_apart_by_dashes_too(sweep):
 def test_many_runs_have_a_course_of_colours_instead_of_names(made, tmp_path):
     for seed in range(8):
         made(f"many/{seed}", f"train.seed={seed}")
-    first = charts(data_of(facts_of(tmp_path / "many")))[0]
+    first = charts(data_of(tmp_path / "many"))[0]
     assert first["key"] == {"lines": [], "course": "from seed=0 (dark) to seed=7 (bright)"}
