@@ -13,7 +13,7 @@ from __future__ import annotations
 import getpass
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from orchestrator.clusters.request import Admission
 from orchestrator.errors import ClusterError, did_you_mean
@@ -51,11 +51,6 @@ class Partition:
     grace_s: int | None
 
     @property
-    def up(self) -> bool:
-        """Return whether it starts jobs at present."""
-        return self.state == "UP"
-
-    @property
     def open(self) -> bool:
         """Return whether it accepts jobs into its queue."""
         return self.state in ("UP", "DOWN")
@@ -88,41 +83,14 @@ def _minutes(span: str) -> float | None:
     return None if found is None else found / 60
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Wanted:
-    """A job's request, as far as limits apply to it.
-
-    Attributes:
-        partitions: () for the cluster's default.
-        nodes: the least.
-        minutes: of wall time; None leaves it to the partition.
-    """
-
-    partitions: tuple[str, ...] = ()
-    qos: str | None = None
-    nodes: int = 1
-    minutes: float | None = None
-
-    def chosen(self, known: Mapping[str, Partition]) -> list[Partition]:
-        """Return the existing ones of the named partitions, or the default."""
-        if not self.partitions:
-            return [p for p in known.values() if p.is_default]
-        return [known[name] for name in self.partitions if name in known]
-
-
-def wanted(options: Mapping[str, object], *, nodes: int) -> Wanted:
-    """Return the request that the #SBATCH options make, of at least `nodes` nodes."""
-    texts = {name: text for name, text in options.items() if isinstance(text, str)}
-    return Wanted(
-        partitions=tuple(filter(None, texts.get("partition", "").split(","))),
-        qos=texts.get("qos"),
-        nodes=nodes,
-        minutes=_minutes(texts.get("time", "")),
-    )
-
-
-def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
+def check_request(
+    client: SlurmClient, options: Mapping[str, object], nodes: int, script: str
+) -> Admission:
     """Refuse jobs that can never run. Raises `ClusterError`; `SchedulerDown` without an answer.
+
+    Args:
+        options: of the #SBATCH lines.
+        nodes: the least.
 
     Returns:
         The scheduler's answer; its `notice` has `preempt_grace_s` (GraceTime, None without
@@ -130,27 +98,36 @@ def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
     """
     answer = client.ask("sbatch", "--test-only", text=script)
     settings, known = client.settings(), read_partitions(client.must(*PARTITIONS))
-    job, words, warnings = read_test_only(answer, job, known)
-    partitions = job.chosen(known)
+    names = [name for name in str(options.get("partition", "")).split(",") if name]
+    words, warnings = answer.words.removeprefix("sbatch: "), []
+    if answer.code == 0 and (said := PLACED.search(answer.words)):
+        lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
+        words = said[0]
+        warnings = [f"sbatch says: {line}" for line in lines if words not in line]
+        names = [said[1]]  # the site may place a job in another partition than in one of those
+    chosen = [known[name] for name in names if name in known]
+    if not names:
+        chosen = [partition for partition in known.values() if partition.is_default]
     against = [
-        f"cluster.partition={','.join(job.partitions)}: this cluster has no partition "
+        f"cluster.partition={','.join(names)}: this cluster has no partition "
         f"'{name}'{did_you_mean(name, known)}"
-        for name in job.partitions
+        for name in names
         if name not in known
     ]
-    misfits = [misfit(job, one) for one in partitions]
+    minutes = _minutes(str(options.get("time", "")))
+    misfits = [misfit(one, nodes, minutes) for one in chosen]
     if all(misfits):
         against += filter(None, misfits)
     if against or (answer.code and any(phrase in answer.words.lower() for phrase in NEVER)):
-        said = (
+        refused = (
             [explained(answer.words), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
         )
-        raise ClusterError("\n".join(said))
+        raise ClusterError("\n".join(refused))
     return Admission(
         words=words,
-        warnings=(*warnings, *_possible_delays(answer, partitions)),
+        warnings=(*warnings, *_possible_delays(answer, chosen)),
         notice={
-            "preempt_grace_s": preempt_grace_s(client, settings, job, partitions),
+            "preempt_grace_s": preempt_grace_s(client, settings, options.get("qos"), chosen),
             "kill_wait_s": float(settings["KillWait"].split()[0])  # as in "30 sec"
             if "KillWait" in settings
             else KILL_WAIT_S,
@@ -158,40 +135,19 @@ def check_request(client: SlurmClient, job: Wanted, script: str) -> Admission:
     )
 
 
-def read_test_only(
-    answer: Answer, job: Wanted, known: Mapping[str, Partition]
-) -> tuple[Wanted, str, list[str]]:
-    """Read the answer of `sbatch --test-only`.
-
-    Returns:
-        The job in the partition whose limits apply; sbatch's sentence; further messages.
-    """
-    said = PLACED.search(answer.words) if answer.code == 0 else None
-    if said is None:
-        return job, answer.words.removeprefix("sbatch: "), []
-    lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
-    messages = [f"sbatch says: {line}" for line in lines if said[0] not in line]
-    partition = said[1]
-    if partition in known and known[partition] not in job.chosen(known):
-        names = ",".join(job.partitions) or "the default"
-        messages.append(f"this site places the job in partition {partition}, not in {names}")
-        job = replace(job, partitions=(partition,))
-    return job, said[0], messages
-
-
-def misfit(job: Wanted, partition: Partition) -> str | None:
+def misfit(partition: Partition, nodes: int, minutes: float | None) -> str | None:
     """Return why a job can never run in a partition; None if it can.
 
     Other limits are left to sbatch, whose words are then the warning or the refusal.
     """
     name = f"partition {partition.name}"
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
-    if job.nodes > most:
-        return f"cluster.nodes={job.nodes}, but {name} gives {most} at most"
+    if nodes > most:
+        return f"cluster.nodes={nodes}, but {name} gives {most} at most"
     limit = partition.minutes
-    if job.minutes is not None and limit is not None and job.minutes > limit:
+    if minutes is not None and limit is not None and minutes > limit:
         return (
-            f"cluster.time_min={job.minutes:g}, but {name} allows {limit:g} minutes; try "
+            f"cluster.time_min={minutes:g}, but {name} allows {limit:g} minutes; try "
             f"cluster.time_min={limit:g} (a run that needs longer is requeued and goes on)"
         )
     if not partition.open:
@@ -207,13 +163,13 @@ def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[st
             f"prevents it, so it is queued, to wait for nodes that are down, "
             f"drained, reserved or not heard of yet"
         )
-    if partitions and not any(partition.up for partition in partitions):
+    if partitions and not any(partition.state == "UP" for partition in partitions):
         names = ", ".join(partition.name for partition in partitions)
         yield f"partition {names} starts no jobs at present (it is down); the job will wait"
 
 
 def preempt_grace_s(
-    client: SlurmClient, settings: Mapping[str, str], job: Wanted, partitions: list[Partition]
+    client: SlurmClient, settings: Mapping[str, str], qos: object, partitions: list[Partition]
 ) -> float | None:
     """Return seconds from a preemption's signal to SIGTERM; None without preemption.
 
@@ -224,7 +180,7 @@ def preempt_grace_s(
     if kind == "preempt/none":
         return None
     if kind == "preempt/qos":
-        return _grace_of_qos(client, job.qos)
+        return _grace_of_qos(client, str(qos) if qos else None)
     return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from orchestrator.clusters.api import Admission, Cluster, Request
-from orchestrator.clusters.slurm.admission import check_request, wanted
+from orchestrator.clusters.slurm.admission import check_request
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
@@ -50,9 +50,9 @@ class SlurmCluster(BaseSlurmCluster):
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
-            job = wanted(options, nodes=node_range(cluster.nodes)[0])
+            least = node_range(cluster.nodes)[0]
             _answers[alike] = retry_unanswered(
-                lambda: check_request(client, job, request.text), tell=self.tell
+                lambda: check_request(client, options, least, request.text), tell=self.tell
             )
         said = _answers[alike]
         warnings = (*said.warnings, *_few_cpus(cluster))

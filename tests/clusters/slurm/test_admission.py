@@ -3,12 +3,12 @@
 import pytest
 
 from orchestrator.clusters.slurm.admission import (
-    Wanted,
+    check_request,
     misfit,
     preempt_grace_s,
     read_partitions,
-    read_test_only,
 )
+from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import Answer
 
 PARTITIONS = (
@@ -29,18 +29,17 @@ def test_partitions_are_read_with_their_limits():
     assert found["main"].minutes is None
     low = found["low"]
     assert (low.max_nodes, low.minutes, low.grace_s) == (2, 1440, 20)
-    assert not found["old"].up
     assert found["old"].open
     assert not found["shut"].open
 
 
 def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     found = read_partitions(PARTITIONS)
-    assert misfit(Wanted(nodes=2), found["low"]) is None
-    assert "gives 2 at most" in misfit(Wanted(nodes=3), found["low"])
-    assert "try cluster.time_min=1440" in misfit(Wanted(minutes=1441), found["low"])
-    assert misfit(Wanted(), found["old"]) is None  # it is down, not closed: a job waits there
-    assert "takes no jobs" in misfit(Wanted(), found["shut"])
+    assert misfit(found["low"], 2, None) is None
+    assert "gives 2 at most" in misfit(found["low"], 3, None)
+    assert "try cluster.time_min=1440" in misfit(found["low"], 1, 1441)
+    assert misfit(found["old"], 1, None) is None  # it is down, not closed: a job waits there
+    assert "takes no jobs" in misfit(found["shut"], 1, None)
 
 
 class Client:
@@ -76,36 +75,41 @@ def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
 ):
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
     settings = {"PreemptType": kind}
-    assert preempt_grace_s(client, settings, Wanted(qos=qos), [known["low"]]) == grace
+    assert preempt_grace_s(client, settings, qos, [known["low"]]) == grace
 
 
-KNOWN = read_partitions(
-    "PartitionName=main Default=YES TotalNodes=3 MaxTime=UNLIMITED State=UP\n"
-    "PartitionName=low Default=NO TotalNodes=3 MaxTime=UNLIMITED State=UP\n"
-    "PartitionName=short Default=NO TotalNodes=3 MaxTime=00:01:00 State=UP\n"
-)  # fmt: skip
+class Scheduler:
+    """Answers as sbatch and scontrol; "low" is where the site places jobs."""
+
+    def __init__(self, code, words):
+        self.answer = Answer(code, "", words)
+
+    def ask(self, *command, **_):
+        assert command == ("sbatch", "--test-only")
+        return self.answer
+
+    def must(self, *command):
+        return PARTITIONS
+
+    def settings(self):
+        return {"KillWait": "3 sec"}
+
+
 TAKEN = "Job 1 to start at 2026-11-22T05:56:20 using 2 processors on nodes n[0-1] in partition low"
 
 
-def placed(answer, *partitions):
-    return read_test_only(answer, Wanted(partitions=partitions), KNOWN)
+def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_places_it_in():
+    client = Scheduler(0, f"sbatch: jobs of this site go to low\nsbatch: {TAKEN}\n")
+    admitted = check_request(client, {"partition": "old", "time": "60"}, 2, "")
+    assert admitted.words == TAKEN
+    assert admitted.warnings == ("sbatch says: jobs of this site go to low",)
+    assert admitted.notice == {"preempt_grace_s": 20, "kill_wait_s": 3}
+    with pytest.raises(ClusterError, match="partition low gives 2 at most"):
+        check_request(client, {"partition": "main"}, 3, "")
 
 
-@pytest.mark.parametrize("asked", [(), ("main",), ("short", "main"), ("mian",)])
-def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_moves_it_to(asked):
-    words = f"sbatch: jobs of this site go to low\nsbatch: {TAKEN}\n"
-    job, said, told = placed(Answer(0, "", words), *asked)
-    assert job.partitions == ("low",)
-    assert said == TAKEN
-    assert told == [
-        "sbatch says: jobs of this site go to low",
-        f"this site places the job in partition low, not in {','.join(asked) or 'the default'}",
-    ]
-
-
-@pytest.mark.parametrize(
-    "answer", [Answer(0, "", f"sbatch: {TAKEN}\n"), Answer(1, "", f"sbatch: error: no\n{TAKEN}")]
-)
-def test_a_job_that_stays_where_it_was_meant_to_be_is_told_of_nothing(answer):
-    job, _, told = placed(answer, "short", "low")
-    assert (job.partitions, told) == (("short", "low"), [])
+def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is_not_there():
+    client = Scheduler(1, "sbatch: error: no nodes")
+    assert "cannot place the job at present" in check_request(client, {}, 1, "").warnings[0]
+    with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
+        check_request(client, {"partition": "mian"}, 1, "")
