@@ -36,7 +36,6 @@ UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
 FRESH_S = 2.5  # squeue needs a moment to know a new job
 ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
-ASK_RUNNING_EVERY_S = 30.0  # while the run folder shows that the job runs
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
 
@@ -160,7 +159,6 @@ class SlurmHandle(Handle):
         fresh = time.time() - float(handle.get("time", 0.0)) < FRESH_S
         # The first question is due at once, or when squeue can know the job.
         self._asked_at = time.monotonic() - ASK_EVERY_S + (FRESH_S if fresh else 0.0)
-        self._seen_when_asked = (run.attempts_made(), False)
         self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
@@ -171,7 +169,7 @@ class SlurmHandle(Handle):
         """Read the folder and, at intervals, query the scheduler. Never waits for its answer."""
         time.sleep(timeout_s)
         result = self._run.read_result()
-        self._ask(ended=result is not None)
+        self._ask()
         if result is not None:
             # The result is final; squeue, which is asked rarely, may show the job for a while.
             self._result_at = self._result_at or time.monotonic()
@@ -192,15 +190,11 @@ class SlurmHandle(Handle):
         state, self.culprit = ending(self._run, self.job)  # not written: not ours
         return state
 
-    def _ask(self, *, ended: bool) -> None:
+    def _ask(self) -> None:
         """Ask the scheduler if that is due, and read its answer once there is one."""
         if self._answer is None:
-            seen = (self._run.attempts_made(), ended)
-            steady = self.job is not None and not self.job.waiting and self.silent_since is None
-            steady = steady and seen == self._seen_when_asked
-            pause_s = ASK_RUNNING_EVERY_S if steady else ASK_EVERY_S
-            if time.monotonic() - self._asked_at >= pause_s:
-                self._asked_at, self._seen_when_asked = time.monotonic(), seen
+            if time.monotonic() - self._asked_at >= ASK_EVERY_S:
+                self._asked_at = time.monotonic()
                 self._answer = Future()
                 threading.Thread(target=self._find, args=[self._answer], daemon=True).start()
         elif self._answer.done():
