@@ -37,7 +37,6 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     ClusterError,
     ConfigError,
-    Interrupted,
     NotNow,
     RunFailed,
     RunFolderError,
@@ -212,45 +211,6 @@ def _put_aside(folder: RunDir) -> None:
             path.rename(place / path.name)
 
 
-def write_table(search: Search, study: Study, folders: Mapping[int, Path]) -> dict[str, Any]:
-    """Write search.json, and return its content.
-
-    Args:
-        folders: of trials that have one, by number.
-    """
-    trials: list[dict[str, Any]] = []
-    for trial in study.get_trials(deepcopy=False):
-        folder = folders.get(trial.number)
-        row = {
-            "number": trial.number,
-            "state": STATES.get(trial.state.name, "open"),
-            "value": trial.value if trial.state is TrialState.COMPLETE else None,
-            "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
-            "folder": folder.name if folder is not None else None,
-            "why": trial.user_attrs.get(WHY),
-        }
-        trials.append(row)
-    sign = -1 if search.maximize else 1
-    known = [(sign * row["value"], row["number"]) for row in trials if row["value"] is not None]
-    line = search.composer.line
-    table = {
-        "search": search.sweep.search,
-        "objective": search.sweep.objective,
-        "maximize": search.maximize,
-        "wanted": search.trials,
-        "trials": trials,
-        "best": min(known)[1] if known else None,
-        "line": {
-            "overrides": list(line.overrides),
-            "config_dir": line.config_dir and str(expand_user(line.config_dir).absolute()),
-            "config_name": line.config_name,
-            "folder": str(Path.cwd()),
-        },
-    }
-    write_json(RunDir(search.folder).search, table)
-    return table
-
-
 class TrialRuns:
     """The runs of a search that are in progress: children of this process, or others' to follow."""
 
@@ -283,8 +243,6 @@ class TrialRuns:
             return self._queue.start(cell)
         try:
             submit([cell], self._output)
-        except Interrupted:
-            return False
         except UsageError as error:
             if interrupts.count:  # Ctrl-C ends the scheduler's commands, too
                 return False
@@ -357,16 +315,9 @@ class Trial:
 class Searcher:
     """One start of a search: draws trials, runs them and records their results in the study."""
 
-    def __init__(
-        self,
-        search: Search,
-        study: Study,
-        storage: JournalStorage,
-        runs: TrialRuns,
-        output: OutputOptions,
-    ) -> None:
-        self._search, self._study, self._runs, self._output = search, study, runs, output
-        self._storage = storage
+    def __init__(self, search: Search, runs: TrialRuns, output: OutputOptions) -> None:
+        self._search, self._runs, self._output = search, runs, output
+        self._study, self._storage = open_study(search)
         self._pruner = MedianPruner() if search.sweep.prune == "median" else None
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
@@ -581,7 +532,37 @@ class Searcher:
         return self._storage.get_trial_id_from_study_id_trial_number(study_id, number)
 
     def _write_table(self) -> None:
-        self.table = write_table(self._search, self._study, self._folders)
+        """Write search.json."""
+        search = self._search
+        trials: list[dict[str, Any]] = []
+        for trial in self._trials():
+            folder = self._folders.get(trial.number)
+            trials.append({
+                "number": trial.number,
+                "state": STATES.get(trial.state.name, "open"),
+                "value": trial.value if trial.state is TrialState.COMPLETE else None,
+                "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
+                "folder": folder.name if folder is not None else None,
+                "why": trial.user_attrs.get(WHY),
+            })  # fmt: skip
+        sign = -1 if search.maximize else 1
+        known = [(sign * row["value"], row["number"]) for row in trials if row["value"] is not None]
+        line = search.composer.line
+        self.table = {
+            "search": search.sweep.search,
+            "objective": search.sweep.objective,
+            "maximize": search.maximize,
+            "wanted": search.trials,
+            "trials": trials,
+            "best": min(known)[1] if known else None,
+            "line": {
+                "overrides": list(line.overrides),
+                "config_dir": line.config_dir and str(expand_user(line.config_dir).absolute()),
+                "config_name": line.config_name,
+                "folder": str(Path.cwd()),
+            },
+        }
+        write_json(RunDir(search.folder).search, self.table)
 
     def _say(self, text: str, style: str) -> None:
         if not self._output.quiet:
@@ -621,10 +602,9 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
     """
     search = Search(composer)
     with alone_in(search.folder):
-        study, storage = open_study(search)
         runs = TrialRuns(search, output)
         with runs.counting_interrupts():
-            searcher = Searcher(search, study, storage, runs, output)
+            searcher = Searcher(search, runs, output)
             searcher.run()
             left = len(runs.followed)
         print_search(searcher.table, output.console)

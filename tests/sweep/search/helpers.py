@@ -8,7 +8,7 @@ from orchestrator.config.composer import Composer
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.local import PointEnded
-from orchestrator.sweep.search import Search, Searcher, open_study
+from orchestrator.sweep.search import Search, Searcher
 from orchestrator.sweep.submission import alone_in, ready_of
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
@@ -102,6 +102,6 @@ def write_result(run: RunDir, arguments):
 def searched(question, place=None):
     """A start of a search, to its end; its table."""
     with alone_in(question.folder):
-        begun = Searcher(question, *open_study(question), place or AtOnce(), QUIET)
+        begun = Searcher(question, place or AtOnce(), QUIET)
         begun.run()
     return begun.table
