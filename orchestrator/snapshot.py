@@ -79,14 +79,12 @@ GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
 
 
+PYTHONS_FOLDERS = frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
+
+
 def is_installed(path: Path) -> bool:
     """Return whether a module's file is in one of Python's own folders, as site-packages."""
-    return any(path.is_relative_to(folder) for folder in _own_folders())
-
-
-@cache
-def _own_folders() -> frozenset[str]:
-    return frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
+    return any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
 
 
 def folder_of(target: type) -> Path:
@@ -129,7 +127,7 @@ PACKAGE = Path(__file__).resolve().parent
 CODE_VARIABLE = "ORCHESTRATOR_CODE"
 """The copy that a process runs from."""
 RECORD = "copy.json"
-OWN_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
+OUR_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
 """All that a run needs of a checkout of this project, unless its job lies elsewhere in it."""
 
 
@@ -165,15 +163,14 @@ def source_roots(target: str | Program) -> dict[Path, set[str]]:
 
 
 def _root_of(target: str | Program) -> tuple[Path, str] | None:
-    """Return the source folder of a job or program, and its top entry in it."""
+    """Return the source folder of a job or program, and its top entry in it; of a script, its
+    repository, or else its folder.
+    """
     if isinstance(target, str):
         return source_root(target.rpartition(".")[0])
-    return source_root(target.target) if target.is_module else _root_of_script(target)
-
-
-def _root_of_script(program: Program) -> tuple[Path, str] | None:
-    """Return the repository, or else folder, of a program's script, and its name in it."""
-    script = copied_script(program)
+    if target.is_module:
+        return source_root(target.target)
+    script = copied_script(target)
     if script is None:
         return None
     root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
@@ -212,8 +209,8 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     Left out are secrets, and links that lead out of `root`.
     """
     listed = _git_files(root)
-    if listed is not None and root == PACKAGE.parent and tops <= OWN_FOLDERS:
-        listed = [name for name in listed if name.split("/")[0] in OWN_FOLDERS]
+    if listed is not None and root == PACKAGE.parent and tops <= OUR_FOLDERS:
+        listed = [name for name in listed if name.split("/")[0] in OUR_FOLDERS]
     wanted = {*tops, *(f"{top}.py" for top in tops)}
     if listed is None or not any(name in tops or name.split("/")[0] in wanted for name in listed):
         # no repository, or one that ignores this folder

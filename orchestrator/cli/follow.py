@@ -325,15 +325,11 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     except BaseException:
         handle.kill()
         raise
-    if state is State.FINISHED and not _said_so(ready):
+    # Rank 0 records the end of the training; a program records nothing.
+    said = (ready.run.read_result() or {}).get("state")
+    if state is State.FINISHED and said != state.value and not is_program(ready.config.job):
         return State.FAILED, False, NO_RESULT
     return state, False, handle.culprit
-
-
-def _said_so(ready: Ready) -> bool:
-    """Return True if rank 0 recorded the end of the training. A program records nothing."""
-    result = ready.run.read_result() or {}
-    return is_program(ready.config.job) or result.get("state") == State.FINISHED.value
 
 
 def submit(ready: Ready) -> Ended:

@@ -444,17 +444,11 @@ class Searcher:
     def _begin(self, number: int, drawn: Mapping[str, Any]) -> None:
         try:
             point = self._search.point(number, drawn)
-            if point.folder.exists():  # of a trial that the journal has lost
-                [cell] = cells_of([point])
-            else:
-                notes = notes_of(point.config, point.identity)
-                cell = Cell(point=point, action=Action.START, why="new", notes=notes)
+            notes = notes_of(point.config, point.identity)
         except UsageError as error:
             self._tell(number, TrialState.FAIL, str(error))
             return
-        if cell.action is not Action.START:
-            self._folders[number] = cell.run.path
-        self._take_up(number, cell)
+        self._take_up(number, Cell(point=point, action=Action.START, why="new", notes=notes))
         self._start_waiting()
 
     # Trials end.

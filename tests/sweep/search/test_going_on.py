@@ -178,17 +178,6 @@ def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path
     assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
 
 
-@pytest.mark.parametrize("kept", [0, 1, 7])
-def test_what_a_journal_has_lost_at_its_end_the_folders_of_its_trials_know(tmp_path, kept):
-    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3"))
-    whole = searched(question)
-    journal = tmp_path / "found" / "search.journal"
-    journal.write_text("".join(journal.read_text().splitlines(keepends=True)[:kept]))
-    place = AtOnce()
-    assert told(searched(question, place)) == told(whole)
-    assert place.began == [], "what has ended is not run again"
-
-
 def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_path):
     class Mute(AtOnce):
         def __init__(self):
