@@ -15,6 +15,7 @@ from optuna.distributions import (
     CategoricalDistribution,
     FloatDistribution,
     IntDistribution,
+    distribution_to_json,
 )
 from optuna.samplers import RandomSampler, TPESampler
 from optuna.trial import FrozenTrial
@@ -31,18 +32,14 @@ class Axis:
 
     Attributes:
         key: as overrides have it, with what says how it is applied.
-        texts: all there is to choose from, as values of overrides; () for an interval.
-        low, high: the ends of an interval, both of them included.
-        whole, log: of an interval: whole numbers alone; drawn by their logarithms.
+        distribution: of the values that are drawn.
+        texts: all there is to choose from, as values of overrides; () for an interval. Of those
+            that have an order the number is drawn.
     """
 
     key: str
+    distribution: BaseDistribution
     texts: tuple[str, ...] = ()
-    ordered: bool = False
-    low: float = 0
-    high: float = 0
-    whole: bool = False
-    log: bool = False
 
     @property
     def name(self) -> str:
@@ -50,37 +47,31 @@ class Axis:
         return self.key.lstrip("+")
 
     def text(self, value: Any) -> str:
-        """Return a drawn value as an override; where `texts` have an order, their number is drawn.
+        """Return a drawn value as an override.
 
-        >>> Axis(key="+a", texts=("1", "3"), ordered=True).text(1), Axis(key="b", high=1).text(0.5)
-        ('+a=3', 'b=0.5')
+        >>> Axis(key="+a", texts=("1", "3"), distribution=IntDistribution(0, 1)).text(1)
+        '+a=3'
         """
+        if isinstance(self.distribution, CategoricalDistribution):
+            return f"{self.key}={value}"
         if self.texts:
-            return f"{self.key}={self.texts[value] if self.ordered else value}"
-        return f"{self.key}={int(value) if self.whole else float(value)!r}"
+            return f"{self.key}={self.texts[value]}"
+        whole = isinstance(self.distribution, IntDistribution)
+        return f"{self.key}={int(value) if whole else float(value)!r}"
 
     @property
     def samples(self) -> list[Any]:
         """Values as they might be drawn: every alternative, or one inside of an interval."""
-        if self.texts:
-            return [0, len(self.texts) - 1] if self.ordered else list(self.texts)
-        return [int(self.high) if self.whole else (self.low + self.high) / 2]
-
-    @property
-    def distribution(self) -> BaseDistribution:
-        if self.ordered:
-            return IntDistribution(0, len(self.texts) - 1)
-        if self.texts:
-            return CategoricalDistribution(self.texts)
-        if self.whole:
-            return IntDistribution(int(self.low), int(self.high), log=self.log)
-        return FloatDistribution(self.low, self.high, log=self.log)
+        drawn: Any = self.distribution
+        if isinstance(drawn, CategoricalDistribution):
+            return list(drawn.choices)
+        if isinstance(drawn, IntDistribution):
+            return [drawn.low, drawn.high] if self.texts else [drawn.high]
+        return [(drawn.low + drawn.high) / 2]
 
     def to_json(self) -> dict[str, Any]:
         """Return plain values, to be compared with those of another start."""
-        if self.texts:
-            return {"of": list(self.texts), "ordered": self.ordered}
-        return {"low": self.low, "high": self.high, "whole": self.whole, "log": self.log}
+        return {"of": list(self.texts), "drawn": distribution_to_json(self.distribution)}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,14 +130,16 @@ class Space:
     def grid_point(self, number: int) -> dict[str, Any]:
         """Return one of all points, in the order of a sweep: the last axis changes fastest.
 
-        >>> Space(axes=(Axis(key="a", texts=("x", "y")), Axis(key="b", texts=("1", "2", "3"),
-        ...     ordered=True)), fixed=()).grid_point(4)
-        {'a': 'y', 'b': 1}
+        >>> x, y = (CategoricalDistribution(values) for values in ("ab", "123"))
+        >>> axes = [Axis(key=k, texts=d.choices, distribution=d) for k, d in (("x", x), ("y", y))]
+        >>> Space(axes=tuple(axes), fixed=()).grid_point(4)
+        {'x': 'b', 'y': '2'}
         """
         drawn: dict[str, Any] = {}
         for axis in reversed(self.axes):
             number, place = divmod(number, len(axis.texts))
-            drawn[axis.key] = place if axis.ordered else axis.texts[place]
+            ordered = isinstance(axis.distribution, IntDistribution)
+            drawn[axis.key] = place if ordered else axis.texts[place]
         return {axis.key: drawn[axis.key] for axis in self.axes}
 
 
@@ -195,14 +188,16 @@ def _axis(override: Override) -> Axis:
         raise ConfigError(f"cannot be drawn: {error}") from error
     if not texts:
         raise ConfigError("has no value to choose")
-    return Axis(key=key, texts=texts, ordered=isinstance(value, RangeSweep))
+    if isinstance(value, RangeSweep):
+        return Axis(key=key, texts=texts, distribution=IntDistribution(0, len(texts) - 1))
+    return Axis(key=key, texts=texts, distribution=CategoricalDistribution(texts))
 
 
 def _interval(key: str, value: IntervalSweep) -> Axis:
     low, high = value.start, value.end
     if low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
         raise ConfigError("cannot be drawn: both ends of an interval are finite numbers")
-    whole = isinstance(low, int) and isinstance(high, int)
+    log = "log" in value.tags
     if low == high:
         raise ConfigError(f"cannot be drawn: its lower end and its upper end are both {low:g}")
     if low > high:
@@ -210,6 +205,8 @@ def _interval(key: str, value: IntervalSweep) -> Axis:
             f"cannot be drawn: its lower end, {low:g}, stands above its upper end, {high:g}; the "
             f"lower one comes first, as in interval({high:g},{low:g})"
         )
-    if "log" in value.tags and low <= 0:
+    if log and low <= 0:
         raise ConfigError(f"cannot be drawn by logarithms: {low} is not above 0")
-    return Axis(key=key, low=low, high=high, whole=whole, log="log" in value.tags)
+    if isinstance(low, int) and isinstance(high, int):
+        return Axis(key=key, distribution=IntDistribution(low, high, log=log))
+    return Axis(key=key, distribution=FloatDistribution(low, high, log=log))
