@@ -29,7 +29,6 @@ from orchestrator.errors import (
     EXIT_INTERRUPTED,
     EXIT_USAGE,
     ClusterError,
-    Interrupted,
     RunFolderError,
     UsageError,
 )
@@ -74,7 +73,6 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if not self._entered:
-            self.count = 0
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._old[number] = signal.signal(number, self._handle)
         self._entered += 1
@@ -83,18 +81,9 @@ class Interrupts:
     def __exit__(self, *error: object) -> None:
         self._entered -= 1
         if not self._entered:
+            self.count = 0
             for number, handler in self._old.items():
                 signal.signal(number, handler)
-
-    def ending(self, tell: Callable[[str], None]) -> Callable[[str], None]:
-        """Return `tell` for a wait that reports: after an interrupt it raises `Interrupted`."""
-
-        def tell_or_end(sentence: str) -> None:
-            if self.count:
-                raise Interrupted("interrupted")
-            tell(sentence)
-
-        return tell_or_end
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del number, frame

@@ -32,6 +32,7 @@ from orchestrator.config.schema import Config
 from orchestrator.errors import (
     ClusterError,
     ConfigError,
+    Interrupted,
     RunFailed,
     RunFolderError,
     UsageError,
@@ -132,7 +133,12 @@ def _admitted(
 
 
 def _cluster(config: Config, output: OutputOptions) -> Cluster:
-    return cluster_of(config, lambda sentence: say(output.console, sentence, "yellow"))
+    def tell(sentence: str) -> None:
+        if interrupts.count:
+            raise Interrupted("interrupted")
+        say(output.console, sentence, "yellow")
+
+    return cluster_of(config, tell)
 
 
 def runner_of(cluster: Cluster) -> Callable[[Ready], Ended]:
@@ -170,7 +176,6 @@ def begun(
     run, cluster = RunDir(new_folder(config)), _cluster(config, output)
     request, admission = _admitted(cluster, run, 0, output)
     with interrupts:
-        cluster.tell = interrupts.ending(cluster.tell)
         cluster.trust(run)
         run.create()
         if not output.quiet:
@@ -245,7 +250,6 @@ def resumed(
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
-        cluster.tell = interrupts.ending(cluster.tell)
         told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in told:
             say(output.console, f"warning: {sentence}", "yellow")

@@ -600,7 +600,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
         with runs.counting_interrupts():
             searcher = Searcher(search, runs, output)
             searcher.run()
-            left = len(runs.followed)
+            count, left = interrupts.count, len(runs.followed)
         print_search(searcher.table, output.console)
         say(output.console, f"the search's folder: {search.folder}")
         states = [trial["state"] for trial in searcher.table["trials"]]
@@ -610,7 +610,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
                 end = f"to end {'it' if left == 1 else 'them'}: {command('cancel', search.folder)}"
                 say(output.console, f"{plural(left, 'trial')} {go}; {end}", "bold")
             say(output.console, f"to go on: {command('resume', search.folder)}", "bold")
-            return EXIT_INTERRUPTED if interrupts.count > 1 else EXIT_STOPPED
+            return EXIT_INTERRUPTED if count > 1 else EXIT_STOPPED
         return EXIT_FINISHED if "complete" in states else EXIT_FAILED
 
 
