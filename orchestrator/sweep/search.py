@@ -38,7 +38,6 @@ from orchestrator.errors import (
     ClusterError,
     ConfigError,
     NotNow,
-    RunFailed,
     RunFolderError,
     UsageError,
     expand_user,
@@ -61,7 +60,7 @@ from orchestrator.sweep.cells import (
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
-from orchestrator.sweep.submission import NoSuchFigure, alone_in, measured, submit
+from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
 COMBINATIONS = 8  # tried with each value before it counts as one that no trial can have
@@ -494,17 +493,26 @@ class Searcher:
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
+        objective, value = self._search.sweep.objective, None
         why = refusal or why_no_value(trial.cell)
-        try:
-            value = None if why else measured(trial.cell.run, self._search.sweep.objective)
-        except RunFailed as error:
-            why, value = str(error), None
-            first = not any(t.state is TrialState.COMPLETE for t in self._trials())
-            if isinstance(error, NoSuchFigure) and first:
-                self._tell(trial.number, TrialState.FAIL, why)
-                more = "if other trials will, the same line goes on with them"
-                raise ConfigError(f"{why}; {more}") from error
-        if value is None:
+        if not why:
+            result = trial.cell.run.read_result() or {}
+            found = {
+                **(result.get("metrics") or {}),
+                **{k: result.get(k) for k in ("loss", "seconds")},
+            }
+            figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
+            value = figures.get(objective)
+            if value is None:
+                known = ", ".join(sorted(figures))
+                why = f"sweep.objective={objective}: measured no such figure, but {known}"
+                if not any(t.state is TrialState.COMPLETE for t in self._trials()):
+                    self._tell(trial.number, TrialState.FAIL, why)
+                    more = "if other trials will, the same line goes on with them"
+                    raise ConfigError(f"{why}; {more}")
+            elif not math.isfinite(value):
+                why = f"its {objective} is {value}"
+        if why:
             self._tell(trial.number, TrialState.FAIL, why)
             return
         for _ in self._report(trial):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Generator, Sequence
 from pathlib import Path
 
@@ -16,7 +15,6 @@ from orchestrator.errors import (
     ClusterError,
     Interrupted,
     NotNow,
-    RunFailed,
     RunFolderError,
     UsageError,
 )
@@ -49,27 +47,6 @@ def _remove_if_empty(sweep: RunDir) -> None:
         sweep.lock.unlink(missing_ok=True)
         with contextlib.suppress(OSError):  # another process has put something there
             sweep.path.rmdir()
-
-
-class NoSuchFigure(RunFailed):
-    """A run has finished, and measured nothing of the objective's name."""
-
-
-def measured(run: RunDir, objective: str) -> float:
-    """Return what a finished run measured. Raises `RunFailed` if that is no finite number, and
-    `NoSuchFigure` if there is none of this name.
-    """
-    result = run.read_result() or {}
-    found = {**(result.get("metrics") or {}), **{k: result.get(k) for k in ("loss", "seconds")}}
-    figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
-    if objective not in figures:
-        known = ", ".join(sorted(figures))
-        raise NoSuchFigure(
-            f"sweep.objective={objective}: {run.path} measured no such figure, but {known}"
-        )
-    if not math.isfinite(figures[objective]):
-        raise RunFailed(f"its {objective} is {figures[objective]}")
-    return figures[objective]
 
 
 @contextlib.contextmanager
