@@ -120,12 +120,6 @@ def _(ours, model):
     ours.boundary()
 
 
-@misuse("`loss.backward()` after the micro-step with `last=True`", ranks=2)
-def _(ours, model):
-    ours.backward(loss_of(model), last=True)
-    loss_of(model).total.backward()
-
-
 @misuse("`record()` of a backward that ran before `begin_window()`")
 def _(ours, model):
     loss = loss_of(model)
@@ -360,13 +354,6 @@ def _(ours, model, group):
     ours.boundary()
 
 
-@misuse("parameters frozen later on one rank only", ranks=2)
-def _(ours, model, group):
-    model[0].requires_grad_(requires_grad=group.rank == 0)
-    ours.backward(loss_of(model))
-    ours.boundary()
-
-
 @misuse("`leaf=` without `leaves=`")
 def _():
     ours, model = accumulated(reduction="reproducible")
@@ -500,12 +487,6 @@ def _(windows, ours, model):
             ours.backward(loss_of(model, len(piece)))
 
 
-@misuse("`backward()` without taking a micro-batch")
-def _(windows, ours, model):
-    for _window in windows:
-        ours.backward(loss_of(model))
-
-
 @misuse("`backward()` or `boundary()` before, between or after the windows")
 def _(windows, ours, model):
     for window in windows:
@@ -542,15 +523,6 @@ def _(ours, model):
             whole(window, ours, model)
 
 
-@misuse("`run.windows()` within the loop over the first")
-def _():
-    run = Run({})
-    ours, _ = accumulated()
-    theirs, _ = accumulated()
-    for _window in run.windows(24, ours, **BATCH):
-        run.windows(24, theirs, **BATCH)
-
-
 @misuse("going through the same windows twice")
 def _(windows, ours, model):
     for _epoch in range(2):
@@ -570,11 +542,6 @@ def _():
 @misuse("ranks with another length, batch, number of updates or seed", ranks=2)
 def _(group):
     begun(group, global_batch=8 + group.rank)
-
-
-@misuse("ranks that keep windows of other updates (`first=`)", ranks=2)
-def _(group):
-    begun(group, first=group.rank)
 
 
 @misuse("numbers of the batch that do not agree")
