@@ -1,15 +1,19 @@
 """How many points run at once: laws over machines, and what a person is told."""
 
+import io
 import os
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.clusters.api import Share
 from orchestrator.clusters.local.cluster import LocalCluster
 from orchestrator.clusters.machine import Machine, cores
 from orchestrator.config.composer import compose
-from orchestrator.sweep.local import RANK_BYTES, Room
+from orchestrator.sweep.local import RANK_BYTES, Room, most_at_once
 
 machines = st.builds(
     Machine,
@@ -71,3 +75,30 @@ def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_say
     assert share() == Share(ranks=6, cores=12, gpus=6)
     assert share("transport=gloo").gpus == 0
     assert 1 <= cores() <= len(os.sched_getaffinity(0))
+
+
+def most(key, values, *more):
+    console = Console(file=io.StringIO(), width=200)
+    configs = [compose([f"{key}={value}", *more]) for value in values]
+    return most_at_once(configs, OutputOptions(console=console)), console.file.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("key", "values"),
+    [
+        ("accumulation.steps", (1, 2)),
+        ("cluster.ranks_per_node", (1, 2)),
+        ("engine.shard_optimizer", (False, True)),
+        ("transport", ("auto", "gloo")),
+    ],
+)
+def test_points_whose_speeds_are_compared_run_one_after_another_which_is_said(key, values):
+    found, said = most(key, values)
+    assert found == 1
+    assert f"they differ in {key.partition('.')[0]}" in said
+    assert most(key, values, "sweep.parallel=2") == (2, "")
+
+
+def test_other_points_run_as_many_at_once_as_there_is_room_for():
+    assert most("train.seed", (1, 2, 3)) == (None, "")
+    assert most("train.seed", (1,)) == (None, "")

@@ -1,8 +1,9 @@
-"""`resume SWEEP`: points go on by what lies in the sweep's folder, without its line."""
+"""Whole sweeps as commands: their folders, and `resume SWEEP` without the line."""
 
 import shutil
 
 from tests.helpers import LIGHT, call, result, verb
+from tests.programs import script
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
 
@@ -33,3 +34,18 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     refused = verb("resume", sweep, "train.seed=7")
     assert refused.returncode == 2
     assert "train.seed" in refused.stderr
+
+
+PROGRAM = "import sys\nprint('WORDS', *sys.argv[1:])\n"
+
+
+def test_each_point_writes_to_its_own_run_folder(tmp_path):
+    script(tmp_path, PROGRAM)
+    line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
+    words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
+    done = call(*line, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    for point in "01":
+        run = tmp_path / "sweep" / point
+        log = (run / "logs" / "rank-00000.log").read_text()
+        assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
