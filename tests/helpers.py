@@ -151,6 +151,13 @@ def node_process(run, name):
     return next((p for p in processes_of(run) if name_of(p) == name), None)
 
 
+def alive(pid):
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
 def rank_pid(run, rank):
     """The process of one rank of a local run, not the workers that it has forked."""
     for process in processes_of(run):

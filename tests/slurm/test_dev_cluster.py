@@ -4,7 +4,7 @@ import contextlib
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -46,10 +46,6 @@ def submit(cluster: DevCluster, script: str, *options: str) -> str:
     ).strip()
 
 
-def eventually(condition: Callable[[], bool], what: str, seconds: float = 30) -> None:
-    wait_until(condition, seconds=seconds, what=what)
-
-
 def processes_of(cluster: DevCluster) -> list[psutil.Process]:
     """Every living process whose environment names the cluster, whatever it is."""
     found: list[psutil.Process] = []
@@ -58,23 +54,6 @@ def processes_of(cluster: DevCluster) -> list[psutil.Process]:
             if process.environ().get("SLURM_CONF") == str(cluster.slurm_conf):
                 found.append(process)
     return found
-
-
-def test_it_gives_out_nodes_and_gpus_and_accounts_for_jobs(slurm: DevCluster) -> None:
-    assert slurm.up() == (), "it is up already"
-    said = slurm.command("srun", "-N2", "--ntasks-per-node=4", "printenv", "SLURMD_NODENAME")
-    nodes = said.split()
-    assert sorted(map(nodes.count, set(nodes))) == [4, 4]
-    gpus = ("srun", "-N2", "--gpus-per-node=2", "--ntasks-per-node=1", "printenv")
-    assert slurm.command(*gpus, "CUDA_VISIBLE_DEVICES").split() == ["0,1", "0,1"]
-    with pytest.raises(DevClusterError, match="Batch job submission failed"):
-        submit(slurm, "true", "-N5")
-    job = submit(slurm, "exit 3", "--account=dev")
-
-    def row() -> str:
-        return slurm.command("sacct", "-n", "-X", "-P", "-j", job, "-o", "state,account,exitcode")
-
-    eventually(lambda: row().strip() == "FAILED|dev|3:0", f"sacct knew how job {job} ended")
 
 
 def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(
@@ -87,7 +66,7 @@ def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(
     with pytest.raises(DevClusterError, match=r"nodes=1.*nodes=2.*down"):
         other.up()
     job = submit(small, "trap '' TERM CONT; while :; do sleep 1; done", "-N1")
-    eventually(lambda: len(small.node_pids("n0").tasks) > 1, f"job {job} ran")
+    wait_until(lambda: len(small.node_pids("n0").tasks) > 1, seconds=30, what=f"job {job} ran")
     assert small.down()
     assert [p.cmdline() for p in processes_of(small) if p.status() != psutil.STATUS_ZOMBIE] == []
     assert slurm.status().is_up

@@ -294,21 +294,25 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
 
 
 @pytest.mark.parametrize(
-    ("values", "restarts"),
+    ("values", "restarts", "asked"),
     [
-        ({"State": "PENDING"}, None),
-        ({"State": "COMPLETED"}, None),
-        ({"RestartCnt": "1"}, None),
-        ({"RestartCnt": "1"}, "2"),
-        ({"RestartCnt": "1", "State": "CANCELLED"}, "0"),
-        (None, None),
+        ({"State": "PENDING"}, None, []),
+        ({"State": "COMPLETED"}, None, []),
+        ({"RestartCnt": "1"}, None, []),
+        ({"RestartCnt": "1"}, "2", []),
+        ({"RestartCnt": "1", "State": "CANCELLED"}, "0", []),
+        (None, None, []),
+        ({"State": "COMPLETING", "Reason": "TimeLimit"}, None, REQUEUED),
+        ({"RestartCnt": "2"}, "2", REQUEUED),
     ],
 )
-def test_a_job_that_the_scheduler_has_taken_back_is_not_touched(run, settled, values, restarts):
+def test_a_job_is_handed_back_unless_the_scheduler_has_taken_it_back(
+    run, settled, values, restarts, asked
+):
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
     answer = gone if values is None else job_status(**values)
-    assert settled(answer, restarts=restarts) == (None, [], [])
-    assert read_json(run.departure(0)) is None
+    assert settled(answer, restarts=restarts) == (None, asked, [])
+    assert (read_json(run.departure(0)) is None) == (not asked)
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
@@ -317,14 +321,6 @@ def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled,
     assert (end["state"], asked) == ("stopped", [])
     assert (end["culprit"]["node"], end["culprit"]["cause"]) == ("scheduler", CAUSES["CANCELLED"])
     assert end["culprit"]["rank"] is None
-
-
-@pytest.mark.parametrize(
-    ("values", "restarts"),
-    [({"State": "COMPLETING", "Reason": "TimeLimit"}, None), ({"RestartCnt": "2"}, "2")],
-)
-def test_a_job_that_is_still_its_own_is_handed_back(settled, values, restarts):
-    assert settled(job_status(**values), restarts=restarts)[1] == REQUEUED
 
 
 def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):

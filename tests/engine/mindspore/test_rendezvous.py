@@ -15,9 +15,8 @@ import pytest
 from orchestrator.engine.mindspore.group import device_index, form_group, variables
 from orchestrator.engine.mindspore.rendezvous import Scheduler, await_verdict, decide
 from orchestrator.errors import RendezvousError, RunFailed, StopRequested, TransportError
-from tests.engine.mindspore.processes import alive
 from tests.engine.mindspore.program import spec
-from tests.helpers import until
+from tests.helpers import alive, until
 
 
 def on_ranks(folder, ranks, size, **more):

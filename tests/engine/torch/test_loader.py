@@ -16,7 +16,7 @@ from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.torch import loader
 from orchestrator.errors import JobError
 from orchestrator.trainer.failure import describe
-from tests.helpers import until
+from tests.helpers import alive, until
 
 WORK = [
     MicroBatch(update=0, start=0, indices=(4, 1)),
@@ -138,14 +138,7 @@ def test_workers_end_with_their_rank_and_leave_its_signals_to_it():
     assert all(worker.is_running() for worker in workers)
     rank.kill()
     rank.join()
-    until(lambda: not any(_alive(w) for w in workers), what="the workers' end")
-
-
-def _alive(process):
-    try:
-        return process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
+    until(lambda: not any(alive(w.pid) for w in workers), what="the workers' end")
 
 
 class Streaming(IterableDataset):
