@@ -23,7 +23,6 @@ from orchestrator.agent.topology import (
     FABRIC_VARIABLES,
     GLOO_INTERFACE,
     INTERFACE_VARIABLE,
-    address_of_interface,
     interface_of,
     is_loopback,
     own_address,
@@ -231,7 +230,8 @@ def network() -> Iterator[Finding]:
     yield Finding("network", f"interfaces: {listed}")
     for name in NETWORK_VARIABLES:
         if value := os.environ.get(name):
-            yield _variable(name, value)
+            remedy = "ranks inherit it; unset it to let the framework choose"
+            yield Finding("network", f"{name}={value} is set", NOTE, remedy)
     node = socket.gethostname()
     try:
         address = own_address(os.environ, node=node, node_index=0, nodes=1)
@@ -251,19 +251,6 @@ def network() -> Iterator[Finding]:
             "nothing where SLURM starts ranks: the route to the other nodes decides there. By "
             f"hand: {NAME_IT}",
         )
-
-
-def _variable(name: str, value: str) -> Finding:
-    if name.endswith("SOCKET_IFNAME") and not value.startswith("^"):
-        try:
-            address_of_interface(value, "this machine")
-        except UsageError as error:
-            why = str(error).partition(": ")[2]
-            return Finding(
-                "network", f"{name}={value} is set, but {why}", BAD, f"unset {name}, or correct it"
-            )
-    remedy = "ranks inherit it; unset it to let the framework choose"
-    return Finding("network", f"{name}={value} is set", NOTE, remedy)
 
 
 def interfaces() -> dict[str, list[str]]:

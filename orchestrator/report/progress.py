@@ -39,17 +39,10 @@ class Moment:
     total: int | None
     loss: float | None = None
     samples_per_second: float | None = None
-    seconds_per_update: float | None = None
+    seconds_left: float | None = None  # until the last update, at the recent pace
     micro_steps: int = 1
     micro_steps_done: int | None = None
-    evaluation: dict[str, Any] = field(default_factory=dict[str, Any])
-
-    @property
-    def seconds_left(self) -> float | None:
-        """Until the last update, at the recent pace; 0 at the end."""
-        if self.total is None or self.seconds_per_update is None:
-            return None
-        return max(0, self.total - self.updates) * self.seconds_per_update
+    evaluation: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 def plain_line(moment: Moment) -> str:
@@ -143,13 +136,15 @@ class Progress:
         # Only what the line needs: a month's run must not make its watcher grow or slow down.
         self._recent: deque[Record] = deque(maxlen=RECENT_UPDATES)
         self._evaluation: Record = {}
-        self._micro_steps: int = plan.get("micro_steps") or 1
-        self._micro_steps_done: int | None = None
+        self._window: tuple[int, int] | None = None  # micro-steps done, and of how many
         self._closed = False
         self._shown: int | None = None
         self._shown_at = 0.0
         self._live: Live | None = None
-        if not quiet and (_is_live(console) if live is None else live):
+        # FORCE_COLOR makes a file look like a terminal to rich, so the stream itself is asked too:
+        # cursor movements spoil a log.
+        redrawn = console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
+        if not quiet and (redrawn if live is None else live):
             self._live = Live(self._line(), console=console, auto_refresh=False)
             self._live.start(refresh=True)
         elif not quiet:
@@ -179,11 +174,10 @@ class Progress:
         records = [record for record in records if not is_no_update(record)]
         for record in records:
             self._take(record)
-        if micro_steps is not None:
-            self._micro_steps_done, self._micro_steps = micro_steps
-        elif self._micro_steps_done is not None:
+        if micro_steps is None and self._window is not None:
             # Dots that vanish between two windows would make the line jump.
-            self._micro_steps_done, self._micro_steps = 0, self._plan.get("micro_steps") or 1
+            micro_steps = (0, self._plan.get("micro_steps") or 1)
+        self._window = micro_steps
         if self._verbose:
             for record in records:
                 self._say(self._details(record))
@@ -194,15 +188,13 @@ class Progress:
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back. May be called twice."""
+        self._closed, self._window = True, None
         if self._live is not None:
-            self._closed, self._micro_steps_done = True, None
             self._live.update(self._line(), refresh=True)
             self._live.stop()
             self._live = None
         elif not self._quiet and not self._verbose:
-            self._closed = True
-            if self._recent and self._recent[-1]["update"] != self._shown:
-                self._show(self._recent[-1])
+            self._show_last()
         self._quiet = True
 
     def _take(self, record: Record) -> None:
@@ -223,22 +215,21 @@ class Progress:
         for record in records:
             if record.get("evaluation"):  # a job need not evaluate
                 self._say(self._details(record))
-        if not self._recent or self._recent[-1]["update"] == self._shown:
-            return
-        last = self._recent[-1]["update"] + 1 == self._plan.get("updates")
+        last = self._recent and self._recent[-1]["update"] + 1 == self._plan.get("updates")
         due = self._clock() - self._shown_at >= PLAIN_INTERVAL_S
         if self._shown is None or last or due:
-            self._show(self._recent[-1])
+            self._show_last()
 
-    def _show(self, record: Record) -> None:
-        self._shown, self._shown_at = record["update"], self._clock()
-        self._say(plain_line(self._moment()))
+    def _show_last(self) -> None:
+        if self._recent and self._recent[-1]["update"] != self._shown:
+            self._shown, self._shown_at = self._recent[-1]["update"], self._clock()
+            self._say(plain_line(self._moment()))
 
     def _say(self, line: str) -> None:
         say(self._console, line, prose=True)
 
     def _line(self) -> Text:
-        if not self._recent and self._micro_steps_done is None:
+        if not self._recent and self._window is None:
             line = literal(self._waiting(), self._console, "dim")
             line.no_wrap, line.overflow = True, "ellipsis"
             return line
@@ -256,18 +247,23 @@ class Progress:
     def _moment(self) -> Moment:
         pace = _seconds_apart(self._recent)
         last: Record = self._recent[-1] if self._recent else {}
+        done, total = last["update"] + 1 if last else 0, self._plan.get("updates")
         samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
         mean_samples = sum(samples) / len(samples) if samples else None
+        left = None
+        # Nothing is left to wait for once the run is over, however far it came.
+        if pace is not None and total is not None and not self._closed:
+            left = max(0, total - done) * pace
+        steps_done, steps = self._window or (None, 1)
         return Moment(
-            updates=last["update"] + 1 if last else 0,
-            total=self._plan.get("updates"),
+            updates=done,
+            total=total,
             loss=last.get("loss"),
             samples_per_second=mean_samples / pace if pace and mean_samples else None,
-            # Nothing is left to wait for once the run is over, however far it came.
-            seconds_per_update=None if self._closed else pace,
-            micro_steps=self._micro_steps,
-            micro_steps_done=self._micro_steps_done,
-            evaluation=dict(self._evaluation),
+            seconds_left=left,
+            micro_steps=steps,
+            micro_steps_done=steps_done,
+            evaluation=self._evaluation,
         )
 
     def _details(self, record: Record) -> str:
@@ -294,13 +290,6 @@ class Progress:
         if record.get("applied") is False:
             parts.append("NOT APPLIED")
         return "  ".join(parts)
-
-
-def _is_live(console: Console) -> bool:
-    """Return True if a line can be redrawn. FORCE_COLOR makes a file look like a terminal to rich,
-    so the stream itself is asked too: cursor movements spoil a log.
-    """
-    return console.is_terminal and not console.is_dumb_terminal and console.file.isatty()
 
 
 def _seconds_apart(recent: Sequence[Record]) -> float | None:

@@ -66,34 +66,6 @@ def harmless(text: object) -> str:
     return _CONTROLS.sub("", _ESCAPES.sub("", str(text))).expandtabs(8)
 
 
-class HarmlessStream:
-    r"""`harmless` for text that comes piece by piece, from whatever bytes, in bounded memory.
-
-    >>> stream = HarmlessStream()
-    >>> pieces = (b"on\x1b[3", b"1me\ntwo\xc3", b"\xbc")
-    >>> "".join(map(stream.feed, pieces)) + stream.rest()
-    'one\ntwoü'
-    """
-
-    def __init__(self) -> None:
-        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
-        self._line = ""
-
-    def feed(self, content: bytes) -> str:
-        """Return the lines that are complete by now, or a part of one that is very long."""
-        self._line += self._decode.decode(content)
-        end = self._line.rfind("\n") + 1
-        if len(self._line) - end > LONGEST_LINE:
-            end = len(self._line)
-        whole, self._line = self._line[:end], self._line[end:]
-        return harmless(whole)
-
-    def rest(self) -> str:
-        """Return the last line, which has no end."""
-        rest, self._line = self._line + self._decode.decode(b"", final=True), ""
-        return harmless(rest)
-
-
 class LogReader:
     """Text of a log, made harmless, as the log grows. A log may not exist yet.
 
@@ -104,21 +76,28 @@ class LogReader:
     def __init__(self, path: Path, lines: int | None = None) -> None:
         self.path, self._lines = path, lines
         self._offset: int | None = None
-        self._harmless = HarmlessStream()
+        self._decode = codecs.getincrementaldecoder("utf-8")("replace")
+        self._line = ""  # what has no end yet, nor a whole escape sequence perhaps
 
     def read(self) -> Generator[str]:
-        """Yield what was added since the last call, in bounded memory."""
+        """Yield the lines that were added since the last call, in bounded memory."""
         if not os.path.lexists(self.path):
             return
         if self._offset is None:
             self._offset = 0 if self._lines is None else start_of_last(self.path, self._lines)
         for block in blocks(self.path, self._offset):
             self._offset += len(block)
-            yield self._harmless.feed(block)
+            text = self._line + self._decode.decode(block)
+            end = text.rfind("\n") + 1
+            if len(text) - end > LONGEST_LINE:
+                end = len(text)
+            self._line = text[end:]
+            yield harmless(text[:end])
 
     def rest(self) -> str:
         """Return the last line, which has no end."""
-        return self._harmless.rest()
+        rest, self._line = self._line + self._decode.decode(b"", final=True), ""
+        return harmless(rest)
 
 
 def legible(text: object, console: Console) -> str:

@@ -111,12 +111,6 @@ class RunDir:
         """Return the folder of one attempt (a start or restart)."""
         return self.attempts / f"{number:03d}"
 
-    def config_of(self, attempt: int) -> Path:
-        """Return the configuration of an attempt, even if a later `resume` changed it."""
-        later = (number for number in self.attempt_numbers() if number >= attempt)
-        kept = (self.attempt(number) / self.config.name for number in later)
-        return next((path for path in kept if path.is_file()), self.config)
-
     # Files of one attempt.
     progress = _of_attempt("progress")
     meeting_place = _of_attempt("meeting-place.json")  # address and port of a program's rendezvous

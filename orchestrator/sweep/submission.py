@@ -19,7 +19,6 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plugins import CLUSTERS
-from orchestrator.rundir.files import written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.sweep.cells import Action, Cell, make_room
@@ -88,9 +87,8 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions) -> list[Ready]:
     """Write all runs to the disk, or none and raise why."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
-    sweeps = {cell.run.path.parent for cell in cells}
     try:
-        with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
+        with writing(RunDir(cells[0].run.path.parent)):
             for cell in cells:
                 _refuse_interrupted()
                 try:

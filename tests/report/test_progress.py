@@ -108,7 +108,7 @@ def test_the_line_at_80_and_120_columns():
         total=100,
         loss=0.25,
         samples_per_second=1250.0,
-        seconds_per_update=0.2,
+        seconds_left=10.0,
         micro_steps=4,
         micro_steps_done=3,
         evaluation={"accuracy": 0.9},
@@ -145,7 +145,7 @@ def test_the_line_is_one_line_that_begins_with_the_update_at_any_width(
     total = None if more is None else updates + more
     line = live_line(
         Moment(updates=updates, total=total, loss=loss, samples_per_second=pace,
-               seconds_per_update=pace, micro_steps=steps, micro_steps_done=done,
+               seconds_left=pace, micro_steps=steps, micro_steps_done=done,
                evaluation={"accuracy\n": 0.5}),
         Screen(width=width),
     )  # fmt: skip
