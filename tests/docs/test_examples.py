@@ -1,0 +1,129 @@
+"""Examples of pages do what the pages say, some of them made shorter."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from torch import nn
+
+from orchestrator import Shards
+from orchestrator.client.options import WindowOptions, plan_of
+from orchestrator.clusters.api import cluster_of
+from orchestrator.config.command_line import CommandLine
+from orchestrator.config.composer import Composer
+from orchestrator.plan.window import planner_of
+from tests.docs.scripts import page_text, script
+from tests.helpers import SMALL, TINY, call, result, verb
+from tests.tiny_job import Tiny
+
+LENGTHS = (20, 7, 33, 12, 25, 3)
+
+
+@pytest.fixture
+def folder(tmp_path):
+    (tmp_path / "shards.py").write_text(script("data.md", "shards.py"))
+    (tmp_path / "data").mkdir()
+    number = 0
+    for shard, length in enumerate(LENGTHS):
+        rows = [[n / 100, n / 50 + 1] for n in range(number, number + length)]
+        text = "".join(f"{json.dumps(row)}\n" for row in rows)
+        (tmp_path / "data" / f"{shard}.jsonl").write_text(text)
+        number += length
+    return tmp_path
+
+
+def test_the_job_over_shards_has_the_same_bits_on_other_ranks_and_after_a_resume(folder):
+    same = (
+        "job._target_=shards.Numbers", "job.folder=data", "accumulation.global_batch=24",
+        "accumulation.micro_batch=4", "accumulation.reduction=reproducible", "cluster.nodes=1",
+        "tracker=none", "schedule.base_lr=0.05", "-q",
+    )  # fmt: skip
+    whole = call(*same, "cluster.ranks_per_node=3", "train.updates=11", "run.dir=a", cwd=folder)
+    assert whole.returncode == 0, whole.stderr
+    half = call(*same, "cluster.ranks_per_node=1", "train.updates=6", "run.dir=b", cwd=folder)
+    assert half.returncode == 0, half.stderr
+    more = ("train.updates=11", "cluster.ranks_per_node=2", "-q")
+    assert verb("resume", "b", *more, cwd=folder).returncode == 0
+    assert result(folder / "a")["weights_sha256"] == result(folder / "b")["weights_sha256"]
+    plan = json.loads((folder / "a" / "plan.json").read_text())
+    assert plan["shards"] == {"lengths": list(LENGTHS), "lanes": 16}
+
+
+def test_windows_of_a_loop_take_the_shards():
+    shards = Shards(LENGTHS, 4)
+    options = WindowOptions.of({"global_batch": 10, "steps": 1, "shards": shards})
+    plan = plan_of(sum(LENGTHS), options, ranks=2, reduction="fast")
+    assert planner_of(plan).order.shards == shards
+
+
+SITES = dict(
+    re.findall(r"```yaml\n# cluster/(\w+)\.yaml\n(.*?)```", page_text("slurm.md"), re.DOTALL)
+)
+FLAGS = {
+    "gpu_site": {"--gpus-per-node=a100:4", "--account=my_project", "--constraint=ib", "--time=720"},
+    "cpu_site": {"--mem=61440M", "--exclusive", "--qos=normal", "--mail-type=FAIL"},
+}
+
+
+@pytest.mark.parametrize("site", FLAGS)
+def test_a_site_file_makes_a_batch_script(site, tmp_path):
+    (tmp_path / "cluster").mkdir()
+    (tmp_path / "cluster" / f"{site}.yaml").write_text(SITES[site])
+    line = CommandLine(overrides=(f"+cluster={site}",), config_dir=str(tmp_path))
+    config = Composer(line).compose().config()
+    flags = set(
+        re.findall(r"^#SBATCH (\S+)", cluster_of(config).request(tmp_path, 0).text, re.MULTILINE)
+    )
+    assert flags >= FLAGS[site]
+
+
+def test_the_weights_of_a_run_load_in_plain_torch(tmp_path):
+    assert SITES.keys() == FLAGS.keys()
+    done = call(TINY, SMALL, "train.updates=2", f"run.dir={tmp_path / 'RUN'}", "-q")
+    assert done.returncode == 0, done.stderr
+    model = Tiny().model()
+    before = [parameter.clone() for parameter in model.parameters()]
+    text = script("run-folder.md", "weights.py").replace("RUN", str(tmp_path / "RUN"))
+    exec(compile(text, "weights.py", "exec"), {"model": model})  # noqa: S102  # as a reader types it
+    after = list(model.parameters())
+    assert isinstance(model, nn.Module)
+    assert any(not one.equal(other) for one, other in zip(before, after, strict=True))
+
+
+def _commands():
+    block = re.search(r"```bash\n(.*?)```", page_text("reproducible.md"), re.DOTALL)[1].replace(
+        "\\\n", " "
+    )
+    return [line.split()[3:] for line in block.splitlines() if line.strip()]
+
+
+def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
+    digests = set()
+    for number, arguments in enumerate(_commands()):
+        shorter = ("job.layers=[784,32,10]", "train.updates=3")
+        folder = tmp_path / str(number)
+        done = call(*arguments, *shorter, f"run.dir={folder}", "-q")
+        assert done.returncode == 0, done.stdout + done.stderr
+        digests.add(result(folder)["weights_sha256"])
+    assert len(digests) == 1
+
+
+def test_the_frameworks_own_accumulation_under_model_train_takes_the_big_batchs_steps(tmp_path):
+    (tmp_path / "model_train.py").write_text(script("mindspore.md", "model_train.py"))
+    done = subprocess.run(
+        [sys.executable, "model_train.py"], cwd=tmp_path, capture_output=True, text=True,
+        check=False, timeout=150, env={**os.environ, "GLOG_v": "3"},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    x = np.random.default_rng(0).standard_normal((200, 3))
+    y = x.sum(1) + 1
+    inputs, found = np.concatenate([x, np.ones((200, 1))], axis=1), np.zeros(4)
+    for update in range(5):
+        mine = slice(40 * update, 40 * update + 40)
+        error = inputs[mine] @ found - y[mine]
+        found -= 0.1 * 2 * error @ inputs[mine] / 40
+    assert list(map(float, done.stdout.split())) == pytest.approx(found, abs=1e-6)
