@@ -35,8 +35,7 @@ from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.sweep.cells import Cell
-from orchestrator.sweep.submission import ready_of
+from orchestrator.sweep.cells import Cell, ready_of
 from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20

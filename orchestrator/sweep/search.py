@@ -53,14 +53,15 @@ from orchestrator.rundir.status import OVER, find_runs
 from orchestrator.sweep.cells import (
     Action,
     Cell,
+    alone_in,
     cells_of,
     notes_of,
     replaced_folder,
+    submit,
 )
 from orchestrator.sweep.local import LocalQueue, PointEnded, Room
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
-from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
 COMBINATIONS = 8  # tried with each value before it counts as one that no trial can have

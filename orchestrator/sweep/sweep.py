@@ -40,9 +40,8 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.cells import Action, Cell, cells_of, refuse_replacing
+from orchestrator.sweep.cells import Action, Cell, alone_in, cells_of, refuse_replacing, submit
 from orchestrator.sweep.points import Point, checked
-from orchestrator.sweep.submission import alone_in, submit
 from orchestrator.units import plural
 
 if TYPE_CHECKING:

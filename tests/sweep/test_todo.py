@@ -15,9 +15,8 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, write_end
-from orchestrator.sweep.cells import REPLACED, Action, cells_of, refuse_replacing
+from orchestrator.sweep.cells import REPLACED, Action, cells_of, ready_of, refuse_replacing
 from orchestrator.sweep.points import checked
-from orchestrator.sweep.submission import ready_of
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """

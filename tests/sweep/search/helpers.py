@@ -7,9 +7,9 @@ from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.sweep.cells import alone_in, ready_of
 from orchestrator.sweep.local import PointEnded
 from orchestrator.sweep.search import Search, Searcher
-from orchestrator.sweep.submission import alone_in, ready_of
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 PROGRAM = """\
