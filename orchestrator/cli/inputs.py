@@ -21,7 +21,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.job_source import cached, copied_script, find_module, origin_of
+from orchestrator.config.job_source import (
+    cached,
+    copied_script,
+    find_class,
+    find_module,
+    origin_of,
+)
 from orchestrator.config.program import Program, is_program, program_of, target_of
 from orchestrator.config.schema import Config
 from orchestrator.rundir.checkpoints import digest_of
@@ -291,21 +297,15 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
         yield "train.initial_weights", saved if saved.is_dir() else path
 
 
-@cached
 def _constructor_defaults(target: str) -> dict[str, Any]:
-    """Return the literal defaults of a class's constructor, as its module's source states them."""
-    module, _, name = target.rpartition(".")
-    found: dict[str, Any] = {}
-    for path in list(_files_of_module(module))[-1:]:
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.ClassDef) and node.name == name:
-                for inner in node.body:
-                    found |= {
-                        key: value.value
-                        for key, value in _defaults(inner)
-                        if isinstance(value, ast.Constant)
-                    }
-    return found
+    """Return the literal defaults of a class's constructor, as its source states them."""
+    found = find_class(target)
+    return {
+        key: value.value
+        for node in (found.members.values() if found else ())
+        for key, value in _defaults(node)
+        if isinstance(value, ast.Constant)
+    }
 
 
 def _defaults(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
