@@ -6,6 +6,7 @@ This module imports no framework. `engine/torch` and `engine/mindspore` implemen
 
 from __future__ import annotations
 
+import resource
 import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -310,7 +311,10 @@ class BoundaryReport:
 
 
 class Engine(Protocol):
-    """Interface that turns windows into updates; all that the loop knows of a framework."""
+    """Interface that turns windows into updates; all that the loop knows of a framework.
+
+    An engine that derives from it has the usual answers where every rank holds the whole state.
+    """
 
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         """Return one batch for each micro-batch, in order, fetched ahead when there are loader
@@ -369,13 +373,12 @@ class Engine(Protocol):
         """Bring to rank 0 what other ranks alone hold of the state, if anything, for a `save_state`
         before the next window. Collective.
         """
-        ...
 
     def holds_state(self) -> bool:
         """Return whether `save_state` can be called now: not where other ranks hold parts of the
         state that were not gathered since the last boundary. For rank 0.
         """
-        ...
+        return True
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights.safetensors and optimizer.safetensors into `folder`; give the rest as what
@@ -404,7 +407,7 @@ class Engine(Protocol):
 
     def extra_collectives(self) -> int:
         """Return the number of collectives in every window besides the gradient's reduction."""
-        ...
+        return 0
 
     def memory_bytes(self) -> dict[str, int]:
         """Return the bytes of this rank's `parameters`, `gradients` and `optimizer` state. Not
@@ -416,7 +419,7 @@ class Engine(Protocol):
         """Return the largest memory of this rank so far: the device's if there is one, else the
         process's.
         """
-        ...
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         """Return warnings about this model (batch norm, say), each with its remedies.
@@ -424,7 +427,8 @@ class Engine(Protocol):
         Args:
             micro_batches: of an update, over all ranks; None for many.
         """
-        ...
+        del micro_batches
+        return []
 
 
 # ------------------------------------------------------------------ Frameworks

@@ -73,22 +73,6 @@ def test_the_order_is_what_the_documentation_says(size, seed, epoch):
     assert epoch_order(size, seed, epoch) == expected
 
 
-@given(st.integers(1, 3000), seeds)
-def test_an_epoch_is_a_permutation(size, seed):
-    assert sorted(epoch_order(size, seed, 0)) == list(range(size))
-
-
-def test_every_sample_comes_equally_often_at_every_place():
-    """A chi-squared test over 2000 seeds, ten standard deviations wide: it draws nothing itself."""
-    size, seeds = 20, 2000
-    counts = np.zeros((size, size))
-    for seed in range(seeds):
-        counts[np.arange(size), epoch_order(size, seed, 0)] += 1
-    expected, degrees = seeds / size, (size - 1) ** 2
-    chi = ((counts - expected) ** 2 / expected).sum()
-    assert abs(chi - degrees) < 10 * (2 * degrees) ** 0.5
-
-
 def test_a_data_set_of_nine_billion_samples_costs_the_memory_of_one_block():
     order = order_of(9_000_000_000, 2 * BLOCK + 5)
     tracemalloc.start()
@@ -155,11 +139,6 @@ def test_the_updates_of_some_epochs_end_where_the_next_epoch_begins(size, batch,
     assert order.epoch_of(updates) >= epochs
     assert order.epoch_of(updates - 1) == epochs - 1
     assert order.updates_for(1) == order.updates_per_epoch
-
-
-def test_epochs_and_seeds_give_different_orders():
-    orders = {tuple(epoch_order(50, s, e)) for s in range(4) for e in range(4)}
-    assert len(orders) == 16
 
 
 def test_a_global_batch_above_the_data_set_is_one_update_an_epoch_or_spans_epochs():

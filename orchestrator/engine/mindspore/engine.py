@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import platform
 import random
-import resource
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -192,7 +191,7 @@ def as_float(value: Any) -> float:
 # ------------------------------------------------------------------ Engine
 
 
-class MindSporeEngine:
+class MindSporeEngine(Engine):
     """An `Engine`; see there for the methods.
 
     Args:
@@ -366,12 +365,6 @@ class MindSporeEngine:
     def parameter_count(self) -> int:
         return sum(int(p.size) for p in self._accumulator.parameters)
 
-    def gather_state(self) -> None:
-        """Do nothing: every rank holds the whole state."""
-
-    def holds_state(self) -> bool:
-        return True
-
     def save_state(self, folder: Path) -> dict[str, Any]:
         return self.snapshot().save_state(folder)
 
@@ -400,9 +393,6 @@ class MindSporeEngine:
     def weights_sha256(self) -> str:
         return digest(self._model.parameters_dict())
 
-    def extra_collectives(self) -> int:
-        return 0
-
     def memory_bytes(self) -> dict[str, int]:
         weights = self._model.parameters_dict()
         return {
@@ -414,7 +404,7 @@ class MindSporeEngine:
     def peak_memory_bytes(self) -> int:
         if self._group.transport != "mccl":
             return int(ms.runtime.max_memory_allocated())
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        return super().peak_memory_bytes()
 
     def warnings(self, micro_batches: int | None = None) -> list[str]:
         found = advice(self._model, ranks=self._group.size, micro_batches=micro_batches)

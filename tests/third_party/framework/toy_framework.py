@@ -5,14 +5,13 @@ stopping and losing of ranks, and not about what computes in them, is tested wit
 """
 
 import hashlib
-import resource
 from pathlib import Path
 
 import numpy as np
 from safetensors.numpy import load_file, save_file
 from toy_letters import Letters
 
-from orchestrator.engine.api import BoundaryReport, Framework
+from orchestrator.engine.api import BoundaryReport, Engine, Framework
 from orchestrator.engine.common.boundary import STOP, LossScale, Trailer, UpdatePolicy
 from orchestrator.engine.common.job_checks import check_fits, check_metric_names, checked_figures
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
@@ -45,7 +44,7 @@ class Weights(dict):
         self.gradient = {name: np.zeros_like(array) for name, array in self.items()}
 
 
-class NumpyEngine:
+class NumpyEngine(Engine):
     """See `orchestrator.engine.api.Engine`."""
 
     def __init__(self, job, settings, group):
@@ -159,12 +158,6 @@ class NumpyEngine:
     def parameter_count(self):
         return sum(array.size for array in self._model.values())
 
-    def gather_state(self):
-        pass
-
-    def holds_state(self):
-        return True
-
     def save_state(self, folder):
         save_file(dict(self._model), folder / "weights.safetensors")
         save_file(self._velocity, folder / "optimizer.safetensors")
@@ -188,16 +181,6 @@ class NumpyEngine:
             digest.update(self._model[name].tobytes())
         return digest.hexdigest()
 
-    def extra_collectives(self):
-        return 0
-
     def memory_bytes(self):
         size = 4 * self.parameter_count()
         return {"parameters": size, "gradients": size, "optimizer": size}
-
-    def peak_memory_bytes(self):
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-    def warnings(self, micro_batches=None):
-        del micro_batches
-        return []
