@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given
@@ -10,12 +12,14 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
+from orchestrator.plan.split import assign
+from tests.engine.torch.test_engine import _run, _windows
 
 STARTING_RANKS, ODD = 3, 1
 
@@ -217,20 +221,6 @@ class Drifts(Job):
             self.change(model)
 
 
-def _window(rank, update):
-    each = SAMPLES // RANKS
-    starts = range(rank * each, (rank + 1) * each, 2)
-    return Window(
-        update=update,
-        samples=SAMPLES,
-        micro_batches=tuple(
-            MicroBatch(update=update, start=start, indices=(start, start + 1)) for start in starts
-        ),
-        steps=each // 2,
-        learning_rate=1e-6,
-    )
-
-
 def _trained(job_of, updates, **settings):
     """What each rank raised, or None; and how many updates it did before."""
 
@@ -238,13 +228,8 @@ def _trained(job_of, updates, **settings):
         engine = build_engine(job_of(group.rank), EngineSettings(**settings), group)
         done = 0
         try:
-            windows = [_window(group.rank, update) for update in range(updates)]
-            batches = engine.batches(m for window in windows for m in window.micro_batches)
-            for window in windows:
-                engine.begin_window(window)
-                for micro_batch in window.micro_batches:
-                    engine.micro_step(next(batches), micro_batch)
-                engine.boundary()
+            for window in _windows(assign([4] * RANKS, cap=2), group.rank, updates):
+                _run(engine, [replace(window, learning_rate=1e-6)])
                 done += 1
             engine.check_replicas()
         except ReplicasDiffer as error:

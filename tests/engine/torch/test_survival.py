@@ -14,7 +14,7 @@ from orchestrator.engine.torch import run_in_threads
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
-from tests.engine.torch.test_engine import Curve
+from tests.engine.torch.test_engine import Curve, _run
 
 SETTINGS = EngineSettings(
     optimizer={"name": "adam"}, reduction="reproducible", leaf_size=4, survive=True,
@@ -44,14 +44,15 @@ def window(update, rank, ranks, samples=28):
 
 def train(engine, rank, ranks, updates, *, most=None):
     """Whole updates; with `most` only so many micro-steps of the last, and no boundary."""
-    for update in updates:
-        one = window(update, rank, ranks)
-        engine.begin_window(one)
-        work = one.micro_batches[:most]
-        for batch, micro_batch in zip(engine.batches(work), work, strict=True):
-            engine.micro_step(batch, micro_batch)
-        if most is None:
-            engine.boundary()
+    windows = [window(update, rank, ranks) for update in updates]
+    if most is None:
+        _run(engine, windows)
+        return
+    [one] = windows
+    engine.begin_window(one)
+    work = one.micro_batches[:most]
+    for batch, micro_batch in zip(engine.batches(work), work, strict=True):
+        engine.micro_step(batch, micro_batch)
 
 
 def digest(engine):
@@ -180,13 +181,8 @@ def test_the_boundary_reports_waiting_ranks_to_all_ranks():
         heard = []
         for update, waiting in enumerate((False, True, False)):
             engine.newcomers_wait(waiting and group.rank == 1)
-            one = window(update, group.rank, group.size)
-            engine.begin_window(one)
-            for batch, mine in zip(
-                engine.batches(one.micro_batches), one.micro_batches, strict=True
-            ):
-                engine.micro_step(batch, mine)
-            heard.append(engine.boundary().newcomers)
+            [report] = _run(engine, [window(update, group.rank, group.size)])
+            heard.append(report.newcomers)
         return heard
 
     assert run_in_threads(3, rank) == [[False, True, False]] * 3
