@@ -302,13 +302,15 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
-        evicted = word == EVICTED or not lost  # or a newcomer, which the others do not need
+        # Or a newcomer, which the others do not need, or one that was lost with its node.
+        evicted = word == EVICTED or not lost - self._gone
         taken_away = not word and -end.status in EXTERNAL_KILL_SIGNALS
         if self._killed or not (evicted or (taken_away and self._survived)):
             self._failed(end)
             return
-        if lost:
+        if lost and not lost <= self._gone:
             self._losses.append((end, members))
+        lost |= self._end_mates(ranks)
         if lost - self._gone:
             self._gone |= lost
             self._noticed = self._clock()
@@ -317,6 +319,15 @@ class Coordinator:
             self._schedule_restart(rank)
         if not any(self._trains(worker) for worker in self.workers.values()):
             self._end_in_order()
+
+    def _end_mates(self, ranks: Iterable[int]) -> set[int]:
+        """End the workers that are lost together with these; return those of them that train."""
+        found: set[int] = set()
+        for rank in {mate for one in ranks for mate in self._mates(one)}.difference(ranks):
+            if self.workers[rank].state == "alive":
+                self._command(self._spec.node_of(rank), "kill", rank=rank)
+                found.add(self._member(rank))
+        return found.intersection(self._members)
 
     def _trains(self, worker: WorkerState) -> bool:
         return worker.state != "ended" and self._member(worker.rank) in self._members
@@ -402,14 +413,23 @@ class Coordinator:
 
     def _restart(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""
-        for rank in sorted(self._restart_at):
-            agent = self.agents[self._spec.node_of(rank)]
-            if now >= self._restart_at[rank] and agent.heard is not None and not agent.gone:
+        due = {rank for rank, at in self._restart_at.items() if now >= at}
+        for mates in dict.fromkeys(self._mates(rank) for rank in sorted(due)):
+            agent = self.agents[self._spec.node_of(mates[0])]
+            if not due.issuperset(mates) or agent.heard is None or agent.gone:
+                continue
+            process = 1 + max(self.workers[rank].process for rank in mates)
+            for rank in mates:
                 del self._restart_at[rank]
                 self._restarts_left -= 1
-                process = self.workers[rank].process + 1
                 self._command(agent.index, "start", rank=rank, process=process)
                 self.workers[rank] = WorkerState(rank, process)
+
+    def _mates(self, rank: int) -> tuple[int, ...]:
+        """Return the ranks that are lost, and come back, together with this one."""
+        if not self._spec.whole_nodes:
+            return (rank,)
+        return tuple(self._spec.ranks_of(self._spec.node_of(rank)))
 
     # ------------------------------------------------------------------ generations
 
@@ -527,10 +547,11 @@ class Coordinator:
 
     def _newcomers(self) -> list[int]:
         taken = {rank_of(member, self._spec.ranks) for member in self._members}
-        return [
-            self._member(worker.rank) for worker in self.workers.values()
+        waiting = {
+            worker.rank for worker in self.workers.values()
             if worker.waits and worker.state == "alive" and worker.rank not in taken
-        ]  # fmt: skip
+        }  # fmt: skip
+        return [self._member(r) for r in sorted(waiting) if waiting.issuperset(self._mates(r))]
 
     def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.

@@ -50,6 +50,7 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         join_s=cluster.rendezvous_timeout_s,
         survive=survive,
         replacements=config.run.max_replacements if survive else 0,
+        whole_nodes=config.engine.shard_model == "node",
         cpus_per_rank=cluster.cpus_per_rank,
     )
 

@@ -31,6 +31,8 @@ class NodeSpec:
         hang_s: for how long a worker may sleep in the kernel, or hold the interpreter.
         join_s: for how long agents wait for each other at the start.
         replacements: how many processes may be restarted.
+        whole_nodes: the ranks of a node hold one copy of the model together, so they are lost, and
+            come back, together.
         cpus_per_rank: CPUs that each worker is bound to; 0: workers are not bound.
     """
 
@@ -46,6 +48,7 @@ class NodeSpec:
     join_s: float
     survive: bool
     replacements: int
+    whole_nodes: bool = False
     incarnation: int = 0
     cpus_per_rank: int = 0
 

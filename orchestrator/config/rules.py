@@ -67,6 +67,7 @@ FROM_CHECKPOINT = (
     "; a shard of the optimizer that is lost comes from the newest checkpoint, and the updates "
     "since are redone"
 )
+WITH_ITS_NODE = "; a rank takes its node along, whose ranks hold one copy of the model together"
 UNKNOWN = "the job's source does not say which framework it is for; run.survive=true insists"
 
 
@@ -85,6 +86,7 @@ def planned_survival(config: Config) -> Survival:
     """
     asked = config.run.survive
     text = ON + FROM_CHECKPOINT * config.engine.shard_optimizer
+    text += WITH_ITS_NODE * (config.engine.shard_model == "node")
     if asked is not None:
         return Survival(asked, text if asked else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
@@ -153,10 +155,10 @@ def _survive_on_torch(config: Config) -> Iterator[str]:
             f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
             f"is gone; try transport=gloo, or {RESTARTS} in its place"
         )
-    if (over := config.engine.shard_model) != "none":
+    if config.engine.shard_model == "all":
         yield (
-            f"{SURVIVE} engine.shard_model={over}, where a lost rank takes its shards along; try "
-            f"{RESTARTS}"
+            f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "
+            f"engine.shard_model=node, or {RESTARTS}"
         )
 
 

@@ -249,6 +249,8 @@ class GroupSpec:
         devices_asked: the setting that requests accelerators, "" for none. With it, "auto" never
             means CPUs.
         survive: a rank that is lost is not to end the others.
+        ranks_per_node: how many ranks the node has, this one included.
+        replaces: how many processes had this rank before in this attempt.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
     """
 
@@ -264,6 +266,8 @@ class GroupSpec:
     collective_timeout_s: float = 1800.0
     devices_asked: str = ""
     survive: bool = False
+    ranks_per_node: int = 1
+    replaces: int = 0
     stop_requested: Callable[[], bool] = lambda: False
 
 

@@ -113,6 +113,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
             evaluate=engine.evaluate if rank == 0 or in_shards else None,
         )
         try:
+            if in_shards:  # all evaluate together, though some may have before others were lost
+                rows = engine.gather([progress.evaluated])
+                progress.evaluated = int(min(row[0] for row in rows))
             _compute(loop, engine, worker.stop)
             if survivors is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")

@@ -287,7 +287,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 
 
 def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
-    place = ("rank", "size", "local_rank", "node", "address")
+    place = ("rank", "size", "local_rank", "node", "address", "replaces")
     return GroupSpec(
         **{name: getattr(topology, name) for name in place},
         folder=folder,
@@ -295,6 +295,7 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
         timeout_s=config.cluster.rendezvous_timeout_s,
         collective_timeout_s=config.cluster.collective_timeout_s,
         survive=bool(config.run.survive),
+        ranks_per_node=topology.size // topology.nodes,
         devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )

@@ -337,7 +337,9 @@ class Survivors(Callback):
         all ranks, report whether newcomers wait.
         """
         del update
-        if self._latest.number > self._generation:
+        # The ranks of a copy in shards have to leave at the same place: each micro-step is theirs.
+        leaves = done == steps or not self._in_shards
+        if leaves and self._latest.number > self._generation:
             raise PeerLost("another rank is gone")
         if done == steps:
             self._engine.newcomers_wait(self._newcomers_wait)
@@ -346,8 +348,14 @@ class Survivors(Callback):
         """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
         hears of generations may have been stopped together with this rank.
         """
-        if self.place[0] == 0 and self._record.read(self._generation + 1) is not None:
+        if self.place[0] != 0 or (newer := self._record.read(self._generation + 1)) is None:
+            return
+        if not self._in_shards or self._me not in newer["members"]:
             raise PeerLost("another rank is gone")
+
+    @property
+    def _in_shards(self) -> bool:
+        return bool(getattr(self._engine, "copy", ()))
 
     # ------------------------------------------------------------------ the next generation
 

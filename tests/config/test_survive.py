@@ -30,7 +30,7 @@ def refuse(made, framework):
     [
         ({}, "mindspore", "run.max_restarts=3"),
         ({"transport": "hccl"}, "torch", "transport=gloo"),
-        ({"engine__shard_model": "node"}, "torch", "takes its shards along"),
+        ({"engine__shard_model": "all"}, "torch", "takes its shards along"),
         ({"job": {"command": ["train.py"]}}, None, "means nothing to a program"),
         (
             {"cluster__kind": "slurm", "cluster__allocation": "current"},

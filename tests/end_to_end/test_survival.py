@@ -125,6 +125,35 @@ def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbe
     assert not helpers.processes_of(run)
 
 
+def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
+    more = (
+        "job.dropout=0", "accumulation.reduction=fast", "train.precision=float64",
+        "run.max_replacements=16", "engine.shard_model=node",
+    )  # fmt: skip
+    process, hold = begin_held(run, 3, *more)
+    hold.hold_before(6)
+    hold.wait_until_held(6, EVERY_RANK)
+    os.kill(helpers.rank_pid(run, 3), signal.SIGKILL)
+    log = run / "logs" / "rank-00002.log"
+    hold.hold_before(8)
+    hold.wait_until_held(8, (0, 1, 4, 5))
+    helpers.until(lambda: "asks to join" in log.read_text(), what="rank 2 asking to join")
+    hold.release()
+    output, _ = process.communicate(timeout=90)
+    assert process.returncode == 0, output
+    changes = read_metrics(run / "metrics.jsonl").changes
+    assert [change["survived"]["gone"] for change in changes if "survived" in change] == [[2, 3]]
+    assert [change["joined"]["came"] for change in changes if "joined" in change] == [[2, 3]]
+    assert [record["update"] for record in helpers.records(run)] == list(range(12))
+    whole = tmp_path / "whole"
+    done = helpers.call(
+        *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}"
+    )
+    assert done.returncode == 0, done.stderr
+    assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-12
+    assert not helpers.processes_of(run)
+
+
 def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(run):
     process, hold = begin_held(
         run, 3, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",

@@ -104,6 +104,7 @@ class LocalHandle(Handle):
             join_s=details["join_s"],
             survive=details["survive"],
             replacements=details["replacements"],
+            whole_nodes=details["whole_nodes"],
         )
 
     def _environment(self, index: int) -> dict[str, str]:
@@ -214,6 +215,7 @@ class LocalCluster(Cluster):
             "silence_s": self.config.cluster.heartbeat_timeout_s,
             "survive": self.survival.on,
             "replacements": self.config.run.max_replacements if self.survival.on else 0,
+            "whole_nodes": self.config.engine.shard_model == "node",
             "hang_s": self.config.cluster.hang_timeout_s,
             "join_s": self.config.cluster.rendezvous_timeout_s,
         }

@@ -91,7 +91,7 @@ def shard_like(whole: Tensor, held: Tensor) -> Tensor:
     )
 
 
-def _as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
+def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     """Return `view` as the gradient of a parameter, which may be a DTensor."""
     if not hasattr(parameter, "_local_tensor"):
         return view
@@ -249,7 +249,7 @@ class GradientBuffers:
         # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
         self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
         self.parameters = [parameter for _, parameter in parameters]
-        self._gradients = list(map(_as_sharded, self.views, self.parameters))
+        self._gradients = list(map(as_sharded, self.views, self.parameters))
         self._addresses = [view.data_ptr() for view in self.views]
         self.expected = [0] * len(parameters) if same_as is None else same_as.expected
         self.used = bytearray(len(parameters)) if same_as is None else same_as.used

@@ -6,10 +6,11 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window, against
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import local_part
@@ -58,6 +60,7 @@ from orchestrator.engine.torch.state import (
     unpack,
     weights_sha256,
 )
+from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, is_coupled
 
@@ -149,9 +152,10 @@ class TorchEngine:
         talks = bool(getattr(job, "talks_in_window", False))
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
         if settings.shard_model != "none":
-            from orchestrator.engine.torch.fully_sharded import shard_model  # takes a second
+            from orchestrator.engine.torch.fully_sharded import join_copies, shard_model
 
             shard_model(job, self.model, group, settings.shard_model)
+            join_copies(group, settings.shard_model)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # advises in the run's own words.
         how = {"overlap": not talks, "silent": not talks, "advise": False}
@@ -180,6 +184,7 @@ class TorchEngine:
         self._weights: dict[str, Tensor] | None = None
         sharded = accumulator.fully_sharded
         self.copy: tuple[int, ...] = () if sharded is None else sharded.copy
+        self._sharded = sharded
         self._coupled = None
         if is_coupled(self._job):
             self._coupled = CoupledWindows(
@@ -224,6 +229,19 @@ class TorchEngine:
         self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        with self._within_copy("a micro-step"):
+            self._micro_step(batch, micro_batch)
+
+    @contextmanager
+    def _within_copy(self, what: str) -> Generator[None]:
+        """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
+        if not self.copy:
+            yield
+            return
+        with peer_lost_during(f"{what} of a model in shards", self._group.rank):
+            yield
+
+    def _micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
@@ -301,10 +319,10 @@ class TorchEngine:
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
-        with in_evaluation(self.model), torch.no_grad():
+        with self._within_copy("the evaluation"), in_evaluation(self.model), torch.no_grad():
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
-        if self.accumulator.fully_sharded is not None:
-            self.accumulator.fully_sharded.reshard()  # the optimizer steps shards
+        if self._sharded is not None:
+            self._sharded.reshard()  # the optimizer steps shards
         return checked_figures(figures, self._job)
 
     def check_replicas(self) -> None:
@@ -317,12 +335,14 @@ class TorchEngine:
         return self.accumulator.parameter_count()
 
     def gather_state(self) -> None:
-        if self.accumulator.sharded:
-            self._gathered = self.accumulator.optimizer_state()
-        if self.copy:
-            from orchestrator.engine.torch.fully_sharded import whole_weights
+        words = "the weights of this copy of the model"
+        with self._within_copy("a checkpoint"), for_others(words) if self.copy else nullcontext():
+            if self.accumulator.sharded:
+                self._gathered = self.accumulator.optimizer_state()
+            if self.copy:
+                from orchestrator.engine.torch.fully_sharded import whole_weights
 
-            self._weights = whole_weights(self.model, keep=self._group.rank == 0)
+                self._weights = whole_weights(self.model, keep=self._group.rank == 0)
 
     def holds_state(self) -> bool:
         return not self.accumulator.sharded or self._gathered is not None
@@ -421,6 +441,9 @@ class TorchEngine:
             raise StateLost(incomplete)
         applied = [int(row[0]) for row in rows]
         newest, behind = max(applied), updates < max(applied)
+        among = group if self._sharded is None else self._same_shards(group, updates, newest)
+        if among is not group:
+            applied = [int(row[0]) for row in gather_numbers(among, [updates])]
         sharded = self._settings.shard_optimizer
         try:
             whole = self._state_among(group) if sharded else None
@@ -430,11 +453,17 @@ class TorchEngine:
         received = None
         if min(applied) != newest:
             source = applied.index(newest)
-            state = self._state_to_send() if group.rank == source else {}
-            text, found = _send_state(group, source, standing, state)
+            state = self._state_to_send() if among.rank == source else {}
+            text, found = _send_state(among, source, standing, state)
             if behind:
-                self.model.load_state_dict(found["model"])
-                if whole is None:
+                if self._sharded is not None:
+                    for name, tensor in self.model.state_dict().items():
+                        if isinstance(tensor, Tensor):
+                            local_part(tensor).copy_(found["model"][name])
+                    self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
+                else:
+                    self.model.load_state_dict(found["model"])
+                if self._sharded is None and whole is None:
                     self.accumulator.load_optimizer_state(found["optimizer"])
                 self.accumulator.precision.load(found["precision"])
                 received = text
@@ -442,14 +471,39 @@ class TorchEngine:
         return received
 
     def _state_to_send(self) -> dict[str, Any]:
-        """Return the state for ranks that are behind; without the state of a sharded optimizer."""
+        """Return the state for ranks that are behind: this rank's shards of a model in shards;
+        without the state of a sharded optimizer.
+        """
+        weights = self.model.state_dict()
         state: dict[str, Any] = {
-            "model": dict(self.model.state_dict()),
+            "model": {
+                n: local_part(value) if isinstance(value, Tensor) else value
+                for n, value in weights.items()
+            },
             "precision": self.accumulator.precision.state(),
         }
-        if not self._settings.shard_optimizer:
+        if self._sharded is not None:
+            state["optimizer"] = self._sharded.own_state(self.accumulator.optimizer)
+        elif not self._settings.shard_optimizer:
             state["optimizer"] = self.accumulator.optimizer_state()
         return state
+
+    def _same_shards(self, group: BaseGroup, updates: int, newest: int) -> BaseGroup:
+        """Return the ranks of `group` that hold the same shards as this one. Collective.
+
+        Raises:
+            StateLost: on all ranks; of some shards no rank has applied the newest update.
+        """
+        from orchestrator.engine.torch.fully_sharded import join_copies
+
+        join_copies(group, self._settings.shard_model)
+        among = cast("BaseGroup", group.replicas)
+        best = max(row[0] for row in gather_numbers(among, [updates]))
+        rows = gather_numbers(group, [best])
+        if lost := [rank for rank, row in enumerate(rows) if row[0] < newest]:
+            self._incomplete = True
+            raise StateLost(lost)
+        return among
 
     def _state_among(self, group: BaseGroup) -> dict[str, Any] | None:
         """Return all of a sharded optimizer's state, on every rank of `group`. Collective.
@@ -465,7 +519,8 @@ class TorchEngine:
     def regroup(self, group: BaseGroup) -> None:
         earlier, self._group = self.accumulator, group
         earlier.close(release=True)
-        if self._incomplete:  # a step may have come to some; all are to load a checkpoint's anyway
+        if self._incomplete and self._sharded is None:
+            # A step may have come to some; all are to load a checkpoint's anyway.
             broadcast_tensors(group, [parameter.detach() for parameter in self.model.parameters()])
         # Some ranks have begun the next window already, with its rate.
         if base := earlier.optimizer.defaults.get("lr"):

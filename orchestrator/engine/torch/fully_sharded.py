@@ -16,8 +16,8 @@ micro-steps of weight 0; other loops do so themselves.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -30,12 +30,21 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, ModuleList
 from torch.optim import Optimizer
 
+from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.boundary import Trailer
-from orchestrator.engine.torch.buffers import GradientBuffers, Named, local_part, shard_like
+from orchestrator.engine.torch.buffers import (
+    GradientBuffers,
+    Named,
+    as_sharded,
+    local_part,
+    shard_like,
+)
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts
 from orchestrator.engine.torch.reducer import GradientNorm
+from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.sharding import RowReduction
-from orchestrator.engine.torch.transports import TorchGroup
+from orchestrator.engine.torch.state import restore_optimizer
+from orchestrator.engine.torch.transports import TorchGroup, transport_of
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.job import Job
 
@@ -51,37 +60,57 @@ except ImportError:  # another torch: `FullySharded` says so
 # ------------------------------------------------------------------ Models of job classes
 
 
-def shard_model(job: Job, model: Module, group: Any, over: str) -> None:
-    """Shard a job's model, by `job.shard` or else by layers. Collective.
+_stores: list[Any] = []
+"""Stores of process groups that torch knows, which live as long as these."""
+
+
+def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
+    """Shard a job's model, by `job.shard` or else by layers. Collective among the ranks of a copy.
 
     Args:
-        group: all ranks, from `form_group`.
+        group: of all ranks, or of this one alone in a process that replaces a lost one.
         over: "node": one copy for the ranks of each node; "all": one copy for all ranks.
 
     Raises:
-        ConfigError: nodes have different numbers of ranks.
         JobError: `job.shard` left the model as it was.
     """
-    nodes = gather_texts(group, group.node)
-    per_node = nodes.count(nodes[0])
-    shape = (group.size // per_node, per_node) if over == "node" else (group.size,)
-    if over == "node" and any(
-        len(set(nodes[first : first + per_node])) > 1 for first in range(0, group.size, per_node)
-    ):
-        raise ConfigError(
-            f"engine.shard_model=node needs equally many ranks on each node, but they are on "
-            f"{', '.join(nodes)}; try engine.shard_model=all"
-        )
-    if not dist.is_initialized():  # meshes find their process groups there only
-        store = HashStore() if group.size == 1 else PrefixStore("torch", group.kept.below)
-        backend = f"cpu:gloo,cuda:{group.transport}" if group.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=group.rank, world_size=group.size)
-    names = ("copies", "shards")[-len(shape) :]
-    ranks = torch.arange(math.prod(shape)).view(shape)
-    mesh = DeviceMesh(group.device.type, ranks, mesh_dim_names=names)
+    spec = cast("GroupSpec", group.spec)
+    folder = spec.folder / "copy"
+    if over == "node":
+        folder = spec.folder / f"copy-{spec.node}-{spec.replaces}"
+        spec = replace(spec, rank=spec.local_rank, size=spec.ranks_per_node)
+    if not dist.is_initialized():  # meshes find their process groups in torch's own list alone
+        folder.mkdir(mode=0o700, exist_ok=True)
+        ours = form_group(replace(spec, folder=folder, generation=0))
+        alone = spec.size == 1
+        store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.kept).below)
+        _stores.append((store, ours))
+        backend = f"cpu:gloo,cuda:{ours.transport}" if group.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.size)
+    mesh = DeviceMesh(group.device.type, torch.arange(spec.size), mesh_dim_names=("shards",))
     getattr(job, "shard", shard_layers)(model, mesh)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
         raise JobError(f"{type(job).__name__}.shard() did not call fully_shard() on the model")
+
+
+def join_copies(group: BaseGroup, over: str) -> None:
+    """Set a new group's `copy`, the ranks that hold this rank's copy of the model, and `replicas`,
+    those that hold the same shards of the other copies. Collective.
+
+    Args:
+        over: see `shard_model`.
+    """
+    spec = cast("GroupSpec", group.spec)
+    nodes = gather_texts(group, spec.node if over == "node" else "all")
+    copies = [[n for n, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
+    group.copy = tuple(next(ranks for ranks in copies if group.rank in ranks))
+    place = group.copy.index(group.rank)
+    same = [ranks[place] for ranks in copies]
+    group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
+    if len(same) > 1:
+        store = PrefixStore(f"replicas-{place}", cast("Any", group.kept).below)
+        own = replace(spec, rank=same.index(group.rank), size=len(same))
+        group.replicas = transport_of(group.transport).form(own, store)
 
 
 def shard_layers(model: Module, mesh: DeviceMesh) -> None:
@@ -121,6 +150,10 @@ class FullySharded:
         self._group = group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
+        self.copy, self.replicas = (
+            group.copy,
+            group.replicas or TorchGroup.alone(device=group.device),
+        )
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(
@@ -132,7 +165,7 @@ class FullySharded:
         if not meshes:
             raise ConfigError("fully_shard() was called on the model, but nothing that is trained")
         mesh: DeviceMesh = meshes.pop()
-        if mesh.ndim > 2 or mesh.size() != group.size:
+        if not self.copy and (mesh.ndim > 2 or mesh.size() != group.size):
             raise ConfigError(
                 f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, but there are "
                 f"{group.size} ranks: it has to be over all of them, in one dimension or in two "
@@ -143,11 +176,11 @@ class FullySharded:
                 f"shards are kept on another device than {mesh.device_type}, where the mesh "
                 "reduces: CPUOffloadPolicy is not available"
             )
-        row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
-        self.copy = tuple(int(rank) for rank in row)
-        self.replicas: BaseGroup = TorchGroup.alone(device=group.device)
-        if mesh.ndim > 1 and mesh.size(0) > 1:
-            self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
+        if not self.copy:
+            row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
+            self.copy = tuple(int(rank) for rank in row)
+            if mesh.ndim > 1 and mesh.size(0) > 1:
+                self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
         for module in self._modules:
             self._take_over(module)
 
@@ -195,6 +228,29 @@ class FullySharded:
             for number, state in saved["state"].items()
         }
         return {**saved, "state": states} if keep else None
+
+    def own_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's `state_dict()` with this rank's shards. Not collective."""
+        saved = optimizer.state_dict()
+        states = {
+            number: {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
+            for number, state in saved["state"].items()
+        }
+        return {**saved, "state": states}
+
+    def load_own_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Take the `own_state` of a rank with the same shards of another copy. Not collective."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        states = {
+            number: {
+                key: as_sharded(value, parameters[number])
+                if isinstance(value, Tensor) and value.shape == local_part(parameters[number]).shape
+                else value
+                for key, value in state.items()
+            }
+            for number, state in saved["state"].items()
+        }
+        restore_optimizer(optimizer, {**saved, "state": states})
 
     def sharded_state(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return `whole_state`'s as this rank's optimizer keeps it. Not collective."""

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from orchestrator.engine.api import Group
+from orchestrator.engine.api import Group, GroupSpec
 from orchestrator.errors import PeerLost
 
 version_of = attrgetter("_version")
@@ -106,7 +106,10 @@ class BaseGroup(Group):
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self.device = torch.device(device)
         self.kept: object = None  # what has to live as long as the group: its store
-        self.node = "this node"  # until the rendezvous sets its name
+        self.spec: GroupSpec | None = None  # of the rendezvous that formed it
+        # Of a job's model in shards: see `fully_sharded.join_copies`.
+        self.copy: tuple[int, ...] = ()
+        self.replicas: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:
         """Return the collectives by the transport's own count, or None when it keeps none."""

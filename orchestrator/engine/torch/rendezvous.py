@@ -263,7 +263,9 @@ def form_group(spec: GroupSpec) -> BaseGroup:
             raise StopRequested("the run was asked to stop before it began")
         transport = choose([me])
         device = transport_of(transport).device(spec.local_rank)
-        return TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
+        alone = TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
+        alone.spec = spec
+        return alone
     until = time.monotonic() + spec.timeout_s
     if spec.rank == 0:
         store = host(spec)
@@ -285,5 +287,5 @@ def form_group(spec: GroupSpec) -> BaseGroup:
             ) from error
         if not isinstance(group, BaseGroup):
             raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
-    group.kept, group.node = store, spec.node
+    group.kept, group.spec = store, spec
     return group

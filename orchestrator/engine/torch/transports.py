@@ -264,14 +264,17 @@ class TorchGroup(BaseGroup):
         outside, but closes all its connections at the first time-out, which is made here on
         purpose; one peer that lives is enough.
         """
-        if self.transport == "nccl":
+        if self.replicas is not None:
+            self.replicas.interrupt()
+        if self.transport == "nccl" and self._group is not None:
             self._aborted = True  # before: a wait that the abort ends returns without a result
             self._group.abort()
+        group: Any = self._group
         for peer in range(self.size) if self.transport == "gloo" and self.size > 1 else ():
             try:
                 if peer != self.rank:
                     nothing = [torch.empty(1)]
-                    self._group.recv(nothing, peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                    group.recv(nothing, peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
             except RuntimeError as error:  # this one, or what was wrong with that peer already
                 if "Timed out" in str(error):
                     return

@@ -17,10 +17,10 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.client.run import Run
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import Accumulator
+from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.engine.torch.engine import build_engine
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
-from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.processes import run_ranks, spec
 
 SAMPLES, UPDATES = 24, 3
 SIZES = ([2, 3, 1], [1, 1, 4], [4, 3], [2, 3])
@@ -264,7 +264,8 @@ class _NotSharded(_InParts):
         del model, mesh
 
 
-def _engines(group):
+def _engines(group, folder):
+    group = form_group(spec(group.rank, group.size, folder))
     settings = EngineSettings(shard_model="all", metric_names=())
     part = MicroBatch(update=0, start=0, indices=(0, 1, 2, 3))
     window = Window(update=0, samples=4, micro_batches=(part,), steps=1, learning_rate=0.1)
@@ -281,7 +282,7 @@ def _engines(group):
 
 
 def test_a_job_may_shard_its_model_itself(tmp_path):
-    [[in_parts, not_sharded, own]] = run_ranks(1, tmp_path, _engines)
+    [[in_parts, not_sharded, own]] = run_ranks(1, tmp_path, _engines, tmp_path)
     assert "define shard(self, model, mesh)" in in_parts
     assert "_NotSharded.shard() did not call fully_shard()" in not_sharded
     assert own is True
