@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.topology import Topology
+from orchestrator.agent.topology import Topology, interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
@@ -169,6 +169,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     config = read_config(run.existing().read_config())
     worker.begin(config)
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
+    if config.engine.shard_model != "none":  # for the groups that torch forms by itself
+        os.environ.update(interface_variables(os.environ, topology.address))
     _start_ahead(config, spec)
     job = build_job(with_run_folder(config.job, str(run.path)))
     framework = FRAMEWORKS.make(framework_of(job), Framework)

@@ -46,7 +46,8 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
         body: trains, and returns the exit status; or executes a program.
     """
     run, topology = RunDir(path), Topology.from_env(os.environ)
-    os.environ.update(interface_variables(os.environ, topology.address))
+    if topology.scheduled:
+        os.environ.update(interface_variables(os.environ, topology.address))
     send_output_to(run.rank_log(topology.rank), f"{topology.node} rank {topology.rank}")
     warn_into(run.warnings(attempt, topology.node_index), topology.rank)
     worker, code = WorkerProcess(run, attempt, topology), EXIT_FAILED
