@@ -96,13 +96,11 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
     barred = {REQUEUE: "cluster.requeue=false: SLURM queues it once only"} if queued_once else {}
     if prepare(config).nodes == 1:
         barred[FREEZE_NODE] = "no other node would notice"
-    kinds = tuple(kind for kind in possible if kind in only or not only)
-    notes: list[str] = []
-    for kind, why in barred.items():
-        if kind in only:
-            raise ConfigError(f"--only {', '.join(only)}: {why}")
-        notes += [f"without {kind}: {why}"] if kind in kinds else []
-    kinds = tuple(kind for kind in kinds if kind not in barred)
+    for kind in only:
+        if kind in barred:
+            raise ConfigError(f"--only {', '.join(only)}: {barred[kind]}")
+    kinds = tuple(kind for kind in only or possible if kind not in barred)
+    notes = [f"without {kind}: {why}" for kind, why in barred.items() if not only]
     for more in TRIED:
         if more.partition("=")[0] in keys:
             continue

@@ -18,7 +18,6 @@ from orchestrator.rundir.tensors import SafetensorsFile, Tensor
 from orchestrator.units import plural
 
 PIECE = 1 << 20
-SHOWN_NAMES = 8
 
 Array = NDArray[Any]
 
@@ -73,27 +72,19 @@ def compare(a: Path, b: Path) -> Comparison:
 
 
 def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
-    problems = [
-        *_listed(f"only in {a.path}", sorted(a.tensors.keys() - b.tensors.keys())),
-        *_listed(f"only in {b.path}", sorted(b.tensors.keys() - a.tensors.keys())),
-        *_listed(
-            "of different shapes",
-            [
-                f"{name} {list(a.tensors[name].shape)} and {list(b.tensors[name].shape)}"
-                for name in sorted(a.tensors.keys() & b.tensors.keys())
-                if a.tensors[name].shape != b.tensors[name].shape
-            ],
-        ),
-    ]
-    if problems:
-        raise UsageError("the weights are not of the same model: " + "; ".join(problems))
-
-
-def _listed(what: str, names: list[str]) -> list[str]:
-    if not names:
-        return []
-    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-    return [f"{what}: {', '.join(names[:SHOWN_NAMES])}{more}"]
+    mine, theirs = a.tensors, b.tensors
+    problems = {
+        f"only in {a.path}": mine.keys() - theirs.keys(),
+        f"only in {b.path}": theirs.keys() - mine.keys(),
+        "of different shapes": [
+            f"{name} {list(mine[name].shape)} and {list(theirs[name].shape)}"
+            for name in mine.keys() & theirs.keys()
+            if mine[name].shape != theirs[name].shape
+        ],
+    }
+    found = [f"{what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
+    if found:
+        raise UsageError("the weights are not of the same model: " + "; ".join(found))
 
 
 def _compare(a: Tensor, b: Tensor) -> TensorComparison:

@@ -87,14 +87,6 @@ def test_what_is_not_finite_equals_only_the_same_bits(folder, a, b):
     assert found.equal_bits == (not unlike.any())
 
 
-def test_a_nan_in_both_is_no_difference_and_hides_none(folder):
-    a = np.array([np.nan, np.inf, 1.0])
-    assert both(folder, {"w": a}, {"w": a}).equal_bits
-    found = both(folder, {"w": a}, {"w": np.array([np.nan, np.inf, 2.0])})
-    assert found.max_relative_difference == 0.5
-    assert not found.equal_bits
-
-
 def test_signalling_nans_are_compared_without_a_warning(folder):
     a = np.array([0x7F800001, 0x3F800000], "u4").view("f4")
     b = np.array([0x7FC00000, 0x3F800000], "u4").view("f4")
@@ -135,13 +127,6 @@ def test_pieces_add_up_to_the_whole(folder, monkeypatch):
     assert both(folder, {"w": a}, {"w": b}) == whole
 
 
-def test_metadata_and_order_do_not_matter(folder):
-    a = {"x": np.ones(2), "y": np.zeros(3, "f4")}
-    found = both(folder, a, dict(reversed(a.items())), metadata={"format": "pt"})
-    assert found.equal_bits
-    assert list(found.tensors) == ["x", "y"]
-
-
 def test_other_names_and_shapes_are_listed(folder):
     a = {"same": np.ones(1), "mine": np.ones(1), "shape": np.ones((2, 3))}
     b = {"same": np.ones(1), "yours": np.ones(1), "shape": np.ones((3, 2))}
@@ -149,9 +134,6 @@ def test_other_names_and_shapes_are_listed(folder):
         both(folder, a, b)
     for part in ("mine", "yours", "shape [2, 3] and [3, 2]", "a.safetensors"):
         assert part in str(caught.value)
-    many = {f"t{n}": np.ones(1) for n in range(100)}
-    with pytest.raises(UsageError, match="and 92 more"):
-        both(folder, many, {})
 
 
 def test_damaged_files_are_named(folder, tmp_path):
@@ -159,14 +141,8 @@ def test_damaged_files_are_named(folder, tmp_path):
     save_file({"w": np.ones(4)}, good)
     content = good.read_bytes()
     damages = [
-        b"",
-        b"abc",
-        content[:20],
-        content[:-8],
-        b"\xff" * 64,
-        b"\x02" + b"\0" * 7 + b"[]",
-        content.replace(b"F64", b"F32"),
-        content.replace(b"F64", b"X99"),
+        *(b"", b"abc", content[:20], content[:-8], b"\xff" * 64, b"\x02" + b"\0" * 7 + b"[]"),
+        *(content.replace(b"F64", b"F32"), content.replace(b"F64", b"X99")),
         content.replace(b"data_offsets", b"data_0ffsets"),
     ]
     for wrong in damages:
@@ -191,6 +167,8 @@ def test_the_table_shows_the_farthest_first_and_brackets_as_they_are(folder, scr
     assert "same bits" in text
 
 
-def test_without_a_wish_for_tensors_there_is_one_sentence(folder, screen):
-    print_comparison(both(folder, {"w": np.ones(1)}, {"w": np.ones(1)}), screen)
-    assert screen.text == "the same bits in all of 1 tensor\n"
+def test_equal_weights_are_one_sentence(folder, screen):
+    a = {"x": np.array([np.nan, np.inf]), "y": np.zeros(3, "f4")}
+    found = both(folder, a, dict(reversed(a.items())), metadata={"format": "pt"})
+    print_comparison(found, screen)
+    assert screen.text == "the same bits in all of 2 tensors\n"

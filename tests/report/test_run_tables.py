@@ -103,62 +103,59 @@ def test_a_finished_run_says_what_it_did_and_cost(screen):
     assert "optimizer unknown" not in text
 
 
-def test_paths_and_commands_stay_in_one_piece_at_80_columns(screen):
-    lines = closing(screen, state="stopped").splitlines()
+def test_a_stopped_run_says_why_with_a_command_in_one_piece(screen):
+    lines = closing(screen, state="stopped", why="preempted").splitlines()
     assert f"run folder: {FOLDER}" in lines
+    assert "it was stopped: preempted" in lines
     assert f"to go on from here: python -m orchestrator resume '{FOLDER}'" in lines
 
 
-def test_a_run_that_was_stopped_by_others_says_why(screen):
-    assert "it was stopped: preempted" in closing(screen, state="stopped", why="preempted")
+CLOSINGS = {
+    "compilation apart from steady micro-steps": (
+        [record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5),
+         *(record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20))], {},
+        "compilation 2.00 s, in 1 update a micro-step 20.0 ms compiled, 260 ms without: 13 times",
+    ),
+    "skipped updates": (
+        [*(record(n, applied=False, loss_scale=2.0 ** (12 - n)) for n in range(3)),
+         record(3, loss_scale=512.0)], {},
+        "not applied 3 updates, not finite; loss scale 4096 to 512",
+    ),
+    "no gathered weights for a skipped update": (
+        [record(0, collectives=9), record(1, collectives=5, applied=False)],
+        {"collectives_per_update": 9, "gathers_per_update": 4},
+        "collectives per update 5 to 9, as planned",
+    ),
+    "too few gathered weights": (
+        [record(0, collectives=9), record(1, collectives=6, applied=False)],
+        {"collectives_per_update": 9, "gathers_per_update": 4}, "MISMATCH",
+    ),
+    "too many collectives": (
+        [record(n, collectives=1 if n < 5 else 4) for n in range(20)],
+        {"collectives_per_update": 1},
+        "MISMATCH: 1 to 4 measured, 1 planned (15 of 20 updates, first in update 6)",
+    ),
+    "exchanges that only some windows need": (
+        [record(0, collectives=2, exchanges=1), record(1, collectives=1)],
+        {"collectives_per_update": 1},
+        "collectives per update 1, as planned, and 1 exchange of used parameters",
+    ),
+    "each update by the plan of its ranks": (
+        [record(0), record(1, collectives=0, planned_collectives=0), record(2, collectives=0),
+         record(3, planned_collectives=1), record(4)],
+        {"collectives_per_update": 1}, "0 to 1, as planned",
+    ),
+    "another number than that of its ranks": (
+        [record(0), record(1, collectives=0, planned_collectives=0), record(2, collectives=1)],
+        {"collectives_per_update": 1}, "(1 of 3 updates, first in update 3)",
+    ),
+}  # fmt: skip
 
 
-def test_an_update_that_was_skipped_gathers_no_weights(screen):
-    taken = [record(n, collectives=9) for n in range(3)]
-    plan = {"collectives_per_update": 9, "gathers_per_update": 4}
-    for fewer, said in ((5, "5 to 9, as planned"), (6, "MISMATCH")):
-        skipped = record(3, collectives=fewer, applied=False)
-        text = flat(closing(screen, plan, History([*taken, skipped])))
-        assert f"collectives per update {said}" in text
-
-
-def test_compilation_is_told_apart_from_steady_micro_steps(screen):
-    first = record(0, compile_s=2.0, plain_step_s=0.26, compute_s=0.5)
-    later = [record(n, compute_s=0.08, micro_steps=4) for n in range(1, 20)]
-    text = flat(closing(screen, history=History([first, *later])))
-    assert "compilation 2.00 s, in 1 update" in text
-    assert "20.0 ms compiled, 260 ms without: 13 times as fast" in text
-
-
-def test_skipped_updates_are_counted(screen):
-    skipped = [record(n, applied=False, loss_scale=2.0 ** (12 - n)) for n in range(3)]
-    text = flat(closing(screen, history=History([*skipped, record(3, loss_scale=512.0)])))
-    assert "not applied 3 updates, not finite; loss scale 4096 to 512" in text
-
-
-def test_a_run_that_talked_too_much_says_so_loudly(screen):
-    history = History([record(n, collectives=1 if n < 5 else 4) for n in range(20)])
-    text = flat(closing(screen, history=history, planned_collectives_per_update=1))
-    assert "MISMATCH: 1 to 4 measured, 1 planned (15 of 20 updates, first in update 6)" in text
-    assert "as planned" not in text
-
-
-def test_what_only_some_windows_need_is_no_mismatch(screen):
-    records = [record(0, collectives=2, exchanges=1), record(1, collectives=1)]
-    text = flat(closing(screen, history=History(records), plan={"collectives_per_update": 1}))
-    assert "collectives per update 1, as planned, and 1 exchange of used parameters" in text
-
-
-def test_each_update_is_held_against_the_plan_of_the_ranks_that_did_it(screen):
-    records = [
-        record(0, collectives=1), record(1, collectives=0, planned_collectives=0),
-        record(2, collectives=0),
-        record(3, collectives=1, planned_collectives=1), record(4, collectives=1),
-    ]  # fmt: skip
-    plan = {"collectives_per_update": 1}
-    assert "0 to 1, as planned" in flat(closing(screen, plan, History(records)))
-    records[2]["collectives"] = 1
-    assert "(1 of 5 updates, first in update 3)" in flat(closing(screen, plan, History(records)))
+@pytest.mark.parametrize("case", CLOSINGS)
+def test_the_records_of_updates_are_summed_up(screen, case):
+    records, plan, said = CLOSINGS[case]
+    assert said in flat(closing(screen, plan, History(records)))
 
 
 def test_who_went_away_after_the_last_update_is_named_and_nothing_counts_as_redone(screen):
@@ -183,28 +180,13 @@ def test_a_failed_run_names_its_culprit_and_how_to_try_again(screen):
     assert all(len(line) <= 80 for line in text.splitlines() if str(FOLDER) not in line)
 
 
-def test_a_failed_run_without_a_culprit_says_that_too(screen):
-    assert "which rank failed first is unknown" in closing(screen, state="failed")
-
-
 def test_a_run_that_did_no_update_is_told_without_inventing_figures(screen):
-    text = flat(
-        closing(
-            screen,
-            history=History(),
-            state="failed",
-            updates=0,
-            samples=0,
-            loss=None,
-            metrics={},
-            peak_memory_bytes=[],
-            collectives=0,
-            bytes_on_wire=0,
-            seconds=1.0,
-        )
-    )
+    nothing = dict.fromkeys(("updates", "samples", "collectives", "bytes_on_wire"), 0)
+    more = {"loss": None, "metrics": {}, "peak_memory_bytes": [], "seconds": 1.0}
+    text = flat(closing(screen, history=History(), state="failed", **nothing, **more))
     assert "updates 0" in text
     assert "unknown" not in text.partition("run folder")[0]
+    assert "which rank failed first is unknown" in text
 
 
 @pytest.mark.parametrize("width", [40, 80, 120])
