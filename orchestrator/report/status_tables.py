@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path, PurePath
@@ -197,7 +198,6 @@ def _print_warnings(warnings: Sequence[str], console: Console) -> None:
 
 
 TRIAL_STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
-FIRST = 20  # of the trials with a value; the others are in search.json
 
 
 def search_of(folder: Path) -> dict[str, Any] | None:
@@ -228,11 +228,9 @@ def describe_trial(search: Mapping[str, Any], number: int) -> str:
 def print_search(search: Mapping[str, Any], console: Console) -> None:
     """Print the trials, those with the best values first, and the best one's overrides."""
     trials = sorted(search["trials"], key=lambda trial: _order(trial, search["maximize"]))
-    valued = [trial for trial in trials if trial["value"] is not None]
-    shown = [*valued[:FIRST], *trials[len(valued) :]]
     headings = ("trial", "state", literal(search["objective"], console), "chosen")
     table = new_table(headings, right=(0, 2))
-    for trial in shown:
+    for trial in trials:
         best = trial["number"] == search["best"]
         table.add_row(
             str(trial["number"]),
@@ -242,8 +240,6 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
             style="bold" if best else None,
         )
     console.print(table)
-    if len(shown) < len(trials):
-        say(console, f"{len(trials) - len(shown)} more with a value are in search.json", "dim")
     for sentence in describe_search(search):
         say(console, sentence, "bold")
 
@@ -277,19 +273,10 @@ def describe_search(search: Mapping[str, Any]) -> list[str]:
 
 
 def _counted(search: Mapping[str, Any]) -> str:
-    states = [trial["state"] for trial in search["trials"]]
-    counts = [
-        f"{states.count(state)} {words}"
-        for state, words in (
-            ("complete", "with a value"),
-            ("pruned", "pruned"),
-            ("failed", "failed"),
-            ("open", "not over"),
-        )
-        if state in states
-    ]
-    of = f"{len(states)} of {plural(search['wanted'], 'trial')}"
-    return f"{of}: {', '.join(counts)}" if counts else of
+    states = Counter(trial["state"] for trial in search["trials"])
+    of = f"{states.total()} of {plural(search['wanted'], 'trial')}"
+    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    return f"{of}: {counts}" if counts else of
 
 
 def _order(trial: Mapping[str, Any], maximize: bool) -> tuple[bool, float, int]:

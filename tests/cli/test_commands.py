@@ -48,7 +48,7 @@ def here(tmp_path, monkeypatch):
 def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
     write_json(RunDir(tmp_path).search, FOUND)
     done = here.invoke(app, ["status", "."])
-    assert (done.exit_code, "1 with a value, 1 failed" in done.output) == (0, True), done.output
+    assert (done.exit_code, "1 complete, 1 failed" in done.output) == (0, True), done.output
     [failed] = json.loads(here.invoke(app, ["status", ".", "--json"]).output)
     assert failed["trials"][0]["state"] == "failed"
 

@@ -42,14 +42,6 @@ def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(ma
     assert found["command"] == f"python -m orchestrator.launch {line}"
 
 
-def test_code_outside_git_is_not_called_unchanged(made):
-    run = made("one")
-    for commit, shown in (("1234", "no"), (None, None)):
-        write_json(run.environment, {"git": {"commit": commit, "diff": ""}})
-        [found] = data_of(run.path)["runs"]
-        assert found["environment"].get("uncommitted changes") == shown
-
-
 def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
     monkeypatch.setattr("orchestrator.report.page_data.POINTS", 40)
     lines = [record(n) for n in range(540)]
@@ -100,13 +92,6 @@ def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made,
             made(f"some/{2 * number + steps}", *told)
     names = [run["name"] for run in data_of(tmp_path / "some")["runs"]]
     assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
-
-
-def test_of_numbers_that_were_drawn_a_name_has_what_can_be_read(made, tmp_path):
-    for number, rate in enumerate((0.012345678901, 0.012345678902, 0.5)):
-        made(f"some/{number}", f"schedule.base_lr={rate}")
-    names = [run["name"] for run in data_of(tmp_path / "some")["runs"]]
-    assert names == ["base_lr=0.0123457 (0)", "base_lr=0.0123457 (1)", "base_lr=0.5 (2)"]
 
 
 def test_a_damaged_point_is_named_and_the_others_are_shown(made, tmp_path):

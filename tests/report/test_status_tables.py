@@ -19,7 +19,7 @@ def test_a_search_is_read_back(tmp_path, screen):
     found = search_of(tmp_path)
     assert found == FOUND
     print_search(found, screen)
-    assert "1 with a value, 1 failed" in screen.text
+    assert "1 complete, 1 failed" in screen.text
     [run, failed] = with_trials([{"folder": "/sweep/0"}], found)
     assert run["trials"][0]["parameters"] == {"job.x": "'a=b'"}
     assert failed["state"] == "failed"

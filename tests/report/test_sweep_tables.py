@@ -108,20 +108,15 @@ def test_the_verdict_is_taken_from_the_figures():
     )
 
 
-def test_of_a_run_that_failed_nothing_is_claimed(screen):
-    pair = Pair(title="equal global batch", one=cell(1), many=failed(4))
-    assert verdict(pair).endswith("nothing can be said, accumulation.steps=4 did not finish.")
-    print_time_and_memory([pair], screen)
-    assert "failed" in screen.text
-
-
-def test_both_comparisons_are_shown_with_ratios(screen):
+def test_comparisons_are_shown_with_ratios_and_nothing_is_claimed_of_a_failed_run(screen):
     pairs = [
+        Pair(title="equal global batch", one=cell(1), many=failed(4)),
         Pair(title="equal micro-batch", one=cell(1), many=cell(4, samples=1024, seconds=0.8)),
         Pair(title="equal global batch", one=cell(1), many=cell(4, peak=100 * 1024**2)),
     ]
     print_time_and_memory(pairs, screen)
     text = " ".join(screen.text.split())
+    assert "nothing can be said, accumulation.steps=4 did not finish." in text
     assert "largest micro-batch 256 256 1.00×" in text
     assert "largest micro-batch 256 64 0.25×" in text
     assert "peak memory 300 MiB 100 MiB 0.33×" in text

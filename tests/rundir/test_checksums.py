@@ -105,18 +105,3 @@ def test_a_file_without_a_digest_is_refused_in_one_sentence(tmp_path, content):
 def test_an_empty_table_is_read_back(tmp_path):
     write_json(tmp_path / "plan.json", {})
     assert read_json(tmp_path / "plan.json") == {}
-
-
-@pytest.mark.parametrize(
-    ("damage", "says"),
-    [
-        (lambda text: text[:400], "digest is missing"),
-        (lambda text: "a: &a [1]\n" + text, "digest is not that"),
-        (lambda _: "", "digest is missing"),
-    ],
-)
-def test_a_damaged_config_is_one_sentence_and_never_defaults(whole, tmp_path, damage, says):
-    run = RunDir(shutil.copytree(whole.path, tmp_path / "run"))
-    run.config.write_text(damage(run.config.read_text()))
-    with pytest.raises(RunFolderError, match=f"config.yaml is damaged: its {says}"):
-        run.read_config()

@@ -55,7 +55,7 @@ def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_b
     assert f"the best is trial {best}" in done.stdout
     shown = verb("status", folder)
     assert shown.returncode == 0
-    assert f"12 of 12 trials: {WITH_A_VALUE} with a value, 2 failed" in shown.stdout
+    assert f"12 of 12 trials: {WITH_A_VALUE} complete, 2 failed" in shown.stdout
     told = [t for row in json.loads(verb("status", folder, "--json").stdout) for t in row["trials"]]
     assert {t["number"]: t["value"] for t in told} == {t["number"]: t["value"] for t in trials}
     for trial in told:
@@ -85,7 +85,7 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     page = json.loads(verb("report", folder, "--format", "json").stdout)
     assert [run["state"] for run in page["runs"]] == ["finished"] * 5 + ["pruned"]
     assert "median" in page["runs"][5]["why"]
-    assert page["sentences"][0] == "6 of 6 trials: 5 with a value, 1 pruned"
+    assert page["sentences"][0] == "6 of 6 trials: 5 complete, 1 pruned"
     assert page["sentences"][1].startswith("the best is trial 0: loss ")
     again = verb("resume", folder)
     assert again.returncode == 0, again.stdout + again.stderr
