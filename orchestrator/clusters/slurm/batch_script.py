@@ -29,7 +29,6 @@ from orchestrator.agent.topology import (
 from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
-from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
@@ -96,9 +95,7 @@ if ! [ -x @{python} ]; then
 fi
 """)
 ATTEMPT = Shell("""\
-again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again
-refuse_links "$again"
-@{BASE}=$((@{attempt} + $(cat "$again" 2>/dev/null || echo 0)))
+@{BASE}=@{attempt}
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"
@@ -131,12 +128,6 @@ kill "$watcher" 2>/dev/null
 SETTLE = Shell("""\
 trap '' @{STOP_SIGNALS}
 @{starter} after "$run" "$attempt" "$code" "$stop_signal"
-code=$?
-if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is there
-    trap - @{STOP_SIGNALS}
-    exec "$BASH" "$0"
-fi
-exit $code
 """)
 
 
@@ -277,7 +268,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *SETTLE.lines(starter=starter, START_AGAIN=START_AGAIN),
+        *SETTLE.lines(starter=starter),
     ]
     return "\n".join(lines) + "\n"
 
