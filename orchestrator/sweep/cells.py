@@ -8,7 +8,6 @@ import json
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +38,12 @@ from orchestrator.units import plural
 CELL = "cell"  # in submission.json
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
-    "run", "sweep", "facts", "tracker", "notify", "cluster.partition", "cluster.account",
-    "cluster.qos", "cluster.exclude", "cluster.memory_gib", "cluster.time_min",
-    "cluster.signal_ahead_s", "cluster.requeue",
-    "cluster.allocation", "cluster.exclusive", "cluster.slurm_conf", "cluster.slurm_flags",
-    "cluster.srun_flags", "cluster.interface", "cluster.rendezvous_timeout_s",
-    "cluster.collective_timeout_s", "cluster.heartbeat_timeout_s", "cluster.hang_timeout_s",
+    "run.", "sweep.", "facts.", "tracker.", "notify.", "cluster.partition.", "cluster.account.",
+    "cluster.qos.", "cluster.exclude.", "cluster.memory_gib.", "cluster.time_min.",
+    "cluster.signal_ahead_s.", "cluster.requeue.",
+    "cluster.allocation.", "cluster.exclusive.", "cluster.slurm_conf.", "cluster.slurm_flags.",
+    "cluster.srun_flags.", "cluster.interface.", "cluster.rendezvous_timeout_s.",
+    "cluster.collective_timeout_s.", "cluster.heartbeat_timeout_s.", "cluster.hang_timeout_s.",
 )  # fmt: skip
 
 
@@ -79,12 +78,11 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the values that a result depends on, by dotted key; those that are not set are left
     out.
     """
-    return {k: v for k, v in flat(values) if not _starts(k) and v not in (None, {}, [])}
-
-
-@lru_cache(maxsize=4096)
-def _starts(key: str) -> bool:
-    return any(key == name or key.startswith(f"{name}.") for name in IRRELEVANT_KEYS)
+    return {
+        k: v
+        for k, v in flat(values)
+        if not f"{k}.".startswith(IRRELEVANT_KEYS) and v not in (None, {}, [])
+    }
 
 
 def _digest(value: Any) -> str:
