@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -29,6 +29,7 @@ class Point:
     Attributes:
         flags: that choose the configuration's files.
         identity: the overrides that tell it from the sweep's other points.
+        own_folder: for it alone, if `run.dir` is not stated.
     """
 
     number: int
@@ -37,6 +38,7 @@ class Point:
     plan: Plan | ProgramPlan
     flags: tuple[str, ...] = ()
     identity: tuple[str, ...] = ()
+    own_folder: Path = Path()
 
     @property
     def words(self) -> str:
@@ -59,14 +61,27 @@ def checked(found: Sequence[Composed | ConfigError]) -> list[Point]:
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
     """
+    points: list[Point] = []
     wrong: dict[str, list[int]] = {}
     with read_once():
-        points = list(_each(found, wrong))
-    refuse_points(wrong or dict(_equal(points)), 0, len(found))
+        for number, item in enumerate(found):
+            try:
+                points.append(_point(item, number))
+            except UsageError as error:
+                for sentence in str(error).split("\n"):
+                    wrong.setdefault(sentence, []).append(number)
+    refuse_points(wrong, 0, len(found))
+    alike: dict[str, list[int]] = {}
+    for point in points:
+        values = json.dumps(plain(point.config), sort_keys=True, default=str)
+        alike.setdefault(values, []).append(point.number)
+    for numbers in alike.values():
+        if len(numbers) > 1:  # they would be computed and shown twice
+            why = "they are equal; leave all but one of them out"
+            refuse_points({why: numbers}, 0, len(found))
     stated = Counter(point.config.run.dir for point in points)
-    for item, point in zip(found, points, strict=True):
-        assert isinstance(item, Composed)  # noqa: S101  # errors were raised above
-        _place(point, item, apart=stated[point.config.run.dir] > 1)
+    for point in points:
+        _place(point, apart=stated[point.config.run.dir] > 1)
     shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
     return [replace(p, identity=tuple(_identifying(p.overrides, shared))) for p in points]
 
@@ -78,10 +93,10 @@ def _identifying(overrides: Sequence[str], shared: Collection[str]) -> list[str]
     return sorted(o.lstrip("+") for o in overrides if identifies(o) or o not in shared)
 
 
-def _place(point: Point, item: Composed, *, apart: bool) -> None:
+def _place(point: Point, *, apart: bool) -> None:
     folder = point.config.run.dir
     if folder is None:
-        point.config.run.dir = str(item.point_folder.absolute())
+        point.config.run.dir = str(point.own_folder.absolute())
     elif apart:
         point.config.run.dir = str(Path(folder).absolute() / str(point.number))
 
@@ -89,40 +104,22 @@ def _place(point: Point, item: Composed, *, apart: bool) -> None:
 def trial_point(item: Composed | ConfigError, number: int) -> Point:
     """Return a point that a search draws, with a folder of its own. Raises `UsageError`."""
     point = _point(item, number)
-    assert isinstance(item, Composed)  # noqa: S101  # an error was raised
-    _place(point, item, apart=True)
+    _place(point, apart=True)
     return replace(point, identity=tuple(_identifying(point.overrides, point.overrides)))
-
-
-def _each(found: Sequence[Composed | ConfigError], wrong: dict[str, list[int]]) -> Iterator[Point]:
-    """Yield the valid points; put the errors of the others into `wrong`."""
-    for number, item in enumerate(found):
-        try:
-            yield _point(item, number)
-        except UsageError as error:
-            for sentence in str(error).split("\n"):
-                wrong.setdefault(sentence, []).append(number)
 
 
 def _point(item: Composed | ConfigError, number: int) -> Point:
     if isinstance(item, ConfigError):
         raise item
     config = item.config()
-    plan = prepare(config)
     return Point(
-        number=number, overrides=item.overrides, config=config, plan=plan, flags=item.flags
+        number=number,
+        overrides=item.overrides,
+        config=config,
+        plan=prepare(config),
+        flags=item.flags,
+        own_folder=item.point_folder,
     )
-
-
-def _equal(points: Sequence[Point]) -> Iterator[tuple[str, list[int]]]:
-    """Yield points that are the same, which would be computed and shown twice."""
-    alike: dict[str, list[int]] = {}
-    for point in points:
-        values = json.dumps(plain(point.config), sort_keys=True, default=str)
-        alike.setdefault(values, []).append(point.number)
-    for numbers in alike.values():
-        if len(numbers) > 1:
-            yield "they are equal; leave all but one of them out", numbers
 
 
 def refuse_points(
