@@ -87,7 +87,7 @@ def test_the_terminal_says_what_became_of_each_and_its_log_says_the_rest(disturb
     assert "point 2 (job.fault_after=9): rank 0 on node0 failed first" in said
     assert "killed by signal 9 (SIGKILL)" in said
     assert "1 of 4 points finished" in said
-    assert "were timed side by side with others" in said
+    assert "Points were timed side by side" in said
     assert "update 200/200" in (sweep / "3" / "logs" / "terminal.log").read_text()
     assert "update 200/200" not in said
 
