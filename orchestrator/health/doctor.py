@@ -29,7 +29,6 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.start import begun, runner_of
-from orchestrator.clusters.slurm.admission import PARTITIONS, read_partitions
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ClusterError, UsageError
@@ -103,7 +102,6 @@ def _version(name: str) -> str | None:
         return None
 
 
-FEW_FILES = 4096
 LITTLE_SHARED = 1 << 30
 
 
@@ -112,10 +110,6 @@ def limits() -> Iterator[Finding]:
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     total, free = format_bytes(memory.total), format_bytes(memory.available)
     yield Finding("machine", f"{plural(cores, 'core')}, {total} of memory, {free} free")
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files != resource.RLIM_INFINITY and files < FEW_FILES:
-        remedy = "ulimit -n 65536, or many ranks and loader workers run out of them"
-        yield Finding("limits", f"a process may open {files} files", NOTE, remedy)
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if any(Path("/sys/class/infiniband").glob("*")) and locked != resource.RLIM_INFINITY:
         yield Finding(
@@ -341,18 +335,17 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
         yield Finding("SLURM", f"there is no {' and no '.join(missing)}", BAD, remedy)
     try:
         client = SlurmClient(slurm_conf)
-        settings, partitions = client.settings(), client.must(*PARTITIONS)
+        settings = client.settings()
     except NoClient as error:  # its sentence says what to do
         yield Finding("SLURM", str(error), NOTE)
     except ClusterError as error:
         yield Finding("SLURM", str(error), BAD, "`sinfo` has to answer in this shell")
     else:
         yield from from_settings(settings)
-        yield from _partitions(partitions)
 
 
 def from_settings(settings: Settings) -> Iterator[Finding]:
-    """Report the cluster's name, version and limits, and each setting that hurts.
+    """Report the cluster's name and version, and each setting that hurts.
 
     Args:
         settings: of `scontrol show config`.
@@ -369,24 +362,9 @@ def from_settings(settings: Settings) -> Iterator[Finding]:
             "if something is odd: python -m orchestrator plan +cluster=slurm shows the batch "
             "script and what the scheduler says of it",
         )
-    elements = _number(settings, "MaxArraySize", 1001) - 1
-    jobs = _number(settings, "MaxJobCount", 10000)
-    yield Finding("SLURM", f"arrays up to {elements:.0f}, {jobs:.0f} jobs at once")
     for hurts, means, remedy in HURTFUL:
         if hurts(settings):
             yield Finding("SLURM", means, NOTE, remedy)
-
-
-def _partitions(text: str) -> Iterator[Finding]:
-    known = read_partitions(text).values()
-    for one in known:
-        limit = "no time limit" if one.minutes is None else f"{one.minutes:g} minutes"
-        name = f"{one.name}{' (default)' * one.is_default}"
-        state = (GOOD, "") if one.open else (NOTE, "cluster.partition= another one")
-        yield Finding("partitions", f"{name}: {one.nodes} nodes, {limit}, {one.state}", *state)
-    if not any(one.is_default for one in known):
-        remedy = "name one: cluster.partition="
-        yield Finding("partitions", "no partition is the default", NOTE, remedy)
 
 
 LITTLE_MEMORY = 256 << 20

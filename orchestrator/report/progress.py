@@ -14,13 +14,10 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
-from orchestrator.rundir.metrics import Record, is_no_update, time_shares
+from orchestrator.rundir.metrics import Record, is_no_update
 from orchestrator.units import (
-    format_bytes,
     format_count,
-    format_learning_rate,
     format_number,
-    format_percent,
     format_rate,
     format_seconds,
     plural,
@@ -174,17 +171,20 @@ class Progress:
         records = [record for record in records if not is_no_update(record)]
         for record in records:
             self._take(record)
+            # A live line has the latest evaluation; a job need not evaluate.
+            if self._verbose or (self._live is None and record.get("evaluation")):
+                self._say(self._details(record))
         if micro_steps is None and self._window is not None:
             # Dots that vanish between two windows would make the line jump.
             micro_steps = (0, self._plan.get("micro_steps") or 1)
         self._window = micro_steps
-        if self._verbose:
-            for record in records:
-                self._say(self._details(record))
-        elif self._live is None:
-            self._plain(records)
         if self._live is not None:
             self._live.update(self._line(), refresh=True)
+        elif not self._verbose:
+            last = self._recent and self._recent[-1]["update"] + 1 == self._plan.get("updates")
+            due = self._clock() - self._shown_at >= PLAIN_INTERVAL_S
+            if self._shown is None or last or due:
+                self._show_last()
 
     def close(self) -> None:
         """Leave the last state on the screen and give the terminal back. May be called twice."""
@@ -210,15 +210,6 @@ class Progress:
             if resumed or record["update"] <= last["update"]:
                 self._recent.clear()
         self._recent.append(record)
-
-    def _plain(self, records: Sequence[Record]) -> None:
-        for record in records:
-            if record.get("evaluation"):  # a job need not evaluate
-                self._say(self._details(record))
-        last = self._recent and self._recent[-1]["update"] + 1 == self._plan.get("updates")
-        due = self._clock() - self._shown_at >= PLAIN_INTERVAL_S
-        if self._shown is None or last or due:
-            self._show_last()
 
     def _show_last(self) -> None:
         if self._recent and self._recent[-1]["update"] != self._shown:
@@ -267,29 +258,11 @@ class Progress:
         )
 
     def _details(self, record: Record) -> str:
-        """Return everything in one record as one line."""
-        if "evaluation" in record:
-            values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
-            return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
-        total = self._plan.get("updates")
-        shares = (f"{name} {format_percent(s)}" for name, s in time_shares([record]).items())
-        parts = [
-            f"update {record['update'] + 1}{'' if total is None else f'/{total}'}",
-            f"loss {format_number(record.get('loss'))}",
-            f"learning rate {format_learning_rate(record.get('learning_rate'))}",
-            plural(record.get("samples"), "sample"),
-            plural(record.get("micro_steps"), "micro-step"),
-            plural(record.get("collectives"), "collective"),
-            f"{format_bytes(record.get('bytes_on_wire'))} on the wire",
-            f"{format_seconds(record.get('update_s'))} ({', '.join(shares)})",
-            f"peak {format_bytes(record.get('peak_memory_bytes'))}",
-        ]
-        if record.get("gradient_norm") is not None:
-            parts.append(f"gradient norm {format_number(record['gradient_norm'])}")
-        parts += [f"{k} {format_number(v)}" for k, v in (record.get("metrics") or {}).items()]
-        if record.get("applied") is False:
-            parts.append("NOT APPLIED")
-        return "  ".join(parts)
+        """Return one record as a line."""
+        if "evaluation" not in record:
+            return plain_line(self._moment())
+        values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
+        return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
 
 
 def _seconds_apart(recent: Sequence[Record]) -> float | None:
