@@ -104,7 +104,6 @@ def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_
     assert done.returncode == 0, done.stdout + done.stderr
     facts = [(one["about"], one["found"]) for one in json.loads(done.stdout)]
     text = "\n".join(found for _, found in facts)
-    assert "main (default): 4 nodes, no time limit, UP" in text
     assert "ranks are not kept to their own cores" in text, "its TaskPlugin is task/none"
     assert f"{run} was written here and read on 2 ranks on 2 nodes, and back" in text
     sums = [found for about, found in facts if about == "collective"]
