@@ -95,7 +95,7 @@ if ! [ -x @{python} ]; then
 fi
 """)
 ATTEMPT = Shell("""\
-@{BASE}=@{attempt}
+export @{BASE}=@{attempt}
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"
@@ -314,7 +314,6 @@ def _step(
     # They would give the one task of a node a rank's part of it.
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
-    yield f"export {BASE_ATTEMPT_VARIABLE}"
     for number, words in enumerate(_srun(config, here, run, shape)):
         yield f"{'    ' if number else ''}{_words(words)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
