@@ -52,8 +52,8 @@ class Job:
     `update`, from 0, instead of the configuration's schedule; setting both is refused. It
     must depend on that number alone. Parameter groups keep their ratios to it.
 
-    Likewise `shard(self, model, mesh)`: calls `fully_shard(..., mesh=mesh)` on parts of the model,
-    and on the whole last, in the place of the way of `engine.shard_model`.
+    Likewise `shard(self, model, mesh)`: it calls `fully_shard(..., mesh=mesh)` on parts of the
+    model, and on the whole last, where `engine.shard_model` would take each layer.
     """
 
     framework: ClassVar[str] = "torch"

@@ -97,7 +97,7 @@ def folder_of(target: type) -> Path:
 def code_state(folder: Path) -> dict[str, Any]:
     """Return the folder's commit and its difference from it; `commit` is None without git.
 
-    The diff leaves out `secret_files`.
+    The diff leaves out files that hold secrets by their name; see `is_secret`.
     """
     commit = _git(folder, "rev-parse", "HEAD") or b""
     diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or b""

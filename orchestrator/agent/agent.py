@@ -32,6 +32,7 @@ from orchestrator.agent.node_spec import (
 from orchestrator.agent.programs import host_rendezvous
 from orchestrator.agent.workers import STOP_SIGNALS, Workers
 from orchestrator.engine.common.rendezvous import listen
+from orchestrator.errors import RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -131,7 +132,8 @@ class Agent:
             try:
                 self._turn()
                 errors = 0
-            except OSError as error:  # of a shared file system, say: the workers need their agent
+            # Of a shared file system, say: the workers need their agent.
+            except (OSError, RunFolderError) as error:
                 errors += 1
                 if errors > MOST_ERRORS:
                     raise
@@ -243,11 +245,11 @@ class Agent:
     def _obey_coordinator(self) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
         for agent, command in self._coordinator.commands():
-            if agent in (None, self._spec.index):
-                self._obey(command)
             for index, link in list(self._followers.items()):
                 if agent in (None, index):
                     link.send(**command)
+            if agent in (None, self._spec.index):
+                self._obey(command)
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]

@@ -626,7 +626,7 @@ class Coordinator:
         return bool(nodes - self._closed_ports(nodes))
 
     def _lost_words(self, culprit: Culprit | None) -> str | None:
-        """Describe a loss that is not the job's fault, which a scheduler restarts; else ""."""
+        """Describe a loss that is not the job's fault, which a scheduler restarts; else None."""
         if culprit is None:
             return None
         if culprit.rank is None:

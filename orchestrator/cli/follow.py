@@ -243,7 +243,7 @@ NO_RESULT = Culprit(
 
 def run_to_end(ready: Ready) -> Ended:
     """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
-    `outcome.restart_policy` rules. Nothing is left running, whatever is raised.
+    `outcome.rule` rules. Nothing is left running, whatever is raised.
     """
     run, output = ready.run, ready.output
     if not output.quiet:

@@ -337,7 +337,10 @@ def _stamp(path: Path) -> str:
     """
     whole = hashlib.sha256()
     for file in islice(_files(path), MOST_FILES):
-        facts = file.stat()
+        try:
+            facts = file.stat()
+        except FileNotFoundError:  # somebody writes there
+            continue
         line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
         whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes
     return whole.hexdigest()

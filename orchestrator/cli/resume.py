@@ -418,8 +418,8 @@ def record(run: RunDir, resumed: Resumption, attempt: int, inputs: Sequence[str]
     Args:
         inputs: of the run that have changed, as `changed_inputs` names them.
 
-    The configuration of the attempts before stays readable in the last of them, see
-    `RunDir.config_of`. At every moment config.yaml is whole, the old one or the new one.
+    The configuration of the attempts before stays readable in the folder of the last of them. At
+    every moment config.yaml is whole, the old one or the new one.
     """
     entry = {
         "attempt": attempt,

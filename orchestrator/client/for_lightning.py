@@ -28,7 +28,7 @@ class LightningCallback(Base):
     """
 
     def __init__(self, every: int | None = None) -> None:
-        self._every, self._done, self._losses = every, 0, list[float]()
+        self._every, self._done, self._losses = every, 0, list[Any]()
 
     @property
     def checkpoint(self) -> str | None:
@@ -37,7 +37,7 @@ class LightningCallback(Base):
         return None if found is None else str(found[1])
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """SIGTERM is a wish from here on: Lightning's own handler would talk to other ranks."""
+        """Take over SIGTERM, as a request to stop: Lightning's handler calls a collective."""
         del pl_module
         self._done = trainer.global_step
         run.take_sigterm()
@@ -49,7 +49,7 @@ class LightningCallback(Base):
         del pl_module, batch, batch_idx
         loss = outputs.get("loss") if isinstance(outputs, dict) else outputs
         if loss is not None and run and trainer.is_global_zero:
-            self._losses.append(float(loss) * trainer.accumulate_grad_batches)
+            self._losses.append(loss.detach() * trainer.accumulate_grad_batches)
         if not run or trainer.global_step == self._done:
             return
         self._done = trainer.global_step

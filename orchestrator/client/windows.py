@@ -171,7 +171,7 @@ class Windows:
             for window in self._loop:
                 self._window = self._begin(window)
                 # Before a scheduler's step, which comes after the boundary.
-                rate = float(self._all[0].optimizer.param_groups[0]["lr"])
+                rate = float(self._all[0].optimizer.param_groups[0].get("lr") or 0.0)
                 yield self._window
                 self._loop.end_window(self._report(), learning_rate=rate)
             whole = True

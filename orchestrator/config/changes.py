@@ -7,7 +7,6 @@ up to rounding, not in bits. `PLANNED`: the two plans are compared, update by up
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum
@@ -89,7 +88,8 @@ class Change:
 
 
 def _is_path(value: Any) -> bool:
-    return isinstance(value, str) and (os.sep in value or value.startswith("~"))
+    """Return whether a value is a path by its beginning; `org/name` may as well be a name."""
+    return isinstance(value, str) and value.startswith(("/", "./", "../", "~"))
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -79,6 +79,18 @@ def _resolved(found: DictConfig, key: Any) -> Any:
     # A program's command has been through a shell already, which expands `~/`.
     kept = {"command": values["command"]} if is_program(values) else {}
     return {**map_texts(values, _expand_home), **kept}
+
+
+def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
+    """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
+    suspects = [key for key, value in flat(values) if isinstance(value, str) and "None" in value]
+    raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
+    typed = dict(flat(raw))
+    for key in suspects:
+        text = str(typed.get(key))
+        for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
+            if OmegaConf.select(found, name) is None:
+                raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
 
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -321,6 +333,7 @@ class Composer:
         values: dict[str, Any] = {
             str(key): _resolved(found, key) for key in found if key != "hydra"
         }
+        refuse_null_in_text(found, values)
         sweep = found.hydra.sweep
         return Composed(
             values=values,

@@ -47,9 +47,19 @@ def _lock(descriptor: int) -> bool:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             time.sleep(LOCK_PAUSE_S)
+        except OSError as error:
+            raise _no_locks(error) from error
         else:
             return True
     return False
+
+
+def _no_locks(error: OSError) -> RunFolderError:
+    """Return the error for a file system that cannot lock files, as Lustre without -o flock."""
+    return RunFolderError(
+        f"the file system of the run folder cannot lock files (flock: {error.strerror}); choose "
+        "another one: run.dir=/PATH"
+    )
 
 
 def is_held(run: RunDir) -> bool:
@@ -69,6 +79,8 @@ def _is_locked(descriptor: int) -> bool:
         fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
     except BlockingIOError:
         return True
+    except OSError as error:
+        raise _no_locks(error) from error
     fcntl.flock(descriptor, fcntl.LOCK_UN)
     return False
 

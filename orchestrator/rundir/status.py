@@ -254,7 +254,11 @@ def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) 
     for run in runs:
         if run.path not in before:
             continue
-        now = _beats(run)
+        try:
+            now = _beats(run)
+        except DAMAGE as error:
+            found[run.path] = unknown(run, error)
+            continue
         beating = any(a != b for a, b in zip(now, before[run.path], strict=False))
         state = "running" if beating else "unknown"
         found[run.path] = replace(found[run.path], state=state)

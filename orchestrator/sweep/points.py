@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
+from itertools import pairwise
+from pathlib import Path, PurePath
 
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composed
 from orchestrator.config.job_source import read_once
+from orchestrator.config.program import is_program, program_of
+from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
@@ -20,6 +24,9 @@ from orchestrator.plan.program import ProgramPlan
 
 # Sections that do not tell a cell from another.
 NOT_IDENTIFYING = ("run", "sweep")
+OUTPUT_OPTION = re.compile(
+    r"(?:--)?(?:[\w-]+\.)?(?:out|output|save|checkpoint|ckpt|log|result)s?[_-]?(?:dir|path|folder|file)?"
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -139,3 +146,30 @@ def refuse_points(
         named = "all points" if len(numbers) == count else named_numbers("point", numbers)
         said.append(f"{named}: {sentence}")
     raise ConfigError("\n".join([*said, *filter(None, [hint])]))
+
+
+def shared_output(points: Sequence[Point]) -> str | None:
+    """Return a warning if programs of several points write to the same place."""
+    counts = Counter(
+        output
+        for point in points
+        if is_program(point.config.job)
+        for output in set(_outputs(program_of(point.config.job).words))
+    )
+    shared = next((output for output, count in counts.items() if count > 1), None)
+    if shared is None:
+        return None
+    name, value = shared
+    return (
+        f"{counts[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} is "
+        f"each point's own folder: {name} {RUN_FOLDER}/{PurePath(value).name}"
+    )
+
+
+def _outputs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+    """Yield options that name an output, with their values: `--out=VALUE` or `--out VALUE`."""
+    for word, following in pairwise((*words, "")):
+        name, equals, value = word.partition("=")
+        value = value if equals else following
+        if OUTPUT_OPTION.fullmatch(name) and value and RUN_FOLDER not in value:
+            yield name, value

@@ -41,7 +41,7 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.cells import Action, Cell, alone_in, cells_of, refuse_replacing, submit
-from orchestrator.sweep.points import Point, checked
+from orchestrator.sweep.points import Point, checked, shared_output
 from orchestrator.units import plural
 
 if TYPE_CHECKING:
@@ -69,6 +69,8 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
 
         return run_search(composer, output)
     points = checked(composer.all_points())
+    if not output.quiet and (remark := shared_output(points)):
+        say(output.console, f"warning: {remark}", "yellow", prose=True)
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
             until_the_end.enter_context(alone_in(folder))

@@ -168,6 +168,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
     worker.begin(config)
+    samples_before = run.read_plan().get("dataset_samples")  # before rank 0 writes the next plan
     spec = _group_spec(config, run.attempt(attempt), topology, stop)
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
@@ -200,6 +201,8 @@ def _set_up(worker: WorkerProcess) -> Training:
         training.changes = training.survivors.join(job, progress, lambda: stop.requested)
         return training
     training.restore(topology.rank)
+    if progress.updates:
+        _check_length(run, samples_before, planned.length.dataset_samples)
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
     if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
@@ -213,6 +216,20 @@ def _set_up(worker: WorkerProcess) -> Training:
     if training.survivors is not None:
         training.survivors.begin(job, group)
     return training
+
+
+def _check_length(run: RunDir, before: int | None, now: int | None) -> None:
+    """Raise `JobError` if the data set of a resumed run has another length than it had, unless a
+    `resume` accepted changed inputs: its samples would come in another order.
+    """
+    resumes = run.read_resumes()
+    accepted = bool(resumes and resumes[-1].get("changed_inputs"))
+    if before is not None and before != now and not accepted:
+        raise JobError(
+            f"the data set has {now} samples, but had {before} so far, so they would come in "
+            f"another order: bring it back, or start another run with "
+            f"train.initial_weights={run.path}"
+        )
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:

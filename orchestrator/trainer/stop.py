@@ -9,6 +9,7 @@ worker needs SLURM's commands, which a container may lack.
 
 from __future__ import annotations
 
+import os
 import re
 import signal
 import time
@@ -248,7 +249,8 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     """Return the content of restart.json for an attempt that begins after `updates` updates."""
     queued = topology.scheduled and not run.read_submission().get("held")
     why = RESUMED
-    if topology.restarts or not queued:  # else a person submitted it again
+    in_place = run.started_again(os.environ.get("SLURM_JOB_ID", "")).exists()
+    if topology.restarts or in_place or not queued:  # else a person submitted it again
         why = restart_reason(run, attempt) or (UNEXPLAINED if queued else why)
     place = read_progress(run.progress(attempt - 1))
     behind = place is not None and place.update >= updates

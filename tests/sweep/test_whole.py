@@ -2,6 +2,12 @@
 
 import shutil
 
+import pytest
+
+from orchestrator.config.command_line import read_command_line
+from orchestrator.config.composer import Composer
+from orchestrator.errors import ConfigError
+from orchestrator.sweep.points import checked, shared_output
 from tests.helpers import LIGHT, call, result, verb
 from tests.programs import script
 
@@ -49,3 +55,25 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
         run = tmp_path / "sweep" / point
         log = (run / "logs" / "rank-00000.log").read_text()
         assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
+    assert "same place" not in done.stdout
+
+
+@pytest.mark.parametrize("override", ["job.x=${run.name}/x", "cluster.account=${run.dir}-x"])
+def test_a_null_within_a_text_is_refused(override):
+    key, _, value = override.partition("=")
+    with pytest.raises(ConfigError, match=r"run\.(name|dir) is null") as caught:
+        Composer(read_command_line([f"++{override}"])).compose()
+    assert f"{key}={value}" in str(caught.value)
+
+
+def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
+    script(tmp_path, PROGRAM)
+    monkeypatch.chdir(tmp_path)
+
+    def warning(*words):
+        line = ["-m", "job.arguments.seed=1,2", "--", "train.py", *words]
+        return shared_output(checked(Composer(read_command_line(line)).all_points()))
+
+    assert "--output_dir {run.dir}/results" in warning("--output_dir", "a/results")
+    assert warning("--output_dir", "{run.dir}/results") is None
+    assert warning("--data_dir", "results") is None

@@ -29,6 +29,7 @@ from orchestrator.agent.topology import (
 from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
+from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
 STOP_SIGNALS = "TERM INT HUP USR1 USR2"
@@ -95,7 +96,9 @@ if ! [ -x @{python} ]; then
 fi
 """)
 ATTEMPT = Shell("""\
-export @{BASE}=@{attempt}
+again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again
+refuse_links "$again"
+@{BASE}=$((@{attempt} + $(cat "$again" 2>/dev/null || echo 0)))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"
@@ -128,6 +131,12 @@ kill "$watcher" 2>/dev/null
 SETTLE = Shell("""\
 trap '' @{STOP_SIGNALS}
 @{starter} after "$run" "$attempt" "$code" "$stop_signal"
+code=$?
+if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is there
+    trap - @{STOP_SIGNALS}
+    exec "$BASH" "$0"
+fi
+exit $code
 """)
 
 
@@ -268,7 +277,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *SETTLE.lines(starter=starter),
+        *SETTLE.lines(starter=starter, START_AGAIN=START_AGAIN),
     ]
     return "\n".join(lines) + "\n"
 
@@ -314,6 +323,7 @@ def _step(
     # They would give the one task of a node a rank's part of it.
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
+    yield f"export {BASE_ATTEMPT_VARIABLE}"
     for number, words in enumerate(_srun(config, here, run, shape)):
         yield f"{'    ' if number else ''}{_words(words)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"

@@ -43,14 +43,17 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.outcome import finish
+    from orchestrator.clusters.slurm.outcome import Next, finish
+    from orchestrator.errors import START_AGAIN
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
-    requeued = finish(Path(run), int(attempt), int(code), stop_signal)
+    follows = finish(Path(run), int(attempt), int(code), stop_signal)
     Notifier(RunDir(Path(run))).send(wait=True)
+    if follows is Next.NEW_SRUN:
+        sys.exit(START_AGAIN)
     ended = RunDir(Path(run)).read_result()
-    well = requeued or (ended is not None and ended["state"] != "failed")
+    well = follows is Next.REQUEUE or (ended is not None and ended["state"] != "failed")
     sys.exit(0 if well else 1)
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,8 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.root_cause import (
     CAUSES,
     KILLED,
+    SRUN_ENDED,
+    SRUN_KILLED,
     culprit_without_outcome,
     ending,
     srun_ended,
@@ -31,7 +34,7 @@ from orchestrator.config.program import is_program
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.outcome import State, departure_note, read_outcome, rule, write_end
@@ -55,6 +58,14 @@ LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
 
+class Next(Enum):
+    """Next step after an attempt: end of the run, requeue, or a new srun in this allocation."""
+
+    END = "end"
+    REQUEUE = "requeue"
+    NEW_SRUN = "new srun"
+
+
 def ask_job(client: SlurmClient, job_id: str) -> Job | None:
     """Return the controller's answer about this job, waiting for as long as it takes.
 
@@ -74,8 +85,8 @@ def cancelled_by_scheduler() -> Culprit:
     return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
 
 
-def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> bool:
-    """Settle what the ranks could not; return whether the job goes back to the queue.
+def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
+    """Settle what the ranks could not.
 
     Args:
         code: srun's exit code.
@@ -84,10 +95,10 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     """
     run = RunDir(path)
     if Fence(run.newest_attempt, attempt).is_stale:
-        return False
+        return Next.END
     _await_agents(run, attempt)
     if run.read_result() is not None:
-        return False
+        return Next.END
     job_id = own_job_id(os.environ)
     job = ask_job(SlurmClient(), job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
@@ -95,24 +106,32 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
-        return False
+        return Next.END
     if job.cancelled:
         write_end(run, State.STOPPED, cancelled_by_scheduler())
-        return False
+        return Next.END
+    in_place = False
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
+        only_srun = why in (SRUN_KILLED, SRUN_ENDED)
+        in_place = only_srun and job.state == "RUNNING" and not script_gone
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    return conclude(
+    again = conclude(
         run,
         attempt,
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        again=partial(ask_for_requeue, SlurmClient(), job_id),
+        again=partial(_count_new_srun, run)
+        if in_place
+        else partial(ask_for_requeue, SlurmClient(), job_id),
     )
+    if not again:
+        return Next.END
+    return Next.NEW_SRUN if in_place else Next.REQUEUE
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
@@ -129,6 +148,15 @@ def _await_agents(run: RunDir, attempt: int) -> None:
             print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
             reported = True
         time.sleep(LOOK_S)
+
+
+def _count_new_srun(run: RunDir) -> None:
+    """Count one more attempt of this start of the job, for the script and for who settles it."""
+    counted = run.started_again(os.environ["SLURM_JOB_ID"])
+    before = int(counted.read_text("ascii")) if counted.exists() else 0
+    write_atomically(counted, f"{before + 1}\n")
+    handle = read_handle(run)
+    write_json(run.handle, {**handle, "attempt": int(handle["attempt"]) + 1})
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
@@ -152,7 +180,7 @@ def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
     fence = Fence(run.newest_attempt, attempt)
     print("the batch script is gone; its part is done from here", flush=True)  # noqa: T201  # the node's log
     try:
-        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why):
+        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
             return
         SlurmClient().must("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it

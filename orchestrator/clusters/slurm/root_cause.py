@@ -17,6 +17,7 @@ from orchestrator.rundir.outcome import Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_ends
 
 KILLED = 128 + signal.SIGKILL
+SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was told to end the job"
 SAID_LINES = 400
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3
@@ -46,8 +47,8 @@ def srun_ended(run: RunDir, attempt: int) -> str | None:
     """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
     said = "\n".join(tail(run.srun_log(attempt), SAID_LINES))
     if "srun: forcing job termination" in said:
-        return "srun was told to end the job"
-    return None if task_ends(said) else "srun was killed"
+        return SRUN_ENDED
+    return None if task_ends(said) else SRUN_KILLED
 
 
 def culprit_without_outcome(run: RunDir, attempt: int, code: int) -> Culprit:

@@ -31,6 +31,7 @@ from orchestrator.engine.torch.group import (
     broadcast_tensors,
     gather_numbers,
     gather_texts,
+    version_of,
 )
 from orchestrator.engine.torch.model import (
     advice,
@@ -170,7 +171,8 @@ class TorchEngine:
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
-        self._buffers_before: dict[str, tuple[int, Tensor]] = {}  # their version, and a copy
+        # The tensors of a window's start with their versions, and copies.
+        self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
         rows = self.gather(digest_to_floats(machine_digest()))
         self._warnings = norms + machine_warning(rows, settings.reduction)
 
@@ -409,9 +411,14 @@ class TorchEngine:
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
         for name, buffer in self.model.named_buffers():
-            version = buffer._version  # noqa: SLF001  # no public name
-            if self._buffers_before.get(name, (-1,))[0] != version:
-                self._buffers_before[name] = version, buffer.detach().clone()
+            if not self._is_as_before(name, buffer):
+                copy = buffer.detach().clone()
+                self._buffers_before[name] = buffer, version_of(buffer), copy
+
+    def _is_as_before(self, name: str, buffer: Tensor) -> bool:
+        """Return whether a buffer is the tensor that was kept, and was not written since."""
+        kept, version, _ = self._buffers_before.get(name, (None, 0, None))
+        return kept is buffer and version == version_of(buffer)
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
@@ -420,9 +427,8 @@ class TorchEngine:
         self.accumulator.precision.load(self._scale_before)
         self._in_window, self._window = False, None
         for name, buffer in self.model.named_buffers():
-            version, before = self._buffers_before[name]
-            if buffer._version != version:  # noqa: SLF001  # no public name
-                buffer.detach().copy_(before)
+            if name in self._buffers_before and not self._is_as_before(name, buffer):
+                buffer.detach().copy_(self._buffers_before[name][2])
 
     def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
         self.accumulator.newcomers_wait = waiting

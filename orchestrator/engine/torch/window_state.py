@@ -261,7 +261,7 @@ class WindowState:
                     "for all of its micro-steps, or for none. A scheduler's step() comes after "
                     "boundary(), once an update"
                 )
-        rate = self._optimizer.param_groups[0].get("lr", 0.0)
+        rate = self._optimizer.param_groups[0].get("lr") or 0.0  # some have none
         # One that is kept on a device is not looked at, as that would wait.
         return {**self._agreed, "the learning rate": 0.0 if isinstance(rate, Tensor) else rate}
 
