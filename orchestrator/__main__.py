@@ -409,16 +409,16 @@ def export(
     form = "torch" if torch else "dcp" if dcp else "safetensors"
     found = _newest_checkpoint(run.absolute())
     folder = RunDir(run.absolute())
-    environment = folder.read_environment() or {}
-    uses_mindspore = "mindspore" in environment.get("framework", {})
-    name = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
-    to = (output or folder.path / "export" / name).absolute()
+    versions = (folder.read_environment() or {}).get("framework", {})
+    name = next((name for name in versions if FRAMEWORKS.refusal(name) is None), "torch")
+    framework = FRAMEWORKS.make(name, Framework)
+    file = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
+    to = (output or folder.path / "export" / file).absolute()
     if os.path.lexists(to):
         raise UsageError(f"{to} is there already; name another one: --output")
     if output is None and not to.parent.exists():
         make_folder(to.parent)
     partial = to.with_name(f".partial-{to.name}")
-    framework = FRAMEWORKS.make("mindspore" if uses_mindspore else "torch", Framework)
     try:
         framework.export(found.folder, found.extra, form, partial)
         partial.rename(to)

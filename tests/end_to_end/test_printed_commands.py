@@ -45,6 +45,7 @@ ELSEWHERE = {
     r"runs/(start|torch)\b": "the same: it is what these are compared with",
     r"orchestrator rehearse": "minutes: tests/health",
     r"orchestrator audit": "scripts that train: tests/audit",
+    r"orchestrator export": "runs of torch: tests/end_to_end/test_restarts.py",
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_plans.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_plans.py plans the like",
