@@ -168,7 +168,7 @@ def require_cwd() -> None:
         os.getcwd()  # noqa: PTH109  # Path.cwd() would say no more
     except FileNotFoundError:
         raise RunFolderError(
-            "the folder that you stand in does not exist any more; cd to another one"
+            "the working folder does not exist any more; cd to another one"
         ) from None
 
 

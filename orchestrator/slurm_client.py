@@ -227,8 +227,8 @@ HELD_AFTER_LAUNCH = "launch failed requeued held"
 STANDSTILL = {
     "STOPPED": "all of it was stopped (scancel -s STOP); `scancel -s CONT {}` lets it go on",
     "SUSPENDED": (
-        "suspended, for a job that goes first or by hand; it goes on as it is when that has ended, "
-        "or an administrator says `scontrol resume {}`"
+        "suspended by SLURM for another job, or by hand; it continues when that job has ended, or "
+        "by an administrator's `scontrol resume {}`"
     ),
 }
 WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD"})

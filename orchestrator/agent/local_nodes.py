@@ -242,7 +242,7 @@ def may_fork(environment: Mapping[str, str]) -> bool:
 
 
 def become(environment: Mapping[str, str], keep: Collection[int]) -> None:
-    """Be what an exec of this module would be, in a fork, to the end of this process.
+    """Run in a fork as an exec of this module would, to the end of this process.
 
     Args:
         keep: descriptors besides the standard ones that stay open.

@@ -29,7 +29,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Do on the CPU whatever names a CUDA device."""
+    """Run on the CPU what names a CUDA device."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

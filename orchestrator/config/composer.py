@@ -224,7 +224,7 @@ class Composer:
         """Compose the configuration of a run, or what all points of a sweep share.
 
         Raises:
-            ConfigError: what cannot be composed, in words.
+            ConfigError: the configuration cannot be composed.
         """
         mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
         with config_errors():

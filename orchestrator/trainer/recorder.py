@@ -159,7 +159,7 @@ class Tracker(ABC):
     """
 
     Options: ClassVar[type] = NoOptions
-    title: str = "what tracker.kind wants"
+    title: str = "the output of tracker.kind"
 
     def __init__(self, run: RunDir, config: Config) -> None:
         """Prepare to write. Raise `ConfigError` for invalid options, which ends the run."""

@@ -31,7 +31,7 @@ from orchestrator.rundir.outcome import note_departure, read_outcome
 from orchestrator.rundir.warnings import warn
 
 KILL_WAIT_S = 30.0
-UNEXPLAINED = "it ended without a word: a node failed, or the time to stop was too short"
+UNEXPLAINED = "it ended without a message: a node failed, or the time to stop was too short"
 SRUN_LOG_BYTES = 2**20
 NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 RECENT = 5

@@ -503,7 +503,7 @@ class Survivors(Callback):
         if self._tries[1] > MOST_TRIES:
             raise self._no_way_on(
                 f"{self._tries[1]} groups began update {updates + 1}, and each lost ranks in it, "
-                f"at last {who}: what comes back so often is not survived"
+                f"at last {who}: so many losses in one update are not survived"
             )
 
     def _say(self, sentence: str) -> None:

@@ -29,7 +29,7 @@ NEVER = (
     "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
     "invalid feature", "invalid node name", "reservation is invalid",
 )  # fmt: skip
-TAKEN_ALL_THE_SAME = "(the scheduler would take the job all the same, to wait for ever)"
+TAKEN_ALL_THE_SAME = "(the scheduler would accept the job, which would wait forever)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -33,7 +33,7 @@ def for_others(words: str = "", *numbers: int) -> Generator[None]:
     Args:
         words: what is awaited, with a `%d` for each number. Nested waits are reported together.
     """
-    global _last, _failed_wait  # noqa: PLW0603  # one account for the process is what is meant
+    global _last, _failed_wait  # noqa: PLW0603  # waits are counted for the process
     wait = _Wait(time.monotonic(), words, numbers)
     with _lock:
         _under_way.append(wait)

@@ -153,7 +153,7 @@ class Accumulator:
 
     Attributes:
         newcomers_wait: this rank knows of ranks that wait to join; every rank's report will say so.
-        padding: the micro-step to come only keeps ranks in step, and its loss counts nothing.
+        padding: the micro-step to come only keeps ranks in step, and its loss is not counted.
 
     Raises:
         JobError: the model has nothing to train, or ranks do not start alike.

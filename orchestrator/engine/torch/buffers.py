@@ -281,7 +281,7 @@ class GradientBuffers:
         self.attach()
 
     def attach(self) -> None:
-        """Show the buffers' numbers: every `.grad` is its view, whatever it was."""
+        """Set every `.grad` to its view of the buffers."""
         for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
             parameter.grad = gradient
 

@@ -204,7 +204,7 @@ class BaseGroup(Group):
         Args:
             out: one piece; it may be the one of this rank's number in `tensor` itself.
             tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
-                until `wait()`; what `tensor` holds then, outside of `out`, is not said.
+                until `wait()`; the rest of `tensor` is undefined then.
             in_window: see `Group._admit`.
         """
         share = (self.size - 1) * tensor.nbytes

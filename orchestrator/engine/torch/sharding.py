@@ -80,7 +80,7 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
         if start < end:
             raise ConfigError(
                 f"parameters {name} and {other} share memory; engine.shard_optimizer=true moves "
-                "parameters, and would part them. Use one parameter in both places"
+                "parameters, and would separate them. Use one parameter in both places"
             )
 
 

@@ -268,7 +268,7 @@ def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
 
 def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
     """Write what `prepared` gave, or copies of that: the same bytes."""
-    # Views into a common memory (slices of one tensor) have to be parted; others are not copied.
+    # Views of one storage (slices of one tensor) have to be copied; others are not.
     parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
     try:
         save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)

@@ -615,7 +615,7 @@ class Gloo(_ProcessGroupTransport):
 
 
 def _watchdog_timeout(spec: GroupSpec) -> timedelta:
-    """Return a longer time than ranks wait: the watchdog ends the process without a word."""
+    """Return a longer time than ranks wait: the watchdog ends the process without an error."""
     return timedelta(seconds=spec.collective_timeout_s + 60.0)
 
 
