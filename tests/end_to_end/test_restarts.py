@@ -99,7 +99,9 @@ def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tm
     )  # fmt: skip
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}")
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=4", "run.max_restarts=1")
-    shards = ("engine.shard_model=node", "train.updates=4", f"run.dir={run}")
+    shards = (
+        "engine.shard_model=node", "train.updates=4", "run.survive=false", f"run.dir={run}",
+    )  # fmt: skip
     for words in ((*more, *alone), (*more, *shards, *fault)):
         done = helpers.call(*words)
         assert done.returncode == 0, done.stdout + done.stderr
