@@ -21,7 +21,7 @@ from slurm.dev_cluster import DevCluster
 
 SCRIPT = r"its batch script was (killed|sent SIG\w+)"
 STOPPED = r"asked to stop|stopped before it began"
-ANY_END = rf"{SCRIPT}|{STOPPED}|it ended without a word"
+ANY_END = rf"{SCRIPT}|{STOPPED}|it ended without a message"
 AWAY_S = 8.0
 
 
@@ -161,8 +161,8 @@ FAULTS: dict[str, Fault] = {
     "scancel --full -s TERM": Fault(do=_scancel("--full", "-s", "TERM"), why=ANY_END),
     "scancel --batch -s USR2": Fault(do=_scancel("--batch", "-s", "USR2"), why=ANY_END),
     "scancel -s USR2": Fault(do=_scancel("-s", "USR2"), why=STOPPED),
-    "scontrol requeue": Fault(do=_requeue, why=ANY_END, late=True),
-    "preempt": Fault(do=_preempt, why=r"preempted|it ended without a word", alone=True),
+    "scontrol requeue": Fault(do=_requeue, why=rf"requeued|{ANY_END}", late=True),
+    "preempt": Fault(do=_preempt, why=r"preempted|it ended without a message", alone=True),
     "node set down": Fault(do=_node_down, why=rf"{NODE}|requeued|{ANY_END}", alone=True),
     "processes of a node vanish": Fault(do=_node_empty, why=NODE),
     "a node goes dark": Fault(do=_node_dark, why=rf"{NODE}|rank \d", alone=True),

@@ -83,6 +83,7 @@ class Disturbed:
         self._cluster, self._run, self._draw, self._expected = cluster, folder, draw, expected
         self._chance = random.Random(draw.seed)  # noqa: S311  # it has to repeat
         self.outcome = Outcome(draw=draw)
+        self._causes: list[str] = []  # patterns of what the faults so far may be called
 
     def play(self) -> Outcome:
         """Submit, disturb, wait for the end, look at everything."""
@@ -216,9 +217,9 @@ class Disturbed:
             self.outcome.scheduler_s.append(begun.stat().st_mtime - max(seen))
         self.outcome.resumed_s.append(first - at)
         why = str(_json(notes[0])["why"])
-        pattern = scene.notes.get("why") or fault.why
-        right = pattern is not None and re.search(rf"{pattern}|{fault.why}", why)
-        if not right and not ended_before:
+        # An earlier fault of the run may be what ended this attempt.
+        self._causes += filter(None, (scene.notes.get("why"), fault.why))
+        if not any(re.search(cause, why) for cause in self._causes) and not ended_before:
             self.outcome.wrong.append(f"after {kind} the cause is {why!r}")
 
     def _look_at_the_end(self) -> None:
