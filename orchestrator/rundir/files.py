@@ -6,13 +6,15 @@ checksum of their own content (`checksums.py`), so that damage is found when the
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import secrets
 import shutil
 import stat
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +27,8 @@ BLOCK = 1 << 20
 
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
+
+_defer_sync: ContextVar[bool] = ContextVar("_defer_sync", default=False)
 
 
 def open_nofollow(path: Path, flags: int = os.O_RDONLY) -> int:
@@ -113,19 +117,48 @@ def make_folder(path: Path) -> None:
     path.chmod(PRIVATE)
 
 
+@contextlib.contextmanager
+def written_together(folders: Iterable[Path]) -> Generator[None]:
+    """Sync many new files at once: on exit without an error, all below `folders` is on disk."""
+    before = _defer_sync.set(True)
+    try:
+        yield
+    finally:
+        _defer_sync.reset(before)
+    _sync_disks(folders)
+
+
+def _sync_disks(folders: Iterable[Path]) -> None:
+    import ctypes  # Python itself can wait for one file, or for all disks of the machine
+
+    libc = ctypes.CDLL(None, use_errno=True)
+    for folder in {path.stat().st_dev: path for path in folders}.values():
+        descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            if libc.syncfs(descriptor):
+                number = ctypes.get_errno()
+                raise OSError(number, os.strerror(number), str(folder))
+        finally:
+            os.close(descriptor)
+
+
 def write_atomically(path: Path, content: str | bytes) -> None:
     """Write so that a reader, or a crash at any point, sees the old file or the new one.
+
+    Inside `written_together` a crash of the machine may leave a damaged file where none was.
 
     Raises:
         RunFolderError: a folder has the file's name.
     """
+    sync = not _defer_sync.get() or path.exists()
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
         descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE)
         with os.fdopen(descriptor, "wb") as file:
             file.write(content.encode() if isinstance(content, str) else content)
             file.flush()
-            os.fsync(file.fileno())
+            if sync:
+                os.fsync(file.fileno())
         temporary.replace(path)
     except IsADirectoryError as error:
         temporary.unlink(missing_ok=True)

@@ -28,7 +28,7 @@ from orchestrator.errors import (
     UsageError,
 )
 from orchestrator.plugins import CLUSTERS
-from orchestrator.rundir.files import make_folder, names_in
+from orchestrator.rundir.files import make_folder, names_in, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import held
 from orchestrator.rundir.status import OVER, RunStatus
@@ -322,8 +322,9 @@ def _made_ready(cells: Sequence[Cell], quiet: OutputOptions) -> list[Ready]:
     """Write all runs to the disk, or none and raise why."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
+    sweeps = {cell.run.path.parent for cell in cells}
     try:
-        with writing(RunDir(cells[0].run.path.parent)):
+        with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
             for cell in cells:
                 _refuse_interrupted()
                 try:

@@ -12,12 +12,14 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir import files
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import (
     open_nofollow,
     read_json,
     start_of_last,
     write_json,
+    written_together,
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
@@ -183,6 +185,30 @@ def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, calls):
     write_json(tmp_path / "x.json", {"a": 1})
     assert [name for name, _ in calls] == ["fsync", "replace"]
     assert calls[0][1] == calls[1][1] != "x.json"
+
+
+def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itself(
+    tmp_path, calls, monkeypatch
+):
+    write_json(tmp_path / "old.json", {"a": 1})
+    calls.clear()
+    real = files._sync_disks
+    monkeypatch.setattr(  # called all the same
+        files, "_sync_disks", lambda folders: calls.append(("disk", "")) or real(folders)
+    )
+    with written_together([tmp_path]):
+        for number in range(3):
+            write_json(tmp_path / f"{number}.json", {"a": number})
+        assert {name for name, _ in calls} == {"replace"}
+        write_json(tmp_path / "old.json", {"a": 2})
+    assert [name for name, _ in calls] == ["replace"] * 3 + ["fsync", "replace", "disk"]
+    write_json(tmp_path / "later.json", {})
+    assert calls[-2][0] == "fsync"
+
+
+def test_a_disk_that_cannot_take_what_was_written_together_is_said(tmp_path):
+    with pytest.raises(FileNotFoundError), written_together([tmp_path / "gone"]):
+        pass
 
 
 class Engine:

@@ -27,6 +27,7 @@ from orchestrator.rundir.files import (
     make_folder,
     names_in,
     write_atomically,
+    written_together,
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import SlurmClient
@@ -170,11 +171,12 @@ def lay_out(sweep: Path, part: Sequence[Placed]) -> None:
         if cluster.config.run.snapshot and source_of(cluster) not in copies:
             copies[source_of(cluster)] = copy = _next_path(sweep / CODE)
             cluster.copy_code(sweep, copy)
-    for cluster, request in part:
-        run, copy = RunDir(request.run), copies.get(source_of(cluster))
-        write_task(run)
-        text = cluster.request(request.run, request.attempt, copy).text
-        write_atomically(run.submitit / f"{script_name(request.attempt)}.sh", text)
+    with written_together([sweep]):
+        for cluster, request in part:
+            run, copy = RunDir(request.run), copies.get(source_of(cluster))
+            write_task(run)
+            text = cluster.request(request.run, request.attempt, copy).text
+            write_atomically(run.submitit / f"{script_name(request.attempt)}.sh", text)
 
 
 def array_script(part: Sequence[Request], at_once: int | None) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, describe_status
-from orchestrator.rundir.files import open_nofollow, read_json, write_json
+from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import SchedulerDown, SlurmClient, accounted_scripts, explained, mine
 
@@ -220,14 +220,15 @@ def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
 
 def _write_handles(folder: RunDir, note: Mapping[str, Any], job: str) -> None:
     """Record the job in each run's handle.json; then the note is not needed any more."""
-    for name in note["elements"]:
-        if (folder.path / name).is_dir():
-            handle = {
-                "kind": "slurm",
-                "job_id": f"{job}_{name}" if name else job,
-                "attempt": note["attempt"],
-                "slurm_conf": note["slurm_conf"],
-                "time": time.time(),
-            }
-            write_json(RunDir(folder.path / name).handle, handle)
+    with written_together([folder.path]):
+        for name in note["elements"]:
+            if (folder.path / name).is_dir():
+                handle = {
+                    "kind": "slurm",
+                    "job_id": f"{job}_{name}" if name else job,
+                    "attempt": note["attempt"],
+                    "slurm_conf": note["slurm_conf"],
+                    "time": time.time(),
+                }
+                write_json(RunDir(folder.path / name).handle, handle)
     folder.submitting.unlink()
