@@ -339,7 +339,7 @@ def _stamp(path: Path) -> str:
     for file in islice(_files(path), MOST_FILES):
         try:
             facts = file.stat()
-        except FileNotFoundError:  # somebody writes there
+        except FileNotFoundError:  # another process writes there
             continue
         line = f"{file.relative_to(path)} {facts.st_size} {facts.st_mtime_ns}\n"
         whole.update(line.encode("utf-8", "surrogateescape"))  # a name may be any bytes

@@ -10,7 +10,7 @@ from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -64,6 +64,9 @@ from orchestrator.engine.torch.state import (
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, is_coupled
+
+if TYPE_CHECKING:
+    from orchestrator.engine.torch.fully_sharded import FullySharded
 
 
 def _build_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
@@ -135,7 +138,6 @@ class TorchEngine:
     Attributes:
         model: the model that is trained.
         accumulator: of its gradients.
-        copy: the ranks that hold this rank's copy of a model in shards; () for any other.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
@@ -184,9 +186,6 @@ class TorchEngine:
         # window.
         self._gathered: dict[str, Any] | None = None
         self._weights: dict[str, Tensor] | None = None
-        sharded = accumulator.fully_sharded
-        self.copy: tuple[int, ...] = () if sharded is None else sharded.copy
-        self._sharded = sharded
         self._coupled = None
         if is_coupled(self._job):
             self._coupled = CoupledWindows(
@@ -197,6 +196,15 @@ class TorchEngine:
                 prepare=self._prepared,
                 leaves=self._leaves,
             )
+
+    @property
+    def _sharded(self) -> FullySharded | None:
+        return self.accumulator.fully_sharded
+
+    @property
+    def copy(self) -> tuple[int, ...]:
+        """Return the ranks that hold this rank's copy of a model in shards; () for any other."""
+        return () if self._sharded is None else self._sharded.copy
 
     def _prepared(self, batch: Any) -> Any:
         return moved(batch, self._group.device, double=self._settings.precision == "float64")
@@ -447,9 +455,9 @@ class TorchEngine:
             raise StateLost(incomplete)
         applied = [int(row[0]) for row in rows]
         newest, behind = max(applied), updates < max(applied)
-        among = group if self._sharded is None else self._same_shards(group, updates, newest)
-        if among is not group:
-            applied = [int(row[0]) for row in gather_numbers(among, [updates])]
+        among = group
+        if self._sharded is not None:
+            among, applied = self._same_shards(group, updates, newest)
         sharded = self._settings.shard_optimizer
         try:
             whole = self._state_among(group) if sharded else None
@@ -469,8 +477,8 @@ class TorchEngine:
                     self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
                 else:
                     self.model.load_state_dict(found["model"])
-                if self._sharded is None and whole is None:
-                    self.accumulator.load_optimizer_state(found["optimizer"])
+                    if whole is None:
+                        self.accumulator.load_optimizer_state(found["optimizer"])
                 self.accumulator.precision.load(found["precision"])
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
@@ -494,8 +502,11 @@ class TorchEngine:
             state["optimizer"] = self.accumulator.optimizer_state()
         return state
 
-    def _same_shards(self, group: BaseGroup, updates: int, newest: int) -> BaseGroup:
-        """Return the ranks of `group` that hold the same shards as this one. Collective.
+    def _same_shards(
+        self, group: BaseGroup, updates: int, newest: int
+    ) -> tuple[BaseGroup, list[int]]:
+        """Return the ranks of `group` that hold the same shards as this one, and how many updates
+        each has applied. Collective.
 
         Raises:
             StateLost: on all ranks; of some shards no rank has applied the newest update.
@@ -504,12 +515,12 @@ class TorchEngine:
 
         join_copies(group, self._settings.shard_model)
         among = cast("BaseGroup", group.replicas)
-        best = max(row[0] for row in gather_numbers(among, [updates]))
-        rows = gather_numbers(group, [best])
+        applied = [int(row[0]) for row in gather_numbers(among, [updates])]
+        rows = gather_numbers(group, [max(applied)])
         if lost := [rank for rank, row in enumerate(rows) if row[0] < newest]:
             self._incomplete = True
             raise StateLost(lost)
-        return among
+        return among, applied
 
     def _state_among(self, group: BaseGroup) -> dict[str, Any] | None:
         """Return all of a sharded optimizer's state, on every rank of `group`. Collective.

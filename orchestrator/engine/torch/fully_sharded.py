@@ -16,7 +16,7 @@ micro-steps of weight 0; other loops do so themselves.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -219,50 +219,46 @@ class FullySharded:
         """Return the optimizer's `state_dict()` with whole tensors on the CPU. Collective; None if
         not kept.
         """
-        saved = optimizer.state_dict()
-        states = {
-            number: {
-                key: _whole(value, keep=keep) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-            for number, state in saved["state"].items()
-        }
-        return {**saved, "state": states} if keep else None
-
-    def own_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """Return the optimizer's `state_dict()` with this rank's shards. Not collective."""
-        saved = optimizer.state_dict()
-        states = {
-            number: {k: local_part(v) if isinstance(v, Tensor) else v for k, v in state.items()}
-            for number, state in saved["state"].items()
-        }
-        return {**saved, "state": states}
-
-    def load_own_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
-        """Take the `own_state` of a rank with the same shards of another copy. Not collective."""
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = {
-            number: {
-                key: as_sharded(value, parameters[number])
-                if isinstance(value, Tensor) and value.shape == local_part(parameters[number]).shape
-                else value
-                for key, value in state.items()
-            }
-            for number, state in saved["state"].items()
-        }
-        restore_optimizer(optimizer, {**saved, "state": states})
+        whole = _with_tensors(optimizer.state_dict(), lambda _, value: _whole(value, keep=keep))
+        return whole if keep else None
 
     def sharded_state(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> dict[str, Any]:
         """Return `whole_state`'s as this rank's optimizer keeps it. Not collective."""
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        states = {
-            number: {
-                key: shard_like(value, parameters[number]) if isinstance(value, Tensor) else value
-                for key, value in state.items()
-            }
-            for number, state in saved["state"].items()
+        return _with_tensors(saved, lambda number, value: shard_like(value, parameters[number]))
+
+    def own_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """Return the optimizer's `state_dict()` with this rank's shards. Not collective."""
+        return _with_tensors(optimizer.state_dict(), lambda _, value: local_part(value))
+
+    def load_own_state(self, optimizer: Optimizer, saved: Mapping[str, Any]) -> None:
+        """Take the `own_state` of a rank with the same shards of another copy. Not collective."""
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+
+        def sharded(number: int, value: Tensor) -> Tensor:
+            parameter = parameters[number]
+            same = value.shape == local_part(parameter).shape
+            return as_sharded(value, parameter) if same else value
+
+        restore_optimizer(optimizer, _with_tensors(saved, sharded))
+
+
+def _with_tensors(
+    saved: Mapping[str, Any], change: Callable[[int, Tensor], Tensor]
+) -> dict[str, Any]:
+    """Return an optimizer's `state_dict()` with other tensors.
+
+    Args:
+        change: returns one, from its parameter's number and the tensor.
+    """
+    states = {
+        number: {
+            key: change(number, value) if isinstance(value, Tensor) else value
+            for key, value in state.items()
         }
-        return {**saved, "state": states}
+        for number, state in saved["state"].items()
+    }
+    return {**saved, "state": states}
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor:

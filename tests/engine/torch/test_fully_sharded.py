@@ -231,7 +231,7 @@ def _all(group, folder):
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory):
-    """What four processes found, which meet once for all of it."""
+    """Return the results of four processes, which meet once for all checks."""
     folder = tmp_path_factory.mktemp("ranks")
     return run_ranks(4, folder, _all, folder)
 
