@@ -29,7 +29,6 @@ from orchestrator.agent.processes import (
     asleep_in,
     descendants,
     fork_session,
-    state_of,
 )
 from orchestrator.agent.programs import Program
 from orchestrator.agent.stacks import ASKS, catches
@@ -239,15 +238,18 @@ class Workers:
                     }
                 )
 
-    def reap(self) -> None:
-        """Collect children that ended; report workers among them."""
+    def reap(self) -> bool:
+        """Collect children that ended, and report workers among them; return whether some live.
+
+        The agent adopts orphans, so without a child it has no descendant.
+        """
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                return False
             if pid == 0:
-                return
+                return True
             worker = next((one for one in self.alive if one.pid == pid), None)
             if worker is None:  # a process that a worker left behind
                 continue
@@ -330,11 +332,11 @@ class Workers:
     def await_leftovers(self) -> None:
         """Give processes that ended workers have left behind a moment to end by themselves."""
         until = time.monotonic() + LINGER_S
-        while (left := live_descendants()) and time.monotonic() < until:
+        while self.reap():
+            if time.monotonic() >= until:
+                log.info("processes that the ranks left running are ended")
+                return
             time.sleep(0.01)
-            self.reap()
-        if left:
-            log.info("%d processes that the ranks left running are ended", len(left))
 
     def kill_all(self) -> None:
         """Kill all descendants, adopted ones included, and wait until none is left."""
@@ -371,32 +373,27 @@ def kills_for_memory() -> int:
     )
 
 
-def live_descendants() -> list[int]:
-    """Return the descendants of this process that have not ended."""
-    return [pid for pid in descendants(os.getpid()) if state_of(pid) not in "ZX"]
-
-
-def kill_descendants(reap: Callable[[], None] | None = None) -> None:
-    """Kill all descendants of this process, and wait until none is left.
+def kill_descendants(reap: Callable[[], bool] | None = None) -> None:
+    """Kill all descendants of this process, which adopts orphans, and wait until none is left.
 
     Args:
-        reap: collects children that ended; by default all of them, unseen.
+        reap: collects children that ended, and returns whether some live; by default all of them,
+            unseen.
     """
     deadline = time.monotonic() + KILL_DEADLINE_S
-    while time.monotonic() < deadline:
-        left = live_descendants()
-        for pid in left:
+    # Only the kernel can say that none is left: a list read from /proc misses a process whose
+    # parent ends meanwhile.
+    while (reap or _reap_all)() and time.monotonic() < deadline:
+        for pid in descendants(os.getpid()):
             with contextlib.suppress(ProcessLookupError):
                 os.kill(pid, signal.SIGKILL)
-        (reap or _reap_all)()
-        if not left:
-            return
         time.sleep(0.005)  # between two looks at processes that were just killed
 
 
-def _reap_all() -> None:
+def _reap_all() -> bool:
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
     except ChildProcessError:
-        return
+        return False
+    return True
