@@ -88,6 +88,8 @@ class Watcher(InfoWatcher):
         from orchestrator.rundir.folder import RunDir
 
         asked = {job: self._runs[job] for job in self._registered - self._finished}
+        # Asked first: a job that ends meanwhile has its last state when that is read.
+        followed = {job for job in asked if _is_followed(job)}
         begun = {job: RunDir(run) for job, run in asked.items() if (run / "config.yaml").exists()}
         found, _ = statuses(begun.values())
         states = {
@@ -96,7 +98,7 @@ class Watcher(InfoWatcher):
         }
         for job in asked:
             state = states.get(job, "FAILED")
-            if state != "COMPLETED" and _is_followed(job):
+            if state != "COMPLETED" and job in followed:
                 state = "RUNNING"
             self._info_dict[job] = {"State": state, "jobState": state}
             if self.is_done(job, mode="cache"):
@@ -115,7 +117,9 @@ class Watcher(InfoWatcher):
 def _is_followed(job_id: str) -> bool:
     """Return True if `follow` is at work on a job on simulated nodes."""
     try:
-        return psutil.Process(int(job_id)).cmdline()[2:4] == [MODULE, "follow"]
+        words = psutil.Process(int(job_id)).cmdline()
+        # A process has no words for a moment during its exec, which Popen does not wait for.
+        return not words or words[2:4] == [MODULE, "follow"]
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
