@@ -336,10 +336,10 @@ def _newest_checkpoint(run: Path) -> Checkpoint:
 
 
 def _final_weights(run: Path) -> Path:
-    """Return the file of a run's newest weights; see `_newest_checkpoint`."""
-    from orchestrator.rundir.checkpoints import WEIGHTS
+    """Return where a run's newest weights are; see `_newest_checkpoint`."""
+    from orchestrator.rundir.checkpoints import weights_of
 
-    return run if run.is_file() else _newest_checkpoint(run).folder / WEIGHTS
+    return run if run.is_file() else weights_of(_newest_checkpoint(run).folder)
 
 
 @verb

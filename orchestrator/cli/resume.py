@@ -30,11 +30,11 @@ from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.plan.window import planner_of
 from orchestrator.rundir.checkpoints import (
     PREFIX,
-    WEIGHTS,
     complete,
     digest_of,
     newest,
     refuse_beyond,
+    weights_of,
 )
 from orchestrator.rundir.files import read_text, write_atomically, write_json
 from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
@@ -117,7 +117,7 @@ def _checked(path: Path) -> Path:
         found, _ = newest(run.checkpoints, run.identity)
         if found is None:
             raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
-        path = found.folder / WEIGHTS
+        path = weights_of(found.folder)
     if not SafetensorsFile(path).tensors:
         raise RunFolderError(f"{path} holds no tensors")
     return path
@@ -132,7 +132,12 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
     path = initial_weights(config)
     if path is None:
         return {}
-    shutil.copyfile(path, run.initial_weights)
+    from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
+
+    if path.is_dir():
+        SafetensorsFile(path).write(run.initial_weights)
+    else:
+        shutil.copyfile(path, run.initial_weights)
     run.initial_weights.chmod(0o600)
     return {INITIAL_DIGEST: digest_of(run.initial_weights)}
 

@@ -1,29 +1,101 @@
-"""Checkpoints of a training loop: restored on all ranks, written by rank 0, perhaps by a thread.
+"""Checkpoints of a training loop: restored on all ranks, written by rank 0, or in parts by several
+ranks, perhaps by threads.
 
 Files, digests and names are those of `rundir/checkpoints.py`; torn or damaged ones are passed over.
+
+In parts: rank 0 makes the folder, and each rank writes its part and the part's digest. After every
+boundary the ranks exchange whether they are done; once all are, rank 0 completes the checkpoint.
 """
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol, cast
 
-from orchestrator.client.loop import Callback, Done, Replicas, TrainingProgress
+from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.warnings import warn
 
 
-class TrainingState(Replicas, Saves, Protocol):
+class TrainingState(Saves, Protocol):
     """The state of a training; see `Engine`, which is one."""
 
+    def check_replicas(self) -> None: ...
     def gather(self, numbers: Sequence[float]) -> list[list[float]]: ...
+    def gather_state(self) -> None: ...
     def holds_state(self) -> bool: ...
+    def part(self) -> int | None: ...
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None: ...
+
+
+class Part:
+    """This rank's part of a checkpoint under way.
+
+    Args:
+        folder: that rank 0 made.
+        number: see `Engine.part`.
+        state: an engine, or its snapshot.
+    """
+
+    def __init__(
+        self, folder: Path, number: int, state: Any, about: dict[str, Any], *, background: bool
+    ) -> None:
+        self.folder, self.about, self.began = folder, about, time.monotonic()
+        self.extra: dict[str, Any] = {}
+        self._number, self._state, self._background = number, state, background
+        self._error, self._digest = 0, ""
+        self._failed: Exception | None = None
+        self._thread = threading.Thread(target=self._write, name="checkpoint", daemon=True)
+        if background:
+            self._thread.start()
+        else:
+            self._write()
+
+    def _write(self) -> None:
+        try:
+            if self._background:
+                self._state.take()
+            self.extra = self._state.save_state(self.folder)
+            if self._number >= 0:
+                path = self.folder / checkpoint.part_name(self._number)
+                self._digest = checkpoint.synced_digest(path)
+        except OSError as error:
+            self._error = error.errno or errno.EIO
+        except Exception as error:  # noqa: BLE001  # raised by the main thread
+            self._failed = error
+
+    def row(self, *, wait: bool) -> list[float]:
+        """Return for all ranks: 1 once it is written, else 0; an errno; its number; its digest."""
+        if wait and self._background:
+            self._thread.join()
+        if self._failed is not None:
+            raise self._failed
+        words = [self._digest[place : place + 8] or "0" for place in range(0, 64, 8)]
+        done = not self._thread.is_alive()
+        return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
+
+
+def _files_of(rows: Sequence[Sequence[float]]) -> dict[str, str]:
+    """Return the digests of all parts' files by name, from all ranks' `Part.row`.
+
+    Raises:
+        OSError: a rank could not write its part.
+    """
+    for _, error, *_ in rows:
+        if error:
+            raise OSError(int(error), os.strerror(int(error)))
+    return {
+        checkpoint.part_name(int(number)): "".join(f"{int(word):08x}" for word in words)
+        for _, _, number, *words in rows
+        if number >= 0
+    }
 
 
 class Checkpoints(Callback):
@@ -35,12 +107,13 @@ class Checkpoints(Callback):
     Args:
         run: the run's identity; None outside any run.
         keep: number of checkpoints to keep.
-        background: write in a thread, from a copy. A checkpoint that is due waits for the one
+        background: write in threads, from copies. A checkpoint that is due waits for the one
             before it: where a disk is slower than the training, the training has the disk's pace,
             as it has without a thread, and no checkpoint is left out.
         on_written: called with the number of updates.
 
     Attributes:
+        rank: of this process, in its present group.
         unsaved: why the latest checkpoint could not be written.
 
     Raises:
@@ -66,7 +139,9 @@ class Checkpoints(Callback):
         self._background, self._on_written = background, on_written
         self._thread: threading.Thread | None = None
         self._written: tuple[int, float, Exception | None] | None = None  # updates, seconds
+        self._part: Part | None = None
         self._save_s = self._waited_s = 0.0
+        self.rank = 0
         self.unsaved: str | None = None
 
     def restore(self, rank: int) -> tuple[int, int] | None:
@@ -78,6 +153,7 @@ class Checkpoints(Callback):
         Raises:
             RunFolderError: there are checkpoints, but none can be used.
         """
+        self.rank = rank
         found, passed_over = None, list[str]()
         if rank == 0:
             checkpoint.make_again(self._folder)
@@ -93,9 +169,67 @@ class Checkpoints(Callback):
         self._state.load_state(chosen.folder, chosen.extra)
         return chosen.updates, chosen.samples
 
+    def check_replicas(self) -> None:
+        """Compare the weights of all ranks. Collective."""
+        self._state.check_replicas()
+
     def can_save(self) -> bool:
         """Return whether rank 0 holds all of the state, so that it can save inside a window."""
         return self._state.holds_state()
+
+    def collect(self, updates: int, samples: int) -> None:
+        """Bring the state to rank 0 for `on_checkpoint`, or begin to write it in parts, once the
+        checkpoint before is written. Collective.
+        """
+        number = self._state.part()
+        if number is None:
+            self._state.gather_state()
+            return
+        self.complete_parts(wait=True)
+        folder, failed = None, None
+        if self.rank == 0:
+            try:
+                folder = checkpoint.begin(self._folder, updates, self._run)
+            except OSError as error:
+                failed = error
+        [writer] = self._state.gather([os.getpid() if folder is not None else -1])[:1]
+        if failed is not None:
+            self._written = updates, 0.0, failed
+            self._report_written()
+        if writer[0] < 0:
+            return
+        folder = checkpoint.partial_folder(self._folder, updates, int(writer[0]))
+        state = cast("Any", self._state).snapshot() if self._background else self._state
+        about = {"updates": updates, "samples": samples, "run": self._run}
+        self._part = Part(folder, number, state, about, background=self._background)
+
+    def complete_parts(self, *, wait: bool) -> None:
+        """Complete the checkpoint whose parts are being written, if all are. Collective.
+
+        Args:
+            wait: until they are.
+        """
+        if (part := self._part) is None:
+            return
+        rows = self._state.gather(part.row(wait=wait))
+        if not all(row[0] for row in rows):
+            return
+        self._part = None
+        if self.rank != 0:
+            return
+        failed = None
+        try:
+            state = {**part.about, "files": _files_of(rows), "extra": part.extra}
+            checkpoint.complete_partial(part.folder, state, keep=self._keep)
+        except OSError as error:
+            checkpoint.remove_partial(self._folder)
+            failed = error
+        self._written = part.about["updates"], time.monotonic() - part.began, failed
+        self._report_written()
+
+    def drop_parts(self) -> None:
+        """Forget a checkpoint that is being written in parts, since its group broke."""
+        self._part = None
 
     def has(self, updates: int) -> bool:
         """Return whether there is a checkpoint after so many updates."""
@@ -112,6 +246,8 @@ class Checkpoints(Callback):
         self._report_written()
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
+        if self._state.part() is not None:
+            return
         began = time.monotonic()
         self.settle()
         if self._background:
@@ -126,7 +262,7 @@ class Checkpoints(Callback):
         self._waited_s = time.monotonic() - began
 
     def save_now(self, progress: TrainingProgress) -> None:
-        """Save after the last update, and wait until that is written. For rank 0."""
+        """Save what rank 0 holds after the last update, and wait until it is written."""
         self.on_checkpoint(progress.updates, progress.samples)
         self.settle()
 

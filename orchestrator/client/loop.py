@@ -163,11 +163,12 @@ class TrainingProgress:
             self.kept.pop()
 
 
-class Replicas(Protocol):
-    """The part of an engine that the loop needs; see `Engine`."""
+class Saving(Protocol):
+    """The part of `Checkpoints` that the loop needs, on all ranks; see there. All is collective."""
 
     def check_replicas(self) -> None: ...
-    def gather_state(self) -> None: ...
+    def collect(self, updates: int, samples: int) -> None: ...
+    def complete_parts(self, *, wait: bool) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -176,7 +177,7 @@ class TrainingLoop:
 
     Attributes:
         updates: of the whole training.
-        state: of the training, on all ranks; None: nothing is saved.
+        checkpoints: on all ranks; None: nothing is saved.
         progress: which the loop continues, in the next group after a loss too.
         checkpoint_every, evaluate_every: see `is_due`.
         evaluate: computes the held-out figures, on the rank that does.
@@ -184,7 +185,7 @@ class TrainingLoop:
 
     windows: RankWindows
     updates: int
-    state: Replicas | None
+    checkpoints: Saving | None
     callbacks: Sequence[Callback]
     progress: TrainingProgress
     checkpoint_every: int | None
@@ -263,7 +264,9 @@ class TrainingLoop:
         leaving = done.report.stop_requested and not last
         ends = last or self.windows.epoch_of(update + 1) != done.window.epoch
         due = is_due(self.checkpoint_every, progress.updates, epoch_ends=ends)
-        saved = self.state if last or leaving or due else None
+        if self.checkpoints is not None:
+            self.checkpoints.complete_parts(wait=last or leaving)
+        saved = self.checkpoints if last or leaving or due else None
         if saved is not None:
             saved.check_replicas()  # ranks that disagree about the state must not save it
             for callback in () if again else self.callbacks:
@@ -277,10 +280,11 @@ class TrainingLoop:
                 callback.on_evaluation(done, progress.evaluation)
             progress.evaluated = update + 1
         if saved is not None:
-            saved.gather_state()
+            saved.collect(progress.updates, progress.samples)
             self._before_record()
             for callback in self.callbacks:
                 callback.on_checkpoint(progress.updates, progress.samples)
+            saved.complete_parts(wait=last or leaving)
         progress.stopped = leaving
 
 

@@ -15,7 +15,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from orchestrator.client.checkpoints import Checkpoints
@@ -43,7 +42,12 @@ from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.start_checks import check_same_traits
-from orchestrator.engine.torch.state import load_model, load_optimizer, save_model, save_optimizer
+from orchestrator.engine.torch.state import (
+    Snapshot,
+    load_model,
+    load_optimizer,
+    parameters_of,
+)
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -100,7 +104,6 @@ class Windows:
         plan: Plan,
         accumulators: Sequence[Accumulator],
         options: WindowOptions,
-        state: AccumulatorState | None,
         checkpoints: Checkpoints | None,
     ) -> None:
         self._run, self.plan, self._all, self._checkpoints = run, plan, accumulators, checkpoints
@@ -133,7 +136,7 @@ class Windows:
         self._loop = TrainingLoop(
             windows=self._ahead,
             updates=self.updates,
-            state=state,
+            checkpoints=checkpoints,
             callbacks=[*record, *options.callbacks],
             progress=TrainingProgress(updates=self.first, samples=samples),
             checkpoint_every=options.checkpoint_every,
@@ -288,8 +291,6 @@ class AccumulatorState:
         self._all, self._decided, self._others = accumulators, dict(decided), others
         self._group = accumulators[0].group
         self._optimizers: list[dict[str, Any] | None] = []
-        self._weights: dict[str, Tensor] | None = None
-        self._fully_sharded = any(one.fully_sharded for one in accumulators)
         modules = [one.model for one in accumulators if isinstance(one.model, Module)]
         if len(modules) < len(accumulators):
             raise ConfigError(
@@ -307,26 +308,30 @@ class AccumulatorState:
 
     def gather_state(self) -> None:
         self._optimizers = [one.optimizer_state() for one in self._all]
-        if self._fully_sharded:
-            from orchestrator.engine.torch.fully_sharded import whole_weights
-
-            self._weights = whole_weights(self._model, keep=self._group.rank == 0)
 
     def holds_state(self) -> bool:
         return not any(one.sharded for one in self._all)
 
+    def part(self) -> int | None:
+        sharded = [one.fully_sharded for one in self._all if one.fully_sharded]
+        return sharded[0].part if sharded else None
+
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write the state that was gathered into `folder`; see `rundir.checkpoints.Saves`."""
-        parts = {f"optimizer {n}": state for n, state in enumerate(self._optimizers)}
-        parts |= {f"state {name}": part.state_dict() for name, part in self._others.items()}
-        weights, self._weights, self._optimizers = self._weights, None, []
-        return {
-            "model": save_model(self._model, folder, weights),
-            "optimizer": save_optimizer(parts, folder),
+        """Write the state that was gathered into `folder`, or this rank's part of it; see
+        `rundir.checkpoints.Saves`.
+        """
+        states, part = self._optimizers, self.part()
+        self._optimizers = []
+        if part is not None:
+            states = [one.optimizer.state_dict() for one in self._all]
+        parts = {f"optimizer {n}": state for n, state in enumerate(states)}
+        parts |= {f"state {name}": own.state_dict() for name, own in self._others.items()}
+        extra = {
             "precision": [one.precision.state() for one in self._all],
             "state": list(self._others),
             "windows": self._decided,
         }
+        return Snapshot(self._model, parts, extra, part=part).save_state(folder)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         """Load what `save_state` wrote. Not collective.
@@ -349,7 +354,8 @@ class AccumulatorState:
                 f"{', '.join(self._others) or 'nothing'}"
             )
         load_model(self._model, folder, extra["model"])
-        load_optimizer(folder, extra["optimizer"], self._restore)
+        optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
+        load_optimizer(folder, extra["optimizer"], self._restore, parameters_of(optimizers))
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
 
@@ -384,11 +390,11 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
     if settings.reduction == "reproducible":
         be_deterministic()
-    state = checkpoints = None
+    checkpoints = None
     if options.checkpoints is not None or (run and options.first is None):
         state = AccumulatorState(accumulators, decided, options.state)
         checkpoints = _checkpoints(run, state, options, first_rank=group.rank == 0)
-    return Windows(run, plan, accumulators, options, state, checkpoints)
+    return Windows(run, plan, accumulators, options, checkpoints)
 
 
 def _listed(accumulator: Any) -> list[Accumulator]:

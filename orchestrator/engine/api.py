@@ -384,10 +384,17 @@ class Engine(Protocol):
         """
         return True
 
+    def part(self) -> int | None:
+        """Return the number of this rank's part of a checkpoint where ranks save it in parts, -1 on
+        ranks that save none; None where rank 0 saves all of it.
+        """
+        return None
+
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write weights.safetensors and optimizer.safetensors into `folder`; give the rest as what
-        JSON can hold. Not collective. An engine whose `snapshot()` gives something with a `take`
-        and this method, for a thread to call, has train.checkpoint_in_background.
+        """Write weights.safetensors and optimizer.safetensors into `folder`, or this rank's part of
+        them (`rundir.checkpoints.part_name`), which all ranks do; give the rest as what JSON can
+        hold, the same on all ranks. Not collective. An engine whose `snapshot()` gives something
+        with a `take` and this method, for a thread to call, has train.checkpoint_in_background.
         """
         ...
 
@@ -406,7 +413,10 @@ class Engine(Protocol):
         ...
 
     def weights_sha256(self) -> str:
-        """Return the digest over the weights' bytes, tensor by tensor in the order of the names."""
+        """Return the digest over the weights' bytes, tensor by tensor in the order of the names.
+
+        For rank 0; where `part` is not None collective, and "" on other ranks.
+        """
         ...
 
     def extra_collectives(self) -> int:

@@ -16,7 +16,7 @@ from rich.text import Text
 from orchestrator.errors import UsageError
 from orchestrator.report.run_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
-from orchestrator.rundir.checkpoints import WEIGHTS, complete
+from orchestrator.rundir.checkpoints import complete, weights_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, Summary, read_metrics, summarize
 from orchestrator.rundir.outcome import describe_culprit
@@ -319,7 +319,7 @@ def swept_run(
         result=result or run.read_result(),
         updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
         plan=run.read_plan(),
-        weights=saved[-1] / WEIGHTS if saved else None,
+        weights=weights_of(saved[-1]) if saved else None,
     )
 
 

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder `update-<n>`: after n updates. It is made under another name, every file
 and the folder are synced to disk, and one rename makes it appear, so a crash at any point leaves
-the last good one. `state.json` names the run and holds the digests of all other files.
+the last good one. `state.json` names the run and holds the digests of all other files. Of a model
+in shards it holds parts: files that one rank each has written.
 
 Only the newest attempt of a run writes (`Fence`): when a node's slurmd dies, SLURM starts the job
 again elsewhere, but the processes on the lost node run on.
@@ -15,6 +16,8 @@ import hashlib
 import os
 import re
 import shutil
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -38,9 +41,21 @@ from orchestrator.rundir.warnings import warn
 
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
+PARTS = "part-*.safetensors"
 PREFIX = "update-"
 PARTIAL = ".partial-"
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
+
+
+def part_name(part: int) -> str:
+    """Return the file's name of a rank's part of a checkpoint, by its number from 0."""
+    return f"part-{part:05d}.safetensors"
+
+
+def weights_of(folder: Path) -> Path:
+    """Return where a checkpoint's weights are: in one file, or in all files of this folder."""
+    whole = folder / WEIGHTS
+    return whole if whole.exists() or not (folder / part_name(0)).exists() else folder
 
 
 class Saves(Protocol):
@@ -65,6 +80,12 @@ def digest_of(path: Path) -> str:
     for block in blocks(path):
         whole.update(block)
     return whole.hexdigest()
+
+
+def synced_digest(path: Path) -> str:
+    """Sync a file that was just written to disk; return its SHA-256."""
+    _sync(path)
+    return digest_of(path)
 
 
 def _sync(path: Path) -> None:
@@ -96,6 +117,25 @@ def save(
     Args:
         run: the run's identity; None in library mode.
     """
+    partial = begin(checkpoints, updates, run)
+    if partial is not None:
+        with _removed_on_error(partial):
+            extra = engine.save_state(partial)
+            files = {path.name: synced_digest(path) for path in sorted(partial.iterdir())}
+        state = {"updates": updates, "samples": samples, "run": run}
+        complete_partial(partial, {**state, "files": files, "extra": extra}, keep=keep)
+    return folder_of(checkpoints, updates)
+
+
+def partial_folder(checkpoints: Path, updates: int, writer: int) -> Path:
+    """Return the folder in which a checkpoint is made by the process `writer`."""
+    return checkpoints / f"{PARTIAL}{updates:09d}-{writer}"
+
+
+def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
+    """Return a new folder to write a checkpoint's files into; None if there is a sound one after
+    so many updates. `complete_partial` comes next.
+    """
     final = folder_of(checkpoints, updates)
     if os.path.lexists(final):  # reached again after a resume from an earlier one
         try:
@@ -103,33 +143,45 @@ def save(
         except RunFolderError:  # it was damaged and skipped; replace it
             remove(final)
         else:
-            return final
-    partial = checkpoints / f"{PARTIAL}{updates:09d}-{os.getpid()}"
-    shutil.rmtree(partial, ignore_errors=True)
-    try:
+            return None
+    partial = partial_folder(checkpoints, updates, os.getpid())
+    with _removed_on_error(partial):
+        shutil.rmtree(partial, ignore_errors=True)
         make_folder(partial)
-        extra = engine.save_state(partial)
-        files = sorted(partial.iterdir())
-        for path in files:
-            _sync(path)
-        digests = {path.name: digest_of(path) for path in files}
-        state = {"updates": updates, "samples": samples, "run": run}
-        write_json(partial / STATE, {**state, "files": digests, "extra": extra})
+    return partial
+
+
+def complete_partial(partial: Path, state: Mapping[str, Any], *, keep: int) -> None:
+    """Make a checkpoint of what was written into a folder, and remove all but the newest `keep`.
+
+    Args:
+        state: content of its state.json; the files that it names are synced to disk.
+    """
+    checkpoints = partial.parent
+    final = folder_of(checkpoints, state["updates"])
+    with _removed_on_error(partial):
+        write_json(partial / STATE, state)
         _sync(partial)
         partial.rename(final)
         _sync(checkpoints)
-    except OSError:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    except SafetensorError as error:  # how safetensors reports a disk's errors
-        shutil.rmtree(partial, ignore_errors=True)
-        raise OSError(errno.EIO, str(error)) from error
     found = complete(checkpoints)
     place = found.index(final) + 1
     # Later ones were passed over as damaged, and must not count as the newest.
     for old in (*found[: max(0, place - keep)], *found[place:]):
         shutil.rmtree(old, ignore_errors=True)
-    return final
+
+
+@contextmanager
+def _removed_on_error(partial: Path) -> Generator[None]:
+    """Remove a checkpoint that cannot be written; safetensors' errors of a disk are `OSError`."""
+    try:
+        yield
+    except OSError:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise
+    except SafetensorError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise OSError(errno.EIO, str(error)) from error
 
 
 def make_again(checkpoints: Path) -> None:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from orchestrator.agent.processes import this_process_alone
 from orchestrator.audit import FOLDER
@@ -19,7 +20,7 @@ from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PlaceMarks
-from orchestrator.trainer.recorder import memory_of_ranks, result_of
+from orchestrator.trainer.recorder import facts_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
@@ -35,7 +36,7 @@ def _train(worker: WorkerProcess) -> int:
     with this_process_alone(), _audited(worker.topology.rank):
         training = set_up(worker)
         progress, began = training.progress, time.perf_counter()
-        memory = _train_in_groups(worker, training)
+        facts = _train_in_groups(worker, training)
         seconds = time.perf_counter() - began
         finished = not progress.stopped
         if training.recorder is not None:
@@ -45,7 +46,7 @@ def _train(worker: WorkerProcess) -> int:
             if finished or not worker.depart(progress.updates):
                 result = result_of(
                     worker.run, progress, training.engine, training.planned, seconds=seconds,
-                    attempt=worker.attempt, memory=memory,
+                    attempt=worker.attempt, facts=facts,
                 )  # fmt: skip
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why
@@ -73,8 +74,9 @@ def _audited(rank: int) -> Generator[None]:
         observer.finish(why)
 
 
-def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, list[int]]:
-    """Train to the end, in as many groups as it takes; return the last one's memory. Collective.
+def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any]:
+    """Train to the end, in as many groups as it takes; return `facts_of_ranks` of the last one.
+    Collective.
 
     Raises:
         PeerLost: a rank is lost, and the others cannot continue.
@@ -87,6 +89,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
         if survivors is not None and changes is not None:  # in another group than before
             progress.newcomers = False
             rank, ranks = survivors.place
+            training.checkpoints.rank = rank
             if rank == 0:
                 training.take_over_record(changes)
             if why := survivors.too_few():
@@ -104,7 +107,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
                 copy=getattr(engine, "copy", ()),
             ),
             updates=training.updates,
-            state=engine,
+            checkpoints=training.checkpoints,
             callbacks=callbacks if survivors is None else [survivors, *callbacks],
             progress=progress,
             checkpoint_every=train.checkpoint_every,
@@ -119,9 +122,11 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, lis
             _compute(loop, engine, worker.stop)
             if survivors is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
-                return memory_of_ranks(engine)  # a rank may still be lost here
+                return facts_of_ranks(engine)  # a rank may still be lost here
+            training.checkpoints.complete_parts(wait=True)
             changes = survivors.grow(progress)
         except PeerLost as error:
+            training.checkpoints.drop_parts()
             if survivors is None:
                 if worker.topology.scheduled:
                     worker.fence.check()

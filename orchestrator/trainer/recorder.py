@@ -96,11 +96,18 @@ def _log(line: str) -> None:
 # What rank 0 writes into result.json when a run ends well, or is stopped.
 
 
-def memory_of_ranks(engine: Engine) -> dict[str, list[int]]:
-    """Bytes by what they are for, and their peak, a number for each rank. Collective."""
+def facts_of_ranks(engine: Engine) -> dict[str, Any]:
+    """Return values of result.json that all ranks know together. Collective.
+
+    `memory` has bytes by what they are for, and their peak, a number for each rank;
+    `weights_sha256` is there where no rank holds all weights.
+    """
     mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
     rows = engine.gather([float(size) for size in mine.values()])
-    return {name: [int(row[place]) for row in rows] for place, name in enumerate(mine)}
+    memory = {name: [int(row[place]) for row in rows] for place, name in enumerate(mine)}
+    if engine.part() is None:
+        return {"memory": memory}
+    return {"memory": memory, "weights_sha256": engine.weights_sha256()}
 
 
 def result_of(
@@ -111,13 +118,13 @@ def result_of(
     *,
     seconds: float,
     attempt: int,
-    memory: dict[str, list[int]],
+    facts: dict[str, Any],
 ) -> dict[str, Any]:
     """Return the values of result.json.
 
     Args:
         seconds: of this attempt.
-        memory: of all ranks; `memory` in the result is that of the largest, in bytes.
+        facts: of all ranks; `memory` in the result is that of the largest, in bytes.
     """
     recorded = read_metrics(run.metrics)
     history = recorded.updates  # of all attempts
@@ -129,9 +136,9 @@ def result_of(
         "loss": progress.loss,
         "metrics": progress.evaluation,
         "optimizer": engine.optimizer_used(),
-        "weights_sha256": engine.weights_sha256(),
-        "peak_memory_bytes": memory["peak"],
-        "memory": {name: max(sizes) for name, sizes in memory.items()},
+        "weights_sha256": facts.get("weights_sha256") or engine.weights_sha256(),
+        "peak_memory_bytes": facts["memory"]["peak"],
+        "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
         "collectives": total(history, "collectives") or 0,
         "bytes_on_wire": total(history, "bytes_on_wire") or 0,
         "seconds": seconds + seconds_of_earlier_attempts(history, attempt),

@@ -86,9 +86,10 @@ class Training:
     def save(self) -> None:
         """Write a checkpoint after the last update. Collective."""
         if self.progress.updates:
-            self.engine.gather_state()
+            self.checkpoints.collect(self.progress.updates, self.progress.samples)
             if self.recorder is not None:
                 self.checkpoints.save_now(self.progress)
+            self.checkpoints.complete_parts(wait=True)
 
     @property
     def saves_on_failure(self) -> bool:

@@ -128,7 +128,8 @@ def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbe
 def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
     more = (
         "job.dropout=0", "accumulation.reduction=fast", "train.precision=float64",
-        "run.max_replacements=16", "engine.shard_model=node",
+        "run.max_replacements=16", "train.checkpoint_every=1",
+        "train.checkpoint_in_background=true", "engine.shard_model=node",
     )  # fmt: skip
     process, hold = begin_held(run, 3, *more)
     hold.hold_before(6)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
@@ -77,30 +77,33 @@ def local_part(tensor: Tensor) -> Tensor:
     return getattr(tensor, "_local_tensor", tensor)
 
 
+def is_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
+    """Return whether it is a DTensor, without importing that."""
+    return hasattr(tensor, "_local_tensor")
+
+
 def shard_like(whole: Tensor, held: Tensor) -> Tensor:
     """Return this rank's part of a whole tensor, sharded as `held`; `whole` if that is no DTensor,
-    or has another shape.
+    or has another shape, or if `whole` is in shards already.
     """
-    if not hasattr(held, "_local_tensor") or whole.shape != held.shape:
+    if not is_sharded(held) or whole.shape != held.shape or is_sharded(whole):
         return whole
     from torch.distributed.tensor import distribute_tensor  # takes a second to import
 
-    sharded = cast("DTensor", held)
     return distribute_tensor(
-        whole.to(held.device), sharded.device_mesh, sharded.placements, src_data_rank=None
+        whole.to(held.device), held.device_mesh, held.placements, src_data_rank=None
     )
 
 
 def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     """Return `view` as the gradient of a parameter, which may be a DTensor."""
-    if not hasattr(parameter, "_local_tensor"):
+    if not is_sharded(parameter):
         return view
     from torch.distributed.tensor import DTensor  # takes a second to import
 
-    whole = cast("DTensor", parameter)
     return DTensor.from_local(
-        view, whole.device_mesh, whole.placements,
-        run_check=False, shape=whole.shape, stride=whole.stride(),
+        view, parameter.device_mesh, parameter.placements,
+        run_check=False, shape=parameter.shape, stride=parameter.stride(),
     )  # fmt: skip
 
 

@@ -7,7 +7,7 @@ import resource
 import sys
 import threading
 from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -21,7 +21,6 @@ from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window, against
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import derived_seed
-from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import local_part
@@ -58,6 +57,7 @@ from orchestrator.engine.torch.state import (
     load_optimizer,
     load_weights,
     pack,
+    parameters_of,
     unpack,
     weights_sha256,
 )
@@ -182,10 +182,8 @@ class TorchEngine:
         """Take what belongs to an accumulator from this one."""
         self.accumulator, self._clock = accumulator, accumulator.clock
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, accumulator.optimizer))
-        # The optimizer's state and the whole weights, where they are in shards, until the next
-        # window.
+        # The state of a sharded optimizer, until the next window.
         self._gathered: dict[str, Any] | None = None
-        self._weights: dict[str, Tensor] | None = None
         self._coupled = None
         if is_coupled(self._job):
             self._coupled = CoupledWindows(
@@ -225,7 +223,7 @@ class TorchEngine:
         if self._settings.survive:
             self._keep_for_undo()
         self._window, self._done = window, 0
-        self._gathered = self._weights = None
+        self._gathered = None
         self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
         if self._coupled is not None:
@@ -345,17 +343,14 @@ class TorchEngine:
         return self.accumulator.parameter_count()
 
     def gather_state(self) -> None:
-        words = "the weights of this copy of the model"
-        with self._within_copy("a checkpoint"), for_others(words) if self.copy else nullcontext():
-            if self.accumulator.sharded:
-                self._gathered = self.accumulator.optimizer_state()
-            if self.copy:
-                from orchestrator.engine.torch.fully_sharded import whole_weights
-
-                self._weights = whole_weights(self.model, keep=self._group.rank == 0)
+        if self.accumulator.sharded:
+            self._gathered = self.accumulator.optimizer_state()
 
     def holds_state(self) -> bool:
         return not self.accumulator.sharded or self._gathered is not None
+
+    def part(self) -> int | None:
+        return None if self._sharded is None else self._sharded.part
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         return self._snapshot().save_state(folder)
@@ -367,16 +362,24 @@ class TorchEngine:
         return snapshot
 
     def _snapshot(self) -> Snapshot:
-        if not self.holds_state():
+        part, gathered = self.part(), self._gathered
+        if part is None and not self.holds_state():
             raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
-        gathered = self._gathered is not None
-        optimizer = self._gathered if gathered else self.accumulator.optimizer_state()
-        precision = self.accumulator.precision.state()
-        return Snapshot(self.model, optimizer, precision, copied=gathered, whole=self._weights)
+        if part is not None:
+            state = self.accumulator.optimizer.state_dict()
+        else:
+            state = gathered or self.accumulator.optimizer_state()
+        extra = {"precision": self.accumulator.precision.state()}
+        return Snapshot(self.model, state, extra, copied=gathered is not None, part=part)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         load_model(self.model, folder, extra["model"])
-        load_optimizer(folder, extra["optimizer"], self.accumulator.load_optimizer_state)
+        load_optimizer(
+            folder,
+            extra["optimizer"],
+            self.accumulator.load_optimizer_state,
+            parameters_of({"": self.accumulator.optimizer}),
+        )
         self.accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()
         self._incomplete = False
@@ -385,7 +388,8 @@ class TorchEngine:
         load_weights(self.model, path)
 
     def weights_sha256(self) -> str:
-        return weights_sha256(self.model, self._weights)
+        with self._within_copy("the digest of the weights"):
+            return weights_sha256(self.model, keep=not self.copy or self._group.rank == 0)
 
     def extra_collectives(self) -> int:
         return 0 if self._coupled is None else self._coupled.collectives

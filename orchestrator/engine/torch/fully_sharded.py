@@ -203,6 +203,13 @@ class FullySharded:
                     part.post_forward_mesh_info = alone
                 part.mesh_info = alone
 
+    @property
+    def part(self) -> int:
+        """Return the number of this rank's part of a checkpoint: its place in the first copy, -1 in
+        the others.
+        """
+        return self.copy.index(self._group.rank) if self.replicas.rank == 0 else -1
+
     def reshard(self) -> None:
         """Free whole weights after a step: they are those before it."""
         for module in self._modules:
@@ -268,16 +275,6 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
         return torch.empty(0)
     found = whole.detach().cpu()
     return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
-
-
-def whole_weights(model: Module, *, keep: bool) -> dict[str, Tensor] | None:
-    """Return the tensors of `model` by name, whole, on the CPU. Collective; None if not kept."""
-    found = {
-        name: _whole(value, keep=keep)
-        for name, value in model.state_dict().items()
-        if isinstance(value, Tensor)
-    }
-    return found if keep else None
 
 
 def _sharded(named: Named) -> Iterator[tuple[str, DTensor]]:

@@ -3,17 +3,25 @@ rest.
 
 Nothing is pickled. Tensors that share their memory are written once; the file's metadata names the
 others.
+
+Of a model in shards each rank of the first copy writes its shards of weights and optimizer state to
+a file of its own, as the HuggingFaceStorageWriter of torch.distributed.checkpoint (DCP) lays it
+out, and each rank reads through DCP what it will hold: on any number of ranks, in shards or whole.
+DCP's own writer is not used, since it plans a checkpoint by collectives, which a thread must not
+call beside a training, and builds each file in memory first.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import re
 import threading
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,43 +31,41 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.job_checks import check_fits
-from orchestrator.engine.torch.buffers import shard_like
+from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
 from orchestrator.errors import JobError, RunFolderError
+from orchestrator.rundir.checkpoints import part_name
+
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 BESIDE = "beside"  # metadata entry: aliases and complex tensors
 
 
-def save_model(
-    model: Module, folder: Path, whole: Mapping[str, Tensor] | None = None
-) -> dict[str, Any]:
-    """Write the state of `model`; give what of it JSON holds (modules' extra state).
-
-    Args:
-        whole: tensors in the place of those that are sharded.
-    """
-    tensors, rest = model_state(model)
-    tensors |= whole or {}
-    write_prepared(folder / WEIGHTS, *prepared(tensors))
-    return rest
+Parameters = Callable[[str], Tensor | None]
+"""Return the parameter whose state the optimizer's tensor of this name is, if any."""
 
 
 def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
-    """Load what `save_model` wrote, or this rank's parts of it. Raises `RunFolderError` when it is
-    another model's state.
+    """Load the weights that a `Snapshot` wrote, or this rank's shards of them. Not collective.
+
+    Raises:
+        RunFolderError: they are another model's.
     """
-    state = _saved_model(folder, rest)
     held, _ = model_state(model)
+    state = _saved_model(folder, rest, held.get)
     state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
     try:
         model.load_state_dict(state)
     except RuntimeError as error:
-        raise RunFolderError(f"{folder / WEIGHTS} is of another model: {error}") from error
+        raise RunFolderError(f"{folder} is of another model: {error}") from error
 
 
-def _saved_model(folder: Path, rest: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the `state_dict()` that `save_model` wrote."""
-    tensors = _read(folder / WEIGHTS)
+def _saved_model(
+    folder: Path, rest: Mapping[str, Any], held: Parameters = lambda _: None
+) -> dict[str, Any]:
+    """Return the `state_dict()` that a `Snapshot` wrote."""
+    tensors = _read_saved(folder, WEIGHTS, held)
     # Tensors within extra state were written under names that begin with its own.
     within = {name for name in tensors for key in rest if name.startswith(f"{key}.")}
     state: dict[str, Any] = {n: tensor for n, tensor in tensors.items() if n not in within}
@@ -76,16 +82,22 @@ def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) ->
     if form == "safetensors":  # others know no names for shared memory: each name has its own
         save_file({n: t.clone() for n, t in model.items() if isinstance(t, Tensor)}, to)
         return
-    parts = unpack(extra["optimizer"], _read(folder / OPTIMIZER))
+    parts = unpack(extra["optimizer"], _read_saved(folder, OPTIMIZER))
     state = {"model": model, **(parts if "windows" in extra else {"optimizer": parts})}
     if form == "torch":
         torch.save(state, to)
         return
     from torch.distributed.checkpoint.state_dict_saver import save  # takes a second to import
 
+    with _without_collectives():
+        save(state, checkpoint_id=to, no_dist=True)
+
+
+@contextmanager
+def _without_collectives() -> Generator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
-        save(state, checkpoint_id=to, no_dist=True)
+        yield
 
 
 def load_weights(model: Module, path: Path) -> None:
@@ -111,25 +123,43 @@ def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...
     return {n: (str(t.dtype).removeprefix("torch."), tuple(t.shape)) for n, t in tensors.items()}
 
 
-def save_optimizer(state: Mapping[str, Any], folder: Path) -> Any:
-    """Write the tensors of an optimizer's `state_dict()`; give the rest as what JSON can hold."""
-    tensors: dict[str, Tensor] = {}
-    packed = pack(state, tensors, "")
-    write_prepared(folder / OPTIMIZER, *prepared(tensors))
-    return packed
-
-
-def load_optimizer(folder: Path, packed: Any, restore: Callable[[dict[str, Any]], None]) -> None:
-    """Read what `save_optimizer` wrote, and have `restore` take it.
+def load_optimizer(
+    folder: Path,
+    packed: Any,
+    restore: Callable[[dict[str, Any]], None],
+    parameters: Parameters = lambda _: None,
+) -> None:
+    """Read the optimizer's state that a `Snapshot` wrote, and have `restore` take it.
 
     Raises:
         RunFolderError: it is another optimizer's state.
     """
-    saved = unpack(packed, _read(folder / OPTIMIZER))
+    saved = unpack(packed, _read_saved(folder, OPTIMIZER, parameters))
     try:
         restore(saved)
     except (ValueError, KeyError) as error:
-        raise RunFolderError(f"{folder / OPTIMIZER} is of another optimizer: {error}") from error
+        raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
+
+
+def parameters_of(optimizers: Mapping[str, Optimizer]) -> Parameters:
+    """Return how to find the parameters of optimizers whose states were packed under these names.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> parameters_of({"": torch.optim.SGD([weight])})("state.0.momentum_buffer") is weight
+    True
+    """
+    lists = {
+        name: [p for group in optimizer.param_groups for p in group["params"]]
+        for name, optimizer in optimizers.items()
+    }
+
+    def parameter(path: str) -> Tensor | None:
+        found = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
+        known = lists.get(found[1] or "", []) if found else []
+        number = int(found[2]) if found else 0
+        return known[number] if number < len(known) else None
+
+    return parameter
 
 
 MASTER = "master"
@@ -151,21 +181,26 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
                 held[key] = value.to(held[key].device)
 
 
-def weights_sha256(model: Module, whole: Mapping[str, Tensor] | None = None) -> str:
+def weights_sha256(model: Module, *, keep: bool = True) -> str:
     """Return a digest over all weights and buffers, in the order of their names. Tensors that
     share memory count once, under the first name. The weights' file suffices to compute it.
 
+    Collective where they are in shards.
+
     Args:
-        whole: tensors in the place of those that are sharded.
+        keep: the digest is wanted on this rank; elsewhere it is "".
     """
     tensors, _ = model_state(model)
-    tensors |= whole or {}
     kept, _ = _without_aliases(tensors)
     digest = hashlib.sha256()
-    for name in sorted(kept):
-        data = kept[name].detach().cpu().resolve_conj().contiguous().reshape(-1)
-        digest.update(data.view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    for name in sorted(tensors):
+        # One tensor at a time, since all of them may be too large for a host.
+        tensor = tensors[name]
+        whole = tensor.full_tensor() if is_sharded(tensor) else tensor
+        if keep and name in kept:
+            data = whole.detach().cpu().resolve_conj().contiguous().reshape(-1)
+            digest.update(data.view(torch.uint8).numpy().data)
+    return digest.hexdigest() if keep else ""
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -242,11 +277,11 @@ def _without_aliases(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], 
     kept: dict[str, Tensor] = {}
     aliases: dict[str, str] = {}
     for name in sorted(tensors):
-        tensor = tensors[name]
+        tensor = local_part(tensors[name])
         key = (tensor.device, tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride())
         same = first.setdefault(key, name) if tensor.numel() else name
         if same == name:
-            kept[name] = tensor
+            kept[name] = tensors[name]
         else:
             aliases[name] = same
     return kept, aliases
@@ -291,6 +326,66 @@ def _read(path: Path) -> dict[str, Tensor]:
     return tensors
 
 
+# ------------------------------------------------------------------ Shards
+# A file of shards holds "model.<name>" and "optimizer.<path>", and in its metadata each shard's
+# place in the whole tensor.
+
+
+_OFFSETS = "DCP_SHARDING_INFO"
+_PREFIXES = {WEIGHTS: "model.", OPTIMIZER: "optimizer."}
+
+
+def _prepared_shards(
+    tensors: Mapping[str, Tensor], *, with_whole: bool
+) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Return this rank's shards, and the metadata of their file; see `prepared`.
+
+    Args:
+        with_whole: also tensors that every rank holds whole.
+    """
+    from torch.distributed.checkpoint.default_planner import create_default_local_save_plan
+
+    found: dict[str, Tensor] = {}
+    offsets: dict[str, Any] = {}
+    for name, tensor in tensors.items():
+        local = local_part(tensor).detach()
+        if local.dtype == torch.complex128:
+            raise JobError(f"{name} is complex128, which a file of shards cannot hold")
+        if is_sharded(tensor):
+            if local.numel() or not tensor.numel():
+                [item] = create_default_local_save_plan({name: tensor}, True).items
+                assert item.tensor_data is not None  # noqa: S101  # as of every tensor
+                found[name] = local
+                offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
+        elif with_whole:
+            found[name], offsets[name] = local, {"saved_offsets": [0] * local.ndim}
+    return found, {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+
+
+def _read_saved(folder: Path, kind: str, held: Parameters = lambda _: None) -> dict[str, Tensor]:
+    """Return the tensors of a checkpoint's weights or optimizer: whole, or where it was saved in
+    shards and `held` gives a sharded tensor of the same shape, this rank's shards.
+    """
+    if not (folder / part_name(0)).exists():
+        return _read(folder / kind)
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
+
+    reader, prefix = HuggingFaceStorageReader(str(folder)), _PREFIXES[kind]
+    tensors: dict[str, Any] = {}
+    metadata = cast("dict[str, TensorStorageMetadata]", reader.read_metadata().state_dict_metadata)
+    for name, about in metadata.items():
+        if name.startswith(prefix):
+            like, dtype = held(name.removeprefix(prefix)), about.properties.dtype
+            if like is not None and is_sharded(like) and like.shape == about.size:
+                tensors[name] = torch.empty_like(like, dtype=dtype, requires_grad=False)
+            else:
+                tensors[name] = torch.empty(about.size, dtype=dtype)
+    with _without_collectives():
+        load(tensors, storage_reader=reader, no_dist=True)
+    return {name.removeprefix(prefix): tensor for name, tensor in tensors.items()}
+
+
 # ------------------------------------------------------------------ Snapshots
 # Weights and optimizer state change only in the optimizer's step, at a boundary. So the writer
 # copies the large tensors while the next window computes (`take`), and the next boundary waits for
@@ -303,13 +398,15 @@ SMALL = 4096
 
 
 class Snapshot:
-    """A checkpoint's tensors and the rest of it. Until `keep` they are the live ones.
+    """A checkpoint's tensors, and the rest of it as what JSON holds. Until `keep` the tensors are
+    the live ones.
 
     Args:
         model: its weights and buffers are saved.
         optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
-        precision: state of the loss scale.
-        whole: copies of weights, in the place of those that are sharded.
+        extra: further entries of the rest.
+        part: the number of this rank's part of the checkpoint where ranks save it in parts, -1 on
+            ranks that save none; None where one rank saves all of it.
 
     Attributes:
         taken: set once all tensors are copied, so training may change them.
@@ -319,34 +416,35 @@ class Snapshot:
         self,
         model: Module,
         optimizer: Any,
-        precision: dict[str, float],
+        extra: Mapping[str, Any],
         *,
-        copied: bool,
-        whole: Mapping[str, Tensor] | None = None,
+        copied: bool = False,
+        part: int | None = None,
     ) -> None:
         weights, rest = model_state(model)
-        weights |= whole or {}
         states: dict[str, Tensor] = {}
         packed = pack(optimizer, states, "")
-        self._extra = {"model": rest, "optimizer": packed, "precision": precision}
+        self._extra = {"model": rest, "optimizer": packed, **extra}
         self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
-        self._lasting = {parameter.data_ptr() for parameter in model.parameters()}
-        self._copied = {OPTIMIZER: copied, WEIGHTS: whole is not None}
+        if part is not None:
+            both = {_PREFIXES[WEIGHTS] + name: tensor for name, tensor in weights.items()}
+            both |= {_PREFIXES[OPTIMIZER] + name: tensor for name, tensor in states.items()}
+            shards = _prepared_shards(both, with_whole=part == 0)
+            self._files = {part_name(part): shards} if part >= 0 else {}
+        lasting = (*model.parameters(), *states.values())
+        self._lasting = {local_part(tensor).data_ptr() for tensor in lasting}
+        self._copied = {tensor.data_ptr() for tensor in states.values()} if copied else set[int]()
         self._later: list[tuple[dict[str, Tensor], str]] = []
         self.taken = threading.Event()
 
     def keep(self) -> Snapshot:
         """Copy what a window may change; the next boundary has to wait for `taken`."""
-        for name, (tensors, _) in self._files.items():
+        for tensors, _ in self._files.values():
             for key, tensor in tensors.items():
-                steady = (
-                    name == OPTIMIZER or self._copied[name] or tensor.data_ptr() in self._lasting
-                )
-                if steady and tensor.numel() > SMALL:
-                    if not self._copied[name]:
-                        self._later.append((tensors, key))
-                else:
+                if tensor.data_ptr() not in self._lasting or tensor.numel() <= SMALL:
                     tensors[key] = _copy(tensor)
+                elif tensor.data_ptr() not in self._copied:
+                    self._later.append((tensors, key))
         return self
 
     def take(self) -> None:
@@ -358,7 +456,7 @@ class Snapshot:
             self.taken.set()
 
     def save_state(self, folder: Path) -> dict[str, Any]:
-        """Write weights and optimizer as safetensors; give the rest as JSON."""
+        """Write the tensors as safetensors; give the rest as what JSON can hold."""
         for name, (tensors, metadata) in self._files.items():
             write_prepared(folder / name, tensors, metadata)
         self._files.clear()  # copies are large

@@ -3,23 +3,31 @@
 from __future__ import annotations
 
 import math
+import resource
 import shutil
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file
 from torch import nn
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
+from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.run import Run
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.engine.torch.engine import build_engine
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
+from orchestrator.report.compare import compare
+from orchestrator.rundir.checkpoints import part_name
+from orchestrator.rundir.tensors import SafetensorsFile
 from orchestrator.testing.processes import run_ranks, spec
 
 SAMPLES, UPDATES = 24, 3
@@ -314,6 +322,27 @@ def _windows(group, folder, shape, checkpoints, updates):
     return plain or _whole(net), first, lengths
 
 
+def _check_files(folder, weights, merged):
+    """Check the parts of a checkpoint: what DCP and tools without torch read from them."""
+    parts = [part_name(0), part_name(1)]
+    assert sorted(path.name for path in folder.iterdir()) == [*parts, "state.json"]
+    # No rank has written what is another's, and together they have written everything once.
+    numbers = sum(weight.size for weight in weights)
+    held = [sum(t.numel() for t in load_file(folder / name).values()) for name in parts]
+    assert max(held) < 2 * numbers < sum(held) < 3.1 * numbers
+    names = [name for name, _ in _net().named_parameters()]
+    both = list(zip(names, weights, strict=True))
+    found = {f"model.{name}": torch.empty(w.shape).double() for name, w in both}
+    dcp.load(found, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
+    SafetensorsFile(folder).write(merged)
+    whole = load_file(merged)
+    for name, weight in both:
+        assert np.array_equal(found[f"model.{name}"], weight)
+        assert np.array_equal(whole[name], weight)
+    assert compare(folder, merged).equal_bits
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 @pytest.mark.timeout(300)
 def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp_path):
     kept = tmp_path / "kept"
@@ -333,7 +362,54 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
     assert lengths[0] == lengths[1]
     assert lengths[2] == lengths[3]
     assert padded > 0
+    _check_files(kept / "update-000000004", begun[0][0], tmp_path / "whole.safetensors")
     for name, shape in {"pair": (1, 2), "six": (3, 2), "plain": None}.items():
         for weights, first, _ in train(name, shape, 6):
             assert first == 4
             assert _farthest(weights, wanted) <= 1e-12
+
+
+def _saves(group, folder, background):
+    """Save after updates 1, 2 and 3; the second time rank 1 cannot write its part."""
+    settings = EngineSettings(shard_model="all", metric_names=())
+    engine = build_engine(_InPartsOfItsOwn(), settings, group)
+    checkpoints = Checkpoints(folder, engine, run=None, keep=9, background=background)
+    assert checkpoints.restore(group.rank) is None
+    limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
+    parts = [MicroBatch(update=u, start=0, indices=(0, 1, 2, 3)) for u in range(3)]
+    for part, batch in zip(parts, engine.batches(parts), strict=True):
+        update = part.update
+        engine.begin_window(
+            Window(update=update, samples=8, micro_batches=(part,), steps=1, learning_rate=0.1)
+        )
+        engine.micro_step(batch, part)
+        engine.boundary()
+        if update == 1 and group.rank == 1:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
+        checkpoints.collect(update + 1, 4)
+        if group.rank == 0:
+            checkpoints.on_checkpoint(update + 1, 4)
+        checkpoints.complete_parts(wait=True)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        found.append((sorted(path.name for path in folder.glob("*update*")), checkpoints.unsaved))
+    digest = engine.weights_sha256()
+    checkpoints.collect(4, 4)  # as if the group broke before this one was complete
+    checkpoints.drop_parts()
+    engine.gather([0.0])
+    again = Checkpoints(folder, engine, run=None, keep=9).restore(group.rank)
+    return found, again, digest, engine.weights_sha256(), list(folder.glob(".partial*"))
+
+
+@pytest.mark.parametrize("background", [False, True])
+def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, background):
+    first, second = run_ranks(2, tmp_path, _saves, tmp_path, background)
+    [(one, none), (two, unsaved), (three, after)], again, before, restored, partial = first
+    assert (one, none) == (["update-000000001"], None)
+    assert two == one
+    assert "the checkpoint after update 2 could not be written" in unsaved
+    assert (three, after) == (["update-000000001", "update-000000003"], None)
+    assert again == second[1] == (3, 4)
+    assert len(before) == 64
+    assert before == restored
+    assert second[2:4] == ("", "")
+    assert partial == []

@@ -17,12 +17,11 @@ from orchestrator.engine.torch.state import (
     OPTIMIZER,
     SMALL,
     WEIGHTS,
+    Snapshot,
     load_model,
     load_optimizer,
     pack,
     restore_optimizer,
-    save_model,
-    save_optimizer,
     unpack,
     weights_sha256,
 )
@@ -52,9 +51,16 @@ class Everything(nn.Module):
 
 def test_files_have_one_entry_beside_the_tensors_so_their_bytes_repeat(tmp_path):
     """Of several the library's order is another one in each process."""
-    save_model(Everything(), tmp_path)
+    _save(Everything(), None, tmp_path)
     with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
         assert len(opened.metadata()) == 1
+
+
+def _save(model, optimizer, folder):
+    """Save both; return what load_model and load_optimizer take besides the files."""
+    extra = Snapshot(model, optimizer.state_dict() if optimizer else {}, {}).save_state(folder)
+    extra = json.loads(json.dumps(extra))
+    return extra["model"], extra["optimizer"]
 
 
 def _load(optimizer, folder, packed):
@@ -89,8 +95,7 @@ KINDS = [
 )
 def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind, settings):
     model, optimizer = _trained(kind, **settings)
-    rest = save_model(model, tmp_path)
-    packed = json.loads(json.dumps(save_optimizer(optimizer.state_dict(), tmp_path)))
+    rest, packed = _save(model, optimizer, tmp_path)
     torch.manual_seed(1)
     other = Everything()
     theirs = kind(other.parameters(), lr=0.5, **settings)
@@ -109,7 +114,7 @@ def test_state_wider_than_its_parameter_is_not_rounded(tmp_path):
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
     exact = torch.tensor([1.0 + 2**-20, 3.0, 1 / 3])
     optimizer.state[parameter] = {"momentum_buffer": exact.clone()}
-    packed = save_optimizer(optimizer.state_dict(), tmp_path)
+    _, packed = _save(nn.ParameterList([parameter]), optimizer, tmp_path)
     optimizer.state[parameter] = {}
     _load(optimizer, tmp_path, packed)
     assert torch.equal(optimizer.state[parameter]["momentum_buffer"], exact)
@@ -133,7 +138,7 @@ def test_what_would_need_pickling_is_refused():
 
 def test_another_models_or_optimizers_state_is_refused(tmp_path):
     model, optimizer = _trained(torch.optim.Adam)
-    rest, packed = save_model(model, tmp_path), save_optimizer(optimizer.state_dict(), tmp_path)
+    rest, packed = _save(model, optimizer, tmp_path)
     other = nn.Linear(2, 2)
     with pytest.raises(RunFolderError, match="is of another model"):
         load_model(other, tmp_path, rest)
@@ -144,7 +149,7 @@ def test_another_models_or_optimizers_state_is_refused(tmp_path):
 @pytest.mark.parametrize("name", [WEIGHTS, OPTIMIZER])
 def test_damaged_and_missing_files_are_refused(tmp_path, name):
     model, optimizer = _trained(torch.optim.Adam)
-    rest, packed = save_model(model, tmp_path), save_optimizer(optimizer.state_dict(), tmp_path)
+    rest, packed = _save(model, optimizer, tmp_path)
 
     def load():
         load_model(model, tmp_path, rest)
@@ -171,7 +176,7 @@ class Talkative(nn.Linear):
 
 def test_extra_state_of_modules_comes_back(tmp_path):
     model = Talkative(2, 2)
-    rest = json.loads(json.dumps(save_model(model, tmp_path)))
+    rest, _ = _save(model, None, tmp_path)
     other = Talkative(2, 2)
     load_model(other, tmp_path, rest)
     assert other.restored["calls"] == 3
