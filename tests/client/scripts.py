@@ -107,48 +107,14 @@ if "--die" in sys.argv:
 {ENDS}"""
 """Each as it is, and with our callback: its last loss, and how many collectives it called."""
 
-IN_A_RUN = f"""{FRAMEWORKS}
-from orchestrator import callbacks, current_run as run
-EACH, updates = int(sys.argv[1]), int(sys.argv[2])
-NAMES = sys.argv[3:]
-taken = NAMES[run.attempt // EACH] if run.attempt < EACH * len(NAMES) else None
-disturbed = True
-def pause(update, name):
-    if disturbed and name == taken:
-        open(f"here-{{run.attempt}}-{{rank}}", "w").close()
-        time.sleep(0.1)  # it is taken away meanwhile, and not after the end
-def train(name, ours):
-    if name == "accelerate":
-        return with_accelerate(updates, callbacks.AccelerateUpdates if ours else None)
-    if name == "lightning":
-        return with_lightning(updates, callbacks.LightningCallback(every=10) if ours else None)
-    folder = run.checkpoint_dir if ours else "alone"
-    return with_trainer(updates, folder, callbacks.TrainerCallback() if ours else None)
-for name in NAMES:
-    done = run.folder / f"done-{{name}}"
-    if run.stopping or done.exists():
-        continue
-    print("attempt", run.attempt, name, flush=True)
-    loss = train(name, True)
-    if not run.stopping:
-        print("final", name, loss, flush=True)
-        if rank == 0:
-            done.touch()
-disturbed = False
-for name in () if run.stopping else NAMES:
-    if name != "lightning":  # which begins an epoch's order again
-        print("alone", name, train(name, False), flush=True)
-{ENDS}"""
-"""Each name's training is taken away EACH times; at the end two are done again, undisturbed."""
-
 NAMES = ("accelerate", "trainer", "lightning")
 TOLD = re.compile(r"(final|called) (\w+) (\d+\.\d+(?:e-\d+)?) (\d+)")
 
 
 def under_torchrun(folder):
-    """What PLAIN, the folder's train.py, prints on four of torchrun's ranks."""
+    """What PLAIN, the folder's train.py, prints on two of torchrun's ranks."""
     peer = helpers.call(
-        "--standalone", "--nproc-per-node=4", "train.py",
+        "--standalone", "--nproc-per-node=2", "train.py",
         module="torch.distributed.run", cwd=folder, timeout=390, GLOO_SOCKET_IFNAME="lo",
     )  # fmt: skip
     assert peer.returncode == 0, peer.stderr

@@ -79,7 +79,7 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
 
 LINE = (
     "job=line", "cluster.nodes=2", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=null",
-    "train.updates=200", "train.checkpoint_every=10", "train.evaluate_every=0",
+    "train.updates=60", "train.checkpoint_every=10", "train.evaluate_every=0",
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def scheduler_of(run):
 def test_a_killed_scheduler_is_named_and_costs_no_bit(tmp_path):
     """tests/slurm kills a rank."""
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"
-    hold = Hold(tmp_path / "hold").hold_before(199)
+    hold = Hold(tmp_path / "hold").hold_before(59)
     reference = helpers.begin(*LINE, SLOW, f"run.dir={undisturbed}")
     held = (SLOW, "job.pause_s=0.02", hold.override)
     process = helpers.begin(*LINE, *held, f"run.dir={run}", "run.max_restarts=1")
