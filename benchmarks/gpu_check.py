@@ -317,7 +317,8 @@ def resume(machine: Machine) -> str:
         f"transport={machine.transport}", "train.epochs=null",
     )  # fmt: skip
     results = [_orchestrator(whole, "launch", *same, f"run.dir={whole}", "train.updates=12")]
-    _orchestrator(parts, "launch", *same, f"run.dir={parts}", "train.updates=6")
+    background = "train.checkpoint_in_background=true"
+    _orchestrator(parts, "launch", *same, background, f"run.dir={parts}", "train.updates=6")
     results.append(_orchestrator(parts, "resume", str(parts), "train.updates=12"))
     digests = {one["weights_sha256"] for one in results}
     return _expect(len(digests) == 1, f"weights {min(digests)[:12]} after 12 updates")

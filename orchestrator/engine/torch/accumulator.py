@@ -45,7 +45,6 @@ from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
     UsedParameters,
-    aligned_first,
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
@@ -125,8 +124,7 @@ def _reduction_for(
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        order = aligned_first(parameters)
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size, order=order)
+        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
         buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)

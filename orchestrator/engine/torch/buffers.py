@@ -107,18 +107,19 @@ def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def aligned_first(parameters: Named) -> list[int]:
+def _aligned_first(parameters: Named) -> list[int]:
     """Return the order of parameters in buffers in which those of odd sizes come last.
 
-    So all others begin at multiples of 16 numbers, as kernels want their weights, although nothing
-    is put between them.
+    So all others begin at multiples of 16 numbers, as vectorized kernels want them, although
+    nothing is put between them. Otherwise it is the reverse of theirs, which a backward comes near
+    to.
     """
     order = reversed(range(len(parameters)))
     return sorted(order, key=lambda number: _real_numbers(parameters[number][1]) % _ALIGNED != 0)
 
 
 def _buffer_plans(
-    parameters: Named, *, trailer: bool, order: Sequence[int] | None
+    parameters: Named, *, trailer: bool
 ) -> list[tuple[torch.device, torch.dtype, list[int]]]:
     """Return device, gradients' dtype and parameters' numbers of each buffer, whose parameters are
     of one dtype.
@@ -127,7 +128,7 @@ def _buffer_plans(
         JobError: a parameter is not of a floating or complex dtype.
     """
     plans: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
-    for number in order or reversed(range(len(parameters))):
+    for number in _aligned_first(parameters):
         name, parameter = parameters[number]
         if not (parameter.is_floating_point() or parameter.is_complex()):
             raise JobError(
@@ -203,8 +204,6 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
-        order: of the parameters' numbers within a buffer; the reverse of theirs by default, which
-            a backward comes near to.
         same_as: another set of buffers of this model, whose `expected` and `used` are shared:
             gradients go to one set at a time.
 
@@ -224,13 +223,12 @@ class GradientBuffers:
         *,
         metric_count: int | None = 0,
         pad_to: int = 1,
-        order: Sequence[int] | None = None,
         same_as: GradientBuffers | None = None,
     ) -> None:
-        self.metric_count, self.pad_to, self.order = metric_count, pad_to, order
+        self.metric_count, self.pad_to = metric_count, pad_to
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
-        plans = _buffer_plans(local, trailer=trailer > 0, order=order)
+        plans = _buffer_plans(local, trailer=trailer > 0)
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
@@ -271,7 +269,6 @@ class GradientBuffers:
             [(p.name, whole) for p, whole in zip(self.places, self.parameters, strict=True)],
             metric_count=self.metric_count,
             pad_to=self.pad_to,
-            order=self.order,
             same_as=self,
         )
 

@@ -100,6 +100,9 @@ def be_deterministic() -> None:
     # It fills new tensors with NaN to find other bugs; that costs time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module that acts as an object
     torch.backends.cudnn.benchmark = False
+    # Flash attention and the plain one have deterministic backwards; these two have not.
+    torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
+    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
 
 
 @contextmanager

@@ -23,10 +23,10 @@ from orchestrator.engine.torch.buffers import HALVES, Named, local_part
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
-    bytes_of,
     gather_numbers,
     gather_texts,
 )
+from orchestrator.engine.torch.window_checks import digest_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.plan_warnings import named_ranks
 
@@ -385,7 +385,5 @@ def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
 
 
 def _digest(value: Any) -> str:
-    """Return the first digits of a tensor's SHA-256; anything else in Python's words."""
-    if not isinstance(value, Tensor):
-        return repr(value)
-    return hashlib.sha256(bytes_of(local_part(value)).cpu().numpy().data).hexdigest()[:16]
+    """Return a tensor's digest; anything else in Python's words."""
+    return f"{digest_of(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)

@@ -32,6 +32,7 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.common.job_checks import check_fits
 from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
+from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import JobError, RunFolderError
 from orchestrator.rundir.checkpoints import part_name
 
@@ -396,6 +397,8 @@ def _read_saved(folder: Path, kind: str, held: Parameters = lambda _: None) -> d
 SMALL = 4096
 """Numbers of a tensor that is copied at once."""
 
+_PINNED_BYTES = 2**26
+
 
 class Snapshot:
     """A checkpoint's tensors, and the rest of it as what JSON holds. Until `keep` the tensors are
@@ -435,6 +438,7 @@ class Snapshot:
         self._lasting = {local_part(tensor).data_ptr() for tensor in lasting}
         self._copied = {tensor.data_ptr() for tensor in states.values()} if copied else set[int]()
         self._later: list[tuple[dict[str, Tensor], str]] = []
+        self._computed: Any = None  # an event of a GPU: they hold what they do at the boundary
         self.taken = threading.Event()
 
     def keep(self) -> Snapshot:
@@ -445,13 +449,17 @@ class Snapshot:
                     tensors[key] = _copy(tensor)
                 elif tensor.data_ptr() not in self._copied:
                     self._later.append((tensors, key))
+                    if tensor.is_cuda and self._computed is None:
+                        self._computed = torch.cuda.current_stream(tensor.device).record_event()
         return self
 
     def take(self) -> None:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
-            for tensors, key in self._later:
-                tensors[key] = _copy(tensors[key])
+            devices = [tensors[key].device for tensors, key in self._later[:1]]
+            with _copying_beside_training(self._computed, *devices) as copy:
+                for tensors, key in self._later:
+                    tensors[key] = copy(tensors[key])
         finally:
             self.taken.set()
 
@@ -466,3 +474,35 @@ class Snapshot:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy in the host's memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+
+@contextmanager
+def _copying_beside_training(
+    computed: Any, device: torch.device | None = None
+) -> Generator[Callable[[Tensor], Tensor]]:
+    """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.
+
+    A plain copy would queue up in the stream of the training, and pageable memory makes it slow. So
+    this one has a stream of its own, which first waits for `computed`, and pinned memory. Other
+    accelerators take the plain one.
+    """
+    if computed is None:
+        yield _copy
+        return
+    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(device)
+
+    def copy(tensor: Tensor) -> Tensor:
+        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+        parts = zip(
+            bytes_of(tensor).split(_PINNED_BYTES), bytes_of(whole).split(_PINNED_BYTES), strict=True
+        )
+        for source, target in parts:
+            pinned[: len(source)].copy_(source, non_blocking=True)
+            stream.synchronize()
+            target.copy_(pinned[: len(source)])
+        return whole
+
+    with torch.cuda.stream(stream):
+        stream.wait_event(computed)
+        yield copy

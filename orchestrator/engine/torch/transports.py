@@ -168,6 +168,7 @@ _RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE
 _DEVICE_BACKENDS = ("nccl", "hccl")
 """Backends whose waits block a stream of the device, and not the thread."""
 _NEVER_SENT = 99  # a tag
+_FAREWELL_S = 10.0
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 _SUMS_AT_ONCE = 2  # of gloo's, each with memory of its own
 
@@ -278,6 +279,22 @@ class TorchGroup(BaseGroup):
             except RuntimeError as error:  # this one, or what was wrong with that peer already
                 if "Timed out" in str(error):
                     return
+
+    def close(self) -> None:
+        """Wait until the devices of all ranks are done, of NCCL and HCCL: another one may still
+        read this one's memory, and rank 0 hosts the store, which this uses.
+        """
+        store: Any = self.kept
+        if self.transport not in _DEVICE_BACKENDS or store is None or self._aborted:
+            return
+        torch.accelerator.synchronize(self.device)
+        try:
+            store.count("left", 1)
+            until = time.monotonic() + _FAREWELL_S
+            while store.count("left") < self.size and time.monotonic() < until:
+                time.sleep(_LOOK_EVERY_S)
+        except dist.DistError:
+            return  # rank 0 has seen all others, and is gone
 
     def refuse_results(self, operation: str) -> None:
         """Raise `PeerLost` once the group was aborted: results are no results then."""

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.common.job_checks import check_metric_names
-from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas
+from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas, folded, shares_of
 from orchestrator.engine.torch.buffers import Named, local_part
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.errors import JobError
@@ -180,6 +180,12 @@ def digests_of(
     if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
         return torch.stack(sums).tolist()  # one wait for the device, not one a piece
     return list(map(int, sums))
+
+
+def digest_of(tensor: Tensor) -> int:
+    """Return a digest of all numbers of a tensor of any dtype, by one wait for its device."""
+    whole = shares_of([tensor.numel()], [tensor.element_size()])
+    return folded(digests_of([tensor], [piece for share in whole for piece in share]))
 
 
 def replicas_of(named: Named, group: BaseGroup) -> Replicas:

@@ -8,7 +8,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchestrator import Loss
@@ -184,6 +185,65 @@ def test_an_interrupted_wait_of_nccl_is_a_lost_peer_whatever_the_abort_leaves():
         under_way.wait()
     with pytest.raises(PeerLost, match="broken off"):
         ours.all_reduce_sum(torch.ones(1))
+
+
+def test_no_rank_over_nccl_leaves_before_the_devices_of_all_are_done(tmp_path, monkeypatch):
+    done = []
+    monkeypatch.setattr(torch.accelerator, "synchronize", lambda _: done.append(True))
+    stores = [rendezvous.host(spec(0, 2, tmp_path))]
+    stores.append(rendezvous.join(spec(1, 2, tmp_path), time.monotonic() + 10))
+    groups = [TorchGroup.wrap(NcclOf(60), device="cpu") for _ in stores]
+    for ours, store in zip(groups, stores, strict=True):
+        ours.kept = store
+    first = threading.Thread(target=groups[0].close, daemon=True)
+    first.start()
+    first.join(0.2)
+    assert first.is_alive()
+    groups[1].close()
+    first.join(5)
+    assert not first.is_alive()
+    assert len(done) == 2
+
+
+class Reads(TorchFunctionMode):
+    """Counts what waits for a device: reads of tensors' numbers by Python."""
+
+    WAIT = ("tolist", "item", "__bool__", "__float__", "__int__", "cpu", "numpy", "equal")
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        name = getattr(func, "__name__", "")
+        if name in self.WAIT:
+            self.found.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_boundary_reads_from_its_device_four_times_and_a_micro_step_never(monkeypatch):
+    """That is for the losses, the digest of the weights, the summed trailer, and the norm."""
+    # Every tensor passes for one of a device; what these take is on the CPU in truth.
+    monkeypatch.setattr(Tensor, "is_cpu", property(lambda _: False), raising=False)
+
+    def train(ours):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 4))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        accumulator = Accumulator(model, optimizer, ours, clip_norm=0.5, bucket_bytes=256)
+        found = []
+        for _ in range(2):
+            with Reads() as steps:
+                for step in range(3):
+                    loss = Loss(model(torch.ones(5, 8)).square().sum(), 5)
+                    accumulator.backward(loss, last=step == 2)
+            with Reads() as boundary:
+                accumulator.boundary()
+            found.append((steps.found, boundary.found))
+        return found
+
+    for windows in run_in_threads(2, train):
+        assert windows == [([], ["tolist"] * 4)] * 2
 
 
 # ------------------------------------------------------------------ Devices
