@@ -8,6 +8,7 @@ import torch
 from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, softplus
 
 from orchestrator.plan.order import DataOrder
+from tests import warm
 from tests.docs.scripts import ranks, script, torchrun
 from tests.helpers import environment
 
@@ -96,11 +97,7 @@ def test_a_callback_sees_each_update_of_our_windows(tmp_path):
     shown = "print(*(update for update, loss, seconds in losses.seen if loss and seconds))"
     text = f"from losses import Losses\n{text}{shown}\ndist.destroy_process_group()\n"
     (tmp_path / "train.py").write_text(text)
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "train.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env=environment(),
-    )  # fmt: skip
-    assert done.stdout.split() == ["0", "1", "2", "3", "4"], done.stderr
+    assert warm.ranks("train", 1, tmp_path).split() == ["0", "1", "2", "3", "4"]
 
 
 def test_our_windows_alone_under_plain_python_take_the_same_steps(tmp_path, wanted):

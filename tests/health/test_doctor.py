@@ -3,15 +3,14 @@
 import json
 import os
 import re
-import subprocess
-import sys
 import tomllib
 
 import pytest
 
 from orchestrator.health import doctor
 from orchestrator.health.doctor import BAD, NOTE, node_faults, trial_findings
-from tests.helpers import ROOT, call, environment
+from tests import warm
+from tests.helpers import ROOT, call
 from tests.report.conftest import record, result
 
 KIND = {
@@ -89,12 +88,11 @@ WELL = {
     "device_taken": 0.0, "clock_s": 0.0, "bytes_per_s": None,
 }  # fmt: skip
 LINKS = """
-import json, sys
+import json
 import torch, torch.distributed as dist
 from orchestrator.health.exchange import measure_links
-rank, store = int(sys.argv[1]), sys.argv[2]
-dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=4)
-if rank == 2:
+dist.init_process_group("gloo")
+if dist.get_rank() == 2:
     intact = dist.P2POp
     dist.P2POp = lambda op, data, peer: intact(op, data + 1 if op is dist.isend else data, peer)
 rates, damaged = measure_links([0, 1, 2], torch.device("cpu"))
@@ -135,14 +133,9 @@ def test_damaged_data_names_both_ends_and_sound_nodes_have_no_faults():
 
 def test_all_ranks_measure_the_same_links_and_find_damaged_data(tmp_path):
     """Four ranks on three nodes: the fourth rank shares a node, and sends nothing."""
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-c", LINKS, str(rank), str(tmp_path / "store")],
-            env=environment(), stdout=subprocess.PIPE, text=True,
-        )
-        for rank in range(4)
-    ]  # fmt: skip
-    said = [json.loads(rank.communicate(timeout=60)[0]) for rank in ranks]
+    (tmp_path / "links.py").write_text(LINKS)
+    said = [json.loads(line) for line in warm.ranks("links", 4, tmp_path).splitlines()]
+    assert len(said) == 4
     assert all(one == said[0] for one in said)
     rates, damaged = said[0]
     assert len(rates) == 3
