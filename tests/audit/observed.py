@@ -1,7 +1,6 @@
-"""One rank of observed loops: `python -m tests.audit.observed FOLDER FAULT...`."""
+"""One rank of observed loops, which leaves a folder of traces for each in the current folder."""
 
 import os
-import sys
 from pathlib import Path
 
 import torch
@@ -10,18 +9,18 @@ import torch.distributed as dist
 from orchestrator.audit import observe
 from tests.audit import loop
 
+NAMES = (*loop.FAULTS, *loop.RIGHT)
 
-def main(folder, names):
+
+def main(folder):
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
     observer = observe.Observer(folder, None, rank)
     observer.ends_process = False
     observe.install(observer)
     if size > 1:
-        dist.init_process_group(
-            "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=size
-        )
-    for name in names:
+        dist.init_process_group("gloo")
+    for name in NAMES:
         place = folder / name
         place.mkdir(exist_ok=True)
         observer.begin(place, None)
@@ -32,4 +31,4 @@ def main(folder, names):
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2:])
+    main(Path.cwd())

@@ -9,6 +9,7 @@ import pytest
 
 from tests.helpers import begin, until, verb
 
+ALONE = "cluster.ranks_per_node=1"  # where more than one would prove no more
 LOOP = str(Path(__file__).with_name("loop.py"))
 SCRIPT = """\
 import os, torch
@@ -89,7 +90,7 @@ def test_steps_audits_with_several_numbers_of_micro_steps(tmp_path):
         ").backward()\n"
         "    if i % k == k - 1: o.step(); o.zero_grad()\n"
     )
-    done, runs = audit("--steps", "--k={steps}", "--", "train.py", cwd=tmp_path)
+    done, runs = audit("--steps", "--k={steps}", ALONE, "--", "train.py", cwd=tmp_path)
     assert done.returncode == 1
     assert [(run["steps"], run["faults"]) for run in runs] == [(1, []), (3, ["undivided"])]
 
@@ -102,8 +103,8 @@ def test_a_script_that_names_cuda_runs_on_cpus(tmp_path):
 
 
 def test_a_job_class_is_right():
-    done, [made] = audit("job=digits", "accumulation.steps=3", "cluster.nodes=2")
-    assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 4), made
+    done, [made] = audit("job=digits", "accumulation.steps=3", "cluster.nodes=2", ALONE)
+    assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 2), made
 
 
 @pytest.mark.parametrize(
@@ -119,7 +120,7 @@ def test_a_job_class_is_right():
 )
 def test_a_script_that_cannot_be_judged_gets_a_sentence(tmp_path, text, reason):
     (tmp_path / "train.py").write_text(text)
-    done, [made] = audit("--", "train.py", cwd=tmp_path)
+    done, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
     assert done.returncode == 4, done.stdout + done.stderr
     assert reason in made["reason"]
     assert "Traceback" not in done.stderr

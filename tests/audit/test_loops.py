@@ -1,15 +1,13 @@
 """Loops with a fault and right ones, judged on one, two and three ranks."""
 
-import subprocess
-import sys
-
 import pytest
 
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import RIGHT, ROWS, WRONG, judge, read_trace
 from orchestrator.cli.audit import Audit
+from tests import warm
 from tests.audit import loop
-from tests.helpers import environment
+from tests.audit.observed import NAMES
 
 NEED_RANKS = {
     "mean-of-means-over-ranks", "not-reduced", "reduced-each-micro-step", "same-data",
@@ -20,20 +18,8 @@ NEED_RANKS = {
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row(tmp_path, size):
-    names = [*loop.FAULTS, *loop.RIGHT]
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-W", "ignore", "-m", "tests.audit.observed", tmp_path, *names],
-            env=environment(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)),
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for rank in range(size)
-    ]
-    for rank in ranks:
-        _, complaint = rank.communicate(timeout=240)
-        assert rank.returncode == 0, complaint
-    for name in names:
+    warm.ranks("tests.audit.observed", size, tmp_path)
+    for name in NAMES:
         traces = [read_trace(tmp_path / name, rank) for rank in range(size)]
         made = Audit(size, judgement=judge(traces))
         if name == "none" or name in loop.RIGHT:
