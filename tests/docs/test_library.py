@@ -1,7 +1,6 @@
 """The examples of docs/how-to/library.md give the updates of one big batch in plain torch."""
 
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -104,10 +103,7 @@ def test_our_windows_alone_under_plain_python_take_the_same_steps(tmp_path, want
     text = script("library.md", "windows.py").replace(*IN_FLOAT64)
     kept = [line for line in text.splitlines() if not line.startswith(("dist.", "rank, ranks"))]
     (tmp_path / "alone.py").write_text("rank = 0\n" + "\n".join(kept))
-    done = subprocess.run(
-        [sys.executable, "alone.py"],
-        cwd=tmp_path, capture_output=True, text=True, check=False, env=environment(),
-    )  # fmt: skip
+    done = warm.call("alone", [], cwd=tmp_path, env=environment(), timeout=60, kind="torch")
     assert list(map(float, done.stdout.split())) == pytest.approx(wanted, rel=1e-12), done.stderr
     assert sorted(path.name for path in tmp_path.iterdir()) == ["alone.py"], "nothing is left"
 
