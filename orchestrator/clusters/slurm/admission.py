@@ -159,9 +159,9 @@ def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[st
     """Yield what may keep the job waiting at present."""
     if answer.code:
         yield (
-            f"the scheduler cannot place the job at present ({answer.words}); no setting "
-            f"prevents it, so it is queued, to wait for nodes that are down, "
-            f"drained, reserved or not heard of yet"
+            f"the scheduler cannot place the job at present ({answer.words}): sbatch will "
+            f"refuse it if a limit or the size of all nodes rules it out, and otherwise queue it, "
+            f"to wait for nodes that are down, drained, reserved or not heard of yet"
         )
     if partitions and not any(partition.state == "UP" for partition in partitions):
         names = ", ".join(partition.name for partition in partitions)
