@@ -14,6 +14,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -222,8 +223,10 @@ class Checkpoints(Callback):
             state = {**part.about, "files": _files_of(rows), "extra": part.extra}
             checkpoint.complete_partial(part.folder, state, keep=self._keep)
         except OSError as error:
-            checkpoint.remove_partial(self._folder)
             failed = error
+        # Of this one, or of one that was dropped. Where a lost rank still writes, the next does it.
+        with suppress(OSError):
+            checkpoint.remove_partial(self._folder)
         self._written = part.about["updates"], time.monotonic() - part.began, failed
         self._report_written()
 

@@ -146,6 +146,8 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     assert [change["survived"]["gone"] for change in changes if "survived" in change] == [[2, 3]]
     assert [change["joined"]["came"] for change in changes if "joined" in change] == [[2, 3]]
     assert [record["update"] for record in helpers.records(run)] == list(range(12))
+    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert kept == ["update-000000011", "update-000000012"]  # and no .partial-*
     whole = tmp_path / "whole"
     done = helpers.call(
         *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}"
