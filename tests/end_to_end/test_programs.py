@@ -46,39 +46,35 @@ def culprit(folder):
 
 
 NAMES = ("RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_", "TORCH")
-TOLD = f"""{TORCH}
-import json
+TOLD = f"""
+import json, os
 said = json.dumps({{k: v for k, v in os.environ.items() if k.startswith({NAMES})}})
 print(said + "\\n", end="", flush=True)
-{ENDS}"""
+"""
 
 
-@pytest.fixture(scope="module")
-def both(tmp_path_factory):
-    """A torch script under ours and under torchrun: the folder, and what torchrun printed."""
-    folder = tmp_path_factory.mktemp("both")
-    script(folder, TOLD)
-    done = call(folder, "job.arguments.lr=0.2", "run.max_restarts=2")
+def under_both(folder, ranks, text):
+    """Run a script under ours, on two nodes, and under torchrun; return what torchrun printed."""
+    script(folder, text)
+    shape = f"cluster.ranks_per_node={ranks // 2}"
+    done = call(folder, shape, "job.arguments.lr=0.2", "run.max_restarts=2")
     assert done.returncode == 0, done.stdout + done.stderr
     assert re.search(r"state +finished", done.stdout)
-    peer = helpers.call(
-        "--nproc-per-node=4", "--max-restarts=2", "train.py", "--lr=0.2",
-        module="torch.distributed.run", cwd=folder,
-    )  # fmt: skip
-    return folder, peer.stdout
+    words = (f"--nproc-per-node={ranks}", "--max-restarts=2", "train.py", "--lr=0.2")
+    return helpers.call(*words, module="torch.distributed.run", cwd=folder).stdout
 
 
-def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun(both):
-    folder, theirs = both
+def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun(tmp_path):
+    theirs = under_both(tmp_path, 2, TORCH + ENDS)
     weights = set(re.findall(r"final (.*)", theirs))
     assert len(weights) == 1, theirs
-    for rank in range(4):
-        assert set(re.findall(r"final (.*)", log(folder, rank))) == weights
+    for rank in range(2):
+        assert set(re.findall(r"final (.*)", log(tmp_path, rank))) == weights
 
 
-def test_each_rank_is_told_exactly_what_torchrun_tells_it(both):
-    folder, printed = both
-    ours = [said(folder, rank) for rank in range(4)]
+def test_each_rank_is_told_exactly_what_torchrun_tells_it(tmp_path):
+    printed = under_both(tmp_path, 4, TOLD)
+    ours = [said(tmp_path, rank) for rank in range(4)]
     theirs = json.loads(re.findall(r"^\{.*\}$", printed, flags=re.MULTILINE)[-1])
     theirs.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torchrun's note to itself
     assert ours[3].keys() == theirs.keys()
