@@ -6,6 +6,7 @@ Hypothesis has no deadlines: how long an example takes on a shared machine prove
 import signal
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import settings
@@ -13,6 +14,7 @@ from hypothesis import settings
 from tests import helpers
 from tests.order import place_of
 
+TESTS = Path(__file__).parent / "tests"
 NO_MINDSPORE = sys.version_info >= (3, 13)  # there is no build for Python 3.13 yet
 collect_ignore_glob = (
     ["*/engine/mindspore/*", "tests/slurm/test_mindspore.py"] if NO_MINDSPORE else []
@@ -32,6 +34,15 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())
+
+
+def pytest_ignore_collect(collection_path: Path) -> bool | None:
+    """Leave out modules that only tests import, unless they have examples: each worker would import
+    them at its start, and MindSpore with one of them.
+    """
+    path = collection_path
+    helps = TESTS in path.parents and path.suffix == ".py" and not path.name.startswith("test_")
+    return True if helps and ">>> " not in path.read_text("utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -58,9 +58,12 @@ def main() -> int:
 
 
 def _start(stack, command, output=None):
+    # Each interpreter would compile anew what has changed, and each worker all tests.
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
         command,
         cwd=ROOT,
+        env=environment,
         stdout=output,
         stderr=output and subprocess.STDOUT,
         start_new_session=True,
