@@ -14,7 +14,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -154,21 +153,44 @@ class Checkpoints(Callback):
         Raises:
             RunFolderError: there are checkpoints, but none can be used.
         """
-        self.rank = rank
-        found, passed_over = None, list[str]()
+        self.rank, found = rank, None
         if rank == 0:
             checkpoint.make_again(self._folder)
             checkpoint.remove_partial(self._folder)
-            found, passed_over = checkpoint.newest(self._folder, self._run)
-        for sentence in passed_over:
-            warn(sentence)
-        updates = int(self._state.gather([found.updates if found else -1])[0][0])
-        if updates < 0:
+            found, passed_over = checkpoint.newest(
+                self._folder, self._run, contents=False, damage=self._damage
+            )
+            for sentence in passed_over:
+                warn(sentence)
+            self._state.gather([-1])
+        else:
+            while (updates := int(self._state.gather([0])[0][0])) >= 0:
+                folder = checkpoint.folder_of(self._folder, updates)
+                found = checkpoint.load(folder, self._run, contents=False)
+                self._damage_in_share(found)
+        if found is None:
             return None
-        folder = checkpoint.folder_of(self._folder, updates)
-        chosen = found or checkpoint.load(folder, self._run)
-        self._state.load_state(chosen.folder, chosen.extra)
-        return chosen.updates, chosen.samples
+        self._state.load_state(found.folder, found.extra)
+        return found.updates, found.samples
+
+    def _damage(self, found: checkpoint.Checkpoint) -> str | None:
+        """Have all ranks check a checkpoint's files; return what is wrong with them, on rank 0."""
+        self._state.gather([found.updates])
+        return self._damage_in_share(found)
+
+    def _damage_in_share(self, found: checkpoint.Checkpoint) -> str | None:
+        """Check this rank's share of the files: each is read once in all. Collective.
+
+        Returns:
+            What is wrong; on other ranks than 0 of their own share.
+        """
+        names, ranks = sorted(found.files), len(self._state.gather([0]))
+        mine = found.damage(names[self.rank :: ranks])
+        rows = self._state.gather([mine is not None])
+        odd = next((rank for rank, row in enumerate(rows) if row[0]), None)
+        if mine or odd is None or self.rank != 0:
+            return mine
+        return found.damage(names[odd::ranks]) or f"{found.folder} is damaged, as rank {odd} reads"
 
     def check_replicas(self) -> None:
         """Compare the weights of all ranks. Collective."""
@@ -224,9 +246,7 @@ class Checkpoints(Callback):
             checkpoint.complete_partial(part.folder, state, keep=self._keep)
         except OSError as error:
             failed = error
-        # Of this one, or of one that was dropped. Where a lost rank still writes, the next does it.
-        with suppress(OSError):
-            checkpoint.remove_partial(self._folder)
+        checkpoint.remove_partial(self._folder)  # of this one, or of one that was dropped
         self._written = part.about["updates"], time.monotonic() - part.began, failed
         self._report_written()
 

@@ -16,7 +16,7 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,12 +66,26 @@ class Saves(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Checkpoint:
-    """A complete checkpoint: `updates` done, `samples` seen, the engine's own `extra`."""
+    """A complete checkpoint: `updates` done, `samples` seen, the engine's own `extra`, the digests
+    of its `files` by their names.
+    """
 
     folder: Path
     updates: int
     samples: int
     extra: dict[str, Any]
+    files: dict[str, str]
+
+    def damage(self, names: Iterable[str]) -> str | None:
+        """Return what is wrong with the first bad one of these files; None if all are as saved."""
+        for name in names:
+            path = self.folder / name
+            try:
+                if digest_of(path) != self.files[name]:
+                    return f"{path} is damaged: its digest is not the one in {STATE}"
+            except OSError as error:
+                return f"{path} cannot be read: {error.strerror}"
+        return None
 
 
 def digest_of(path: Path) -> str:
@@ -193,12 +207,17 @@ def make_again(checkpoints: Path) -> None:
 
 
 def remove_partial(checkpoints: Path) -> None:
-    """Remove partial checkpoints of attempts that were killed while they saved.
+    """Remove partial checkpoints, of attempts that were killed and groups that broke while they
+    saved.
 
     Only the newest attempt calls it, after `Fence.take`: an older one that still saves shall fail.
+    Where a rank that was lost writes at this moment, its folder may stay; the next call removes it.
     """
     for path in checkpoints.glob(f"{PARTIAL}*"):
-        remove(path)
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def complete(checkpoints: Path) -> list[Path]:
@@ -242,22 +261,27 @@ def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
     if there != state["files"].keys():
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
-    for name, expected in state["files"].items():
-        if contents and digest_of(folder / name) != expected:
-            raise RunFolderError(
-                f"{folder / name} is damaged: its digest is not the one in {STATE}"
-            )
-    return Checkpoint(
-        folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"]
-    )
+    found = Checkpoint(
+        folder=folder, updates=state["updates"], samples=state["samples"], extra=state["extra"],
+        files=state["files"],
+    )  # fmt: skip
+    if contents and (damage := found.damage(found.files)):
+        raise RunFolderError(damage)
+    return found
 
 
 def newest(
-    checkpoints: Path, run: str | None = None, *, contents: bool = True
+    checkpoints: Path,
+    run: str | None = None,
+    *,
+    contents: bool = True,
+    damage: Callable[[Checkpoint], str | None] = lambda _: None,
 ) -> tuple[Checkpoint | None, list[str]]:
     """Return the newest sound checkpoint (None before the first), and why newer ones were skipped.
 
-    The arguments are those of `load`.
+    Args:
+        run, contents: see `load`.
+        damage: says in the place of `contents` what is wrong with the files.
 
     Raises:
         RunFolderError: there are checkpoints, but none is sound: a resume does not start over
@@ -266,9 +290,13 @@ def newest(
     skipped: list[str] = []
     for folder in reversed(complete(checkpoints)):
         try:
-            return load(folder, run, contents=contents), skipped
+            found = load(folder, run, contents=contents)
         except RunFolderError as error:
-            skipped.append(f"{error}; going on from an earlier checkpoint")
+            why = str(error)
+        else:
+            if not (why := damage(found)):
+                return found, skipped
+        skipped.append(f"{why}; going on from an earlier checkpoint")
     if skipped:
         first = skipped[0].removesuffix("; going on from an earlier checkpoint")
         raise RunFolderError(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
 import resource
 import shutil
+import warnings
 
 import numpy as np
 import pytest
@@ -394,16 +396,27 @@ def _saves(group, folder, background):
         found.append((sorted(path.name for path in folder.glob("*update*")), checkpoints.unsaved))
     digest = engine.weights_sha256()
     checkpoints.collect(4, 4)  # as if the group broke before this one was complete
+    part = checkpoints._part
     checkpoints.drop_parts()
-    engine.gather([0.0])
-    again = Checkpoints(folder, engine, run=None, keep=9).restore(group.rank)
-    return found, again, digest, engine.weights_sha256(), list(folder.glob(".partial*"))
+    engine.gather(part.row(wait=True))  # or it would write beside what follows
+    saved = Checkpoints(folder, engine, run=None, keep=9)
+    again, restored = saved.restore(group.rank), engine.weights_sha256()
+    if group.rank == 0:  # rank 1 will read that part
+        with (folder / "update-000000003" / part_name(1)).open("r+b") as file:
+            file.seek(-1, os.SEEK_END)
+            file.write(b"\xff" if file.read(1) != b"\xff" else b"\0")
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        before = saved.restore(group.rank)
+    said = [str(one.message) for one in warned]
+    return found, again, digest, restored, list(folder.glob(".partial*")), before, said
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, background):
     first, second = run_ranks(2, tmp_path, _saves, tmp_path, background)
-    [(one, none), (two, unsaved), (three, after)], again, before, restored, partial = first
+    saves, again, before, restored, partial, earlier, said = first
+    [(one, none), (two, unsaved), (three, after)] = saves
     assert (one, none) == (["update-000000001"], None)
     assert two == one
     assert "the checkpoint after update 2 could not be written" in unsaved
@@ -413,3 +426,7 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, bac
     assert before == restored
     assert second[2:4] == ("", "")
     assert partial == []
+    assert earlier == second[5] == (1, 4)
+    [sentence] = said
+    assert "part-00001.safetensors is damaged" in sentence
+    assert "going on from an earlier checkpoint" in sentence
