@@ -7,8 +7,8 @@ the module as `python -m` does, and ends as a Python ends. What it starts in tur
 it starts as ever. `begin` does the same and does not wait; what asks for another PYTHONPATH, and
 `helpers.begin_anew`, are new interpreters.
 
-`ranks` does the same with torch for scripts of the documentation, as our own runs do for theirs.
-And what trains here has torch already, so that its nodes can be forks (`warm_nodes.py`).
+What trains has torch already, so that its nodes can be forks (`warm_nodes.py`); `ranks` does the
+same for scripts of the documentation, as our own runs do for theirs.
 """
 
 import array
@@ -39,11 +39,7 @@ TORCH = ("torch.distributed", "torch.distributed.pipelining", "orchestrator.engi
 OURS = ("config.composer", "cli.start", "clusters.local.cluster", "clusters.slurm.cluster",
         "report.compare", "cli.status", "cli.resume")  # fmt: skip
 NAMES = (*COMMANDS, *(f"orchestrator.{name}" for name in OURS))
-IMPORTED = {
-    "commands": NAMES,
-    "torch": TORCH,
-    "runs": (*NAMES, *TORCH, "orchestrator.trainer.main"),
-}
+IMPORTED = {"commands": NAMES, "runs": (*NAMES, *TORCH, "orchestrator.trainer.main")}
 TRAINING = ("run", "resume", "rehearse")
 
 
@@ -182,9 +178,9 @@ def ranks(module, processes, folder):
 
     def rank(number):
         env = {**os.environ, **told, "RANK": str(number), "LOCAL_RANK": str(number)}
-        return call(module, [], cwd=folder, env=env, timeout=150, kind="torch")
+        return call(module, [], cwd=folder, env=env, timeout=150, kind="runs")
 
-    _server("torch")
+    _server("runs")
     with ThreadPoolExecutor(processes) as threads:
         ended = list(threads.map(rank, range(processes)))
     assert all(done.returncode == 0 for done in ended), "\n".join(d.stderr[-2000:] for d in ended)
@@ -202,8 +198,7 @@ def main():
     gc.enable()
     for name in COMMANDS:
         sys.modules.pop(name, None)  # it is run anew each time
-    if sys.argv[2] != "torch":
-        _compose_once()
+    _compose_once()
     gc.freeze()
     wake, waking = socket.socketpair()
     waking.setblocking(False)
