@@ -43,7 +43,7 @@ from orchestrator.agent.root_cause import (
     Positions,
     find_root_cause,
 )
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
@@ -67,6 +67,7 @@ AGENT_SILENT = (
     NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
     "is stopped, or cut off"
 )
+FOLDER_GONE = "the run folder {} was removed or renamed while the run was using it"
 NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
@@ -129,7 +130,7 @@ class Coordinator:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._clock()
+        self._began = self._folder_seen = self._clock()
         self._took_over = bool(set(gone))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
@@ -375,6 +376,19 @@ class Coordinator:
             self._give_up_at = self._clock() + self._positions.answer_s
             self._end_in_order()
 
+    def _check_folder(self, now: float) -> None:
+        """Fail the attempt once its folder is gone: nothing that it computes could be saved."""
+        if now - self._folder_seen < BEAT_S or self._killed:
+            return
+        self._folder_seen = now
+        if is_folder(self._run.attempt(self._spec.attempt)):
+            return
+        cause = FOLDER_GONE.format(self._run.path)
+        # Another start would fail in the same way.
+        self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
+        self._give_up_at = now
+        self._end_in_order()
+
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
         try:
@@ -451,6 +465,7 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
+        self._check_folder(now)
         self._check_agents(now)
         if not self._over:
             self._first_generation()

@@ -170,6 +170,8 @@ class RunDir:
             RunFolderError: it holds another run, is not empty, or cannot be written.
         """
         path = self.path
+        if file := next((p for p in path.parents if p.exists() and not p.is_dir()), None):
+            raise RunFolderError(f"run.dir={path} cannot be created: {file} is a file, no folder")
         try:
             path.parent.mkdir(mode=PRIVATE, parents=True, exist_ok=True)
             try:
@@ -230,6 +232,10 @@ class RunDir:
         number = self.attempts_made()
         try:
             make_folder(self.attempt(number))
+        except FileExistsError as error:
+            raise RunFolderError(
+                f"attempt {number} of {self.path} was begun by another start in this moment"
+            ) from error
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be written: {error.strerror}") from error
         return number

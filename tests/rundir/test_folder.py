@@ -35,6 +35,23 @@ def test_a_place_that_cannot_be_written_is_said_in_words():
         RunDir(Path("/proc/nowhere/run")).create()
 
 
+def test_a_place_below_a_file_is_refused_by_the_files_name(tmp_path):
+    file = tmp_path / "notes"
+    file.touch()
+    for place in (file / "run", file / "today" / "run"):
+        with pytest.raises(RunFolderError, match=f"cannot be created: {file} is a file"):
+            RunDir(place).create()
+
+
+def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    monkeypatch.setattr(run, "attempts_made", lambda: 0)  # as it was when the other one looked
+    run.begin_attempt()
+    with pytest.raises(RunFolderError, match=r"attempt 0 of .* was begun by another start"):
+        run.begin_attempt()
+
+
 def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
