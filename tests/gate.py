@@ -12,6 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
+import threading
+import time
 from contextlib import ExitStack, suppress
 from pathlib import Path
 
@@ -43,13 +45,13 @@ def main() -> int:
     signal.alarm(LIMIT_S)  # a deadlock in C is not ended by a test's own limit
     with ExitStack() as stack:
         output = stack.enter_context(tempfile.TemporaryFile("w+b"))
-        pyright = _start(stack, PYRIGHT, output)
-        others = _start(stack, OTHERS, output)
-        hydra_next = _start(stack, HYDRA_NEXT, output)
+        pyright = _start(stack, "pyright", PYRIGHT, output)
+        others = _start(stack, "all other tests", OTHERS, output)
+        hydra_next = _start(stack, "Hydra 1.4's", HYDRA_NEXT, output)
         _say("tests/slurm, two workers")
-        failed = [_start(stack, SLURM).wait()]
+        failed = [_start(stack, "tests/slurm", SLURM).wait()]
         _say("whole runs, three workers")
-        failed += [_start(stack, WHOLE_RUNS).wait()]
+        failed += [_start(stack, "whole runs", WHOLE_RUNS).wait()]
         failed += [pyright.wait(), others.wait(), hydra_next.wait()]
         _say("at the same time: pyright, all other tests, and Hydra 1.4's")
         output.seek(0)
@@ -57,7 +59,8 @@ def main() -> int:
     return int(any(failed))
 
 
-def _start(stack, command, output=None):
+def _start(stack, name, command, output=None):
+    """Start a command, and say after how long it has ended: what ends last decides."""
     # Each interpreter would compile anew what has changed, and each worker all tests.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(
@@ -69,7 +72,14 @@ def _start(stack, command, output=None):
         start_new_session=True,
     )
     stack.callback(_end, process)
+    threading.Thread(target=_time, args=(name, process), daemon=True).start()
     return process
+
+
+def _time(name, process):
+    began = time.monotonic()
+    process.wait()
+    _say(f"{name}: ended after {time.monotonic() - began:.0f} s")
 
 
 def _end(process):
