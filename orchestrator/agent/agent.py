@@ -43,7 +43,9 @@ LOOK_S = 0.1
 RETRY_S = 0.05
 MAX_UNAUTHENTICATED = 64
 MOST_ERRORS = 100  # in a row
-REPORTED_CHARACTERS = 500
+REPORTED_CHARACTERS = 150
+"""Of a log's line. The launcher reads the pipe after the agents' end, so all must fit its 64 KiB,
+and JSON takes up to twelve bytes for a character."""
 
 
 class Agent:
