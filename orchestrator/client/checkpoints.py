@@ -75,10 +75,10 @@ class Part:
         """Return for all ranks: 1 once it is written, else 0; an errno; its number; its digest."""
         if wait and self._background:
             self._thread.join()
+        done = not self._thread.is_alive()  # first: what it has found is there only then
         if self._failed is not None:
             raise self._failed
         words = [self._digest[place : place + 8] or "0" for place in range(0, 64, 8)]
-        done = not self._thread.is_alive()
         return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
 
 
@@ -164,10 +164,10 @@ class Checkpoints(Callback):
                 warn(sentence)
             self._state.gather([-1])
         else:
-            while (updates := int(self._state.gather([0])[0][0])) >= 0:
+            while (updates := int((rows := self._state.gather([0]))[0][0])) >= 0:
                 folder = checkpoint.folder_of(self._folder, updates)
                 found = checkpoint.load(folder, self._run, contents=False)
-                self._damage_in_share(found)
+                self._damage_in_share(found, len(rows))
         if found is None:
             return None
         self._state.load_state(found.folder, found.extra)
@@ -175,16 +175,15 @@ class Checkpoints(Callback):
 
     def _damage(self, found: checkpoint.Checkpoint) -> str | None:
         """Have all ranks check a checkpoint's files; return what is wrong with them, on rank 0."""
-        self._state.gather([found.updates])
-        return self._damage_in_share(found)
+        return self._damage_in_share(found, len(self._state.gather([found.updates])))
 
-    def _damage_in_share(self, found: checkpoint.Checkpoint) -> str | None:
+    def _damage_in_share(self, found: checkpoint.Checkpoint, ranks: int) -> str | None:
         """Check this rank's share of the files: each is read once in all. Collective.
 
         Returns:
             What is wrong; on other ranks than 0 of their own share.
         """
-        names, ranks = sorted(found.files), len(self._state.gather([0]))
+        names = sorted(found.files)
         mine = found.damage(names[self.rank :: ranks])
         rows = self._state.gather([mine is not None])
         odd = next((rank for rank, row in enumerate(rows) if row[0]), None)
