@@ -165,6 +165,7 @@ def versions(machine: Machine) -> str:
 
 
 def _device(group: BaseGroup) -> tuple[str, str]:
+    group.barrier()  # rank 0 has the store: if it left before, others could not finish connecting
     index = group.device.index or 0
     uuid = str(torch.cuda.get_device_properties(index).uuid) if group.device.type == "cuda" else ""
     return str(group.device), uuid
