@@ -270,8 +270,8 @@ def run_to_end(ready: Ready) -> Ended:
             say(output.console, more, "yellow", prose=True)
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
-    if culprit is not None and not run.path.exists():  # removed meanwhile: nothing to write or show
-        raise OrchestratorError(culprit.cause)
+    if not run.path.exists():  # nothing to write into, or to show
+        raise OrchestratorError(run.gone)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = end_of(run, state, culprit, remark=ruling.words)

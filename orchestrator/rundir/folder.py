@@ -107,6 +107,11 @@ class RunDir:
         of_array = self.path.parent / self.submitting.name
         return any(p.exists() for p in (self.handle, self.submitting, of_array))
 
+    @property
+    def gone(self) -> str:
+        """The sentence about a folder that does not exist any more."""
+        return f"the run folder {self.path} was removed or renamed while the run was using it"
+
     def attempt(self, number: int) -> Path:
         """Return the folder of one attempt (a start or restart)."""
         return self.attempts / f"{number:03d}"

@@ -5,8 +5,7 @@ import shutil
 
 import pytest
 
-from tests.helpers import LIGHT, SMALL, TINY, begin, call, processes_of, result, verb
-from tests.hold import Hold
+from tests.helpers import SMALL, TINY, call, result, verb
 
 SHAPE = (
     TINY, SMALL, "tracker=none", "accumulation.global_batch=40", "accumulation.steps=2",
@@ -98,18 +97,3 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched
     assert "Traceback" not in done.stderr
     after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
     assert after == before
-
-
-def test_a_run_ends_at_once_where_its_folder_is_removed_and_says_so_in_one_sentence(tmp_path):
-    run, hold = tmp_path / "run", Hold(tmp_path / "hold").hold_before(2)
-    shape = (LIGHT, "cluster.nodes=2", "cluster.ranks_per_node=2", *SHAPE[2:])
-    started = begin(*shape, hold.override, "run.max_restarts=2", f"run.dir={run}")
-    hold.wait_until_held(2, ranks=range(4))
-    shutil.rmtree(run)
-    output = started.communicate(timeout=60)[0]  # the ranks are held until they are ended
-    assert started.returncode == 1, output
-    gone = f"error: the run folder {run} was removed or renamed while the run was using it"
-    assert " ".join(output.split()).endswith(gone), output
-    assert "cannot be written" not in output
-    assert not processes_of(run)
-    assert not run.exists()

@@ -129,12 +129,17 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
     assert helpers.result(run)["collectives"] == helpers.result(undisturbed)["collectives"] == 40
 
 
-def test_a_folder_deleted_in_mid_run_ends_it_with_a_message(run):
-    process, hold = held(run, 7)
+@pytest.mark.parametrize("ends_first", [False, True], ids=["it is noticed", "the training ends"])
+def test_a_folder_deleted_in_mid_run_ends_it_with_one_message(run, ends_first):
+    process, hold = held(run, 7, "run.max_restarts=2")
     shutil.rmtree(run)
-    hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode != 0
-    assert "cannot be written: No such file or directory" in output
+    if ends_first:
+        hold.release()
+    output, _ = process.communicate(timeout=60)  # the ranks are held until they are ended
+    assert process.returncode == 1
+    gone = f"error: the run folder {run} was removed or renamed while the run was using it"
+    assert " ".join(output.split()).endswith(gone), output
+    assert "cannot be written" not in output
     assert "Traceback" not in output
     assert not helpers.processes_of(run)
+    assert not run.exists()
