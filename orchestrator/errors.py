@@ -107,10 +107,6 @@ class Evicted(PeerLost):
     exit_code = EVICTED_RANK
 
 
-class RankHangs(OrchestratorError):
-    """A rank that makes no progress, and does not work either."""
-
-
 class NonFiniteError(OrchestratorError):
     """A NaN or infinite loss or gradient, raised on all ranks in the same update."""
 

@@ -34,15 +34,21 @@ from orchestrator.agent.liveness import (
     SILENT,
     STOPPED,
     STOPPED_PROCESS,
+    Seen,
 )
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     NODE_WENT_AWAY,
     End,
-    Positions,
+    Straggler,
+    add_place,
+    add_waits,
     find_root_cause,
+    tail,
+    unresponsive_cause,
 )
+from orchestrator.agent.stacks import STACK_S
 from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_progress
@@ -67,7 +73,6 @@ AGENT_SILENT = (
     NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
     "is stopped, or cut off"
 )
-FOLDER_GONE = "the run folder {} was removed or renamed while the run was using it"
 NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
@@ -88,6 +93,8 @@ class WorkerState:
         ready: it is at a boundary of this generation, after so many updates, and waits for new
             workers.
         given_up: why it was, if it is ended because it hangs.
+        seen: its position, by its latest report.
+        asked_at: size of its log when it was asked for its stack.
     """
 
     rank: int
@@ -101,6 +108,8 @@ class WorkerState:
     word: str | None = None
     silence_reported: bool = False
     given_up: str = ""
+    seen: Seen = field(default_factory=Seen)
+    asked_at: int | None = None
 
 
 @dataclass(slots=True)
@@ -149,12 +158,12 @@ class Coordinator:
         self._restarts_left = spec.replacements
         self._restart_at: dict[int, float] = {}  # by rank
         self._in_vain: Counter[int] = Counter()  # a rank's processes in a row without an update
-        self._positions = Positions(self._run, spec.hang_s)
         self._ends: list[End] = []
         self._losses: list[tuple[End, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
         self._culprit: Culprit | None = None
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
+        self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
         self._saving: int | None = None  # rank
         self._killed = False
@@ -233,8 +242,8 @@ class Coordinator:
         """Handle an agent's event about one of its workers."""
         self.heard(index)
         kind, worker = event["event"], self.workers[event["rank"]]
-        node = self._spec.name_of(index)
-        self._positions.handle_event(event)
+        if "seen" in event:
+            worker.seen = Seen.from_json(event["seen"])
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
         elif kind == "exit":
@@ -244,7 +253,10 @@ class Coordinator:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._ended(index, event)
         elif kind == "unresponsive":
-            self._check_unresponsive(worker, node, event)
+            self._check_unresponsive(worker, event)
+        elif kind == "hangs":
+            lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
+            self._give_up(worker, event["cause"], lines)
         elif kind == "begins":
             worker.begun, worker.code = True, event["code"]
         elif kind == "trains":
@@ -257,7 +269,7 @@ class Coordinator:
         elif kind == "saving":
             self._wait_for_checkpoint(worker.rank)
 
-    def _check_unresponsive(self, worker: WorkerState, node: str, event: Mapping[str, Any]) -> None:
+    def _check_unresponsive(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
         state, seconds, silent_s = event["state"], event["seconds"], event["silent_s"]
         if state == BUSY and not self._survived:
@@ -267,10 +279,11 @@ class Coordinator:
             limit_s = self._spec.silence_s if self._survived else self._spec.heartbeat_s
         elif state == SILENT and worker.trains:  # before, it may wait for others in C code
             limit_s = self._spec.heartbeat_s
-        if seconds >= limit_s and not worker.given_up:
-            culprit = self._positions.unresponsive(worker.rank, node, event, limit_s)
-            worker.given_up = culprit.cause
-            self._lose(culprit, stalled=state in (STOPPED_PROCESS, ASLEEP))
+        if seconds >= limit_s:
+            cause = unresponsive_cause(event, limit_s, hang=limit_s == self._spec.hang_s)
+            log_file = self._run.rank_log(worker.rank)
+            worker.asked_at = log_file.stat().st_size if log_file.exists() else 0
+            self._give_up(worker, cause, stalled=state in (STOPPED_PROCESS, ASLEEP))
         elif self._survived and silent_s > self._spec.silence_s and not worker.silence_reported:
             worker.silence_reported = True
             self._warn(
@@ -344,14 +357,15 @@ class Coordinator:
                     self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
 
     def _failed(self, end: End) -> None:
-        """Record a failure; give the other workers a moment to write theirs."""
-        if self._killed:
-            return
+        if not self._killed:
+            self._ends.append(end)
+            self._end_others()
+
+    def _end_others(self) -> None:
+        """Give the workers that a failed one leaves behind a moment to write what they saw."""
         self._end_in_order()
-        self._ends.append(end)
         if self._give_up_at is None:
-            hangs = any(failure.get("hangs") for failure in self._failures)
-            self._command(None, "keep places", stacks=hangs)
+            self._command(None, "keep places", stacks=False)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
 
@@ -359,22 +373,39 @@ class Coordinator:
         if self._give_up_at is not None and self._saving is None and not self._survived:
             self._saving, self._give_up_at = rank, self._clock() + SAVE_S
 
-    def _lose(self, culprit: Culprit, *, stalled: bool = False) -> None:
-        """Give up a worker that hangs: the others continue without it, or the attempt fails.
+    def _give_up(
+        self, worker: WorkerState, cause: str, lines: Iterable[str] = (), *, stalled: bool = False
+    ) -> None:
+        """End a worker that hangs: the others continue without it, or the attempt fails.
 
         Args:
+            lines: of its stack or log.
             stalled: it was stopped, or sleeps in the kernel, which is not the job's fault.
         """
-        assert culprit.rank is not None  # noqa: S101  # only workers hang
+        if worker.given_up:
+            return
+        worker.given_up, index = cause, self._spec.node_of(worker.rank)
+        culprit = Culprit(
+            rank=worker.rank, node=self._spec.name_of(index), cause=cause, log_tail=tuple(lines),
+            hangs=True,
+        )  # fmt: skip
         if self._survived:
-            cause = self._positions.describe(culprit).cause
-            self._warn(culprit.rank, f"{cause}; it is ended, and the others go on without it")
-            self._command(self._spec.node_of(culprit.rank), "kill", rank=culprit.rank)
+            cause = self._described(culprit).cause
+            self._warn(worker.rank, f"{cause}; it is ended, and the others go on without it")
+            self._command(index, "kill", rank=worker.rank)
         elif self._culprit is None and not self._ends:
             self._culprit, self._stalled = culprit, stalled
             self._command(None, "keep places", stacks=True)
-            self._give_up_at = self._clock() + self._positions.answer_s
-            self._end_in_order()
+            self._kill_at[worker.rank] = self._clock() + STACK_S
+
+    def _described(self, culprit: Culprit) -> Culprit:
+        """Add where a hanging culprit is, and what the others wait for."""
+        if culprit.hangs and culprit.rank is not None:
+            worker = self.workers[culprit.rank]
+            if worker.asked_at is not None:
+                log_file = self._run.rank_log(worker.rank)
+                culprit = add_place(culprit, worker.seen, log_file, worker.asked_at)
+        return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
     def _check_folder(self, now: float) -> None:
         """Fail the attempt once its folder is gone: nothing that it computes could be saved."""
@@ -383,7 +414,7 @@ class Coordinator:
         self._folder_seen = now
         if is_folder(self._run.attempt(self._spec.attempt)):
             return
-        cause = FOLDER_GONE.format(self._run.path)
+        cause = self._run.gone
         # Another start would fail in the same way.
         self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
         self._give_up_at = now
@@ -472,6 +503,10 @@ class Coordinator:
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
+        for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
+            del self._kill_at[rank]
+            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            self._end_others()  # a process that sleeps in the kernel may not end
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             if self._only_lost_peers() and self._awaits_agent(now):
                 return
@@ -658,11 +693,19 @@ class Coordinator:
         ends = [*self._ends, *blamed]
         culprit = self._culprit
         if culprit is None and ends and (self._ends or not words):  # without messages all are lost
-            behind = self._positions.behind(lambda r: self._spec.name_of(self._spec.node_of(r)))
+            behind = [
+                Straggler(
+                    rank=one.rank,
+                    node=self._spec.name_of(self._spec.node_of(one.rank)),
+                    seen=one.seen,
+                )
+                for one in self.workers.values()
+                if one.seen.stood_s
+            ]
             records = [*self._run.failures(self._spec.attempt), *self._failures]
             done = [worker.rank for worker in self.workers.values() if worker.word == FINISHED]
             culprit = find_root_cause(self._run, records, ends, behind, done)
-        culprit = culprit and self._positions.describe(culprit)
+        culprit = culprit and self._described(culprit)
         if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
             return State.FAILED, culprit
         return (State.STOPPED if STOPPED in words else State.FINISHED), None

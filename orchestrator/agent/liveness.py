@@ -63,7 +63,7 @@ class Seen:
 
 @dataclass(slots=True)
 class WorkerSigns:
-    """Signs of life of one worker.
+    """Signs of life of one worker. Times are by the clock of its agent.
 
     Attributes:
         received: when its last message came; 0 before the first.
@@ -85,6 +85,39 @@ class WorkerSigns:
     failure: dict[str, Any] | None = None
     seen: Seen = Seen()
 
+    def receive(self, message: Mapping[str, Any], now: float) -> None:
+        """Handle a message of the worker."""
+        self.received = self.active = now
+        self.used_s = stat_of(self.pid)[1]
+        self.word = message.get("word", self.word)
+        self.failure = message.get("failure", self.failure)
+        if "program" in message:
+            self.program, self.seen = True, Seen()
+        elif "seen" in message and not self.program:
+            self.seen = Seen.from_json(message["seen"])
+
+    def unresponsive(self, now: float) -> tuple[str, float] | None:
+        """Return the state of a worker that sends nothing, and for how long, in seconds: since it
+        last used a processor, where it is silent or asleep. None for one that sends.
+
+        Before its first message and after its last, only a stopped worker counts.
+        """
+        letter, used_s = stat_of(self.pid)
+        if self.program and "T" in map(state_of, descendants(self.pid)):
+            letter = "T"
+        self.stopped = (self.stopped or now) if letter == "T" else 0.0
+        if self.stopped:
+            return STOPPED_PROCESS, now - self.stopped
+        speaks = self.received and not self.word and not self.program
+        if not speaks or now - self.received < 2 * BEAT_S:
+            return None
+        # A process that a debugger traces ("t") is not judged.
+        if letter == "t" or used_s - self.used_s > AT_WORK * (now - self.active):
+            self.active, self.used_s = now, used_s
+        if now - self.active < 2 * BEAT_S:
+            return BUSY, now - self.received
+        return (ASLEEP if letter == "D" else SILENT), now - self.active
+
 
 class AwakeClock:
     """Monotonic seconds without those in which this process was suspended: it heard nothing then,
@@ -101,72 +134,6 @@ class AwakeClock:
             self._suspended += now - self._asked
         self._asked = now
         return now - self._suspended
-
-
-class NodeWatch:
-    """Watch over the workers of one node. `clock` returns seconds.
-
-    Attributes:
-        frozen: positions that workers report are ignored from now on.
-    """
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self.ranks: dict[int, WorkerSigns] = {}
-        self.frozen = False
-
-    def add(self, rank: int, pid: int) -> None:
-        self.ranks[rank] = WorkerSigns(pid=pid)
-
-    def receive(self, rank: int, message: Mapping[str, Any]) -> None:
-        """Handle a message of a worker."""
-        signs = self.ranks[rank]
-        signs.received = signs.active = self._clock()
-        signs.used_s = stat_of(signs.pid)[1]
-        signs.word = message.get("word", signs.word)
-        signs.failure = message.get("failure", signs.failure)
-        if "program" in message:
-            signs.program, signs.seen = True, Seen()
-        elif "seen" in message and not signs.program and not self.frozen:
-            signs.seen = Seen.from_json(message["seen"])
-
-    def silent_s(self, rank: int) -> float:
-        """Return the seconds since the worker's last message; 0 before the first."""
-        received = self.ranks[rank].received
-        return self._clock() - received if received else 0.0
-
-    def unresponsive(self) -> dict[int, tuple[str, float]]:
-        """Return the workers that send nothing, each with its state and for how long, in seconds:
-        since it last used a processor, where it is silent or asleep.
-
-        Before its first message and after its last, only a stopped worker counts.
-        """
-        now = self._clock()
-        found: dict[int, tuple[str, float]] = {}
-        for rank, signs in self.ranks.items():
-            letter, used_s = stat_of(signs.pid)
-            if signs.program and "T" in map(state_of, descendants(signs.pid)):
-                letter = "T"
-            signs.stopped = (signs.stopped or now) if letter == "T" else 0.0
-            if signs.stopped:
-                found[rank] = STOPPED_PROCESS, now - signs.stopped
-                continue
-            if (
-                signs.program
-                or not signs.received
-                or signs.word
-                or now - signs.received < 2 * BEAT_S
-            ):
-                continue
-            # A process that a debugger traces ("t") is not judged.
-            if letter == "t" or used_s - signs.used_s > AT_WORK * (now - signs.active):
-                signs.active, signs.used_s = now, used_s
-                found[rank] = BUSY, now - signs.received
-            elif now - signs.active >= 2 * BEAT_S:
-                found[rank] = (ASLEEP if letter == "D" else SILENT), now - signs.active
-            else:
-                found[rank] = BUSY, now - signs.received
-        return found
 
 
 # ----------------------------------------------------------------------
@@ -206,22 +173,26 @@ LOOKS = 4
 """Checks of processes during `notice_s`, once a place has lasted that long."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WatchdogTimeouts:
-    """Time limits: when a standstill is reported, and when the rank is given up.
+class ProgressWatchdog:
+    """Time that the main thread has been at one place, sampled once a second.
+
+    Args:
+        notice_s: nothing shorter is reported.
+        most_s: a standstill is reported at the latest after this, whatever was usual.
+        hang_s: for how long neither the rank nor its children may leave the processors unused.
 
     Attributes:
-        notice_s: nothing shorter is reported.
-        most_s: it is reported at the latest after this, whatever was usual.
-        hang_s: for how long neither the rank nor its children may leave the processors unused.
+        reported: the standstill at the present place was reported.
+        idle: the rank's and its children's work at that place.
     """
 
-    notice_s: float
-    most_s: float
-    hang_s: float
+    def __init__(self, *, notice_s: float, most_s: float, hang_s: float) -> None:
+        self._notice_s, self._most_s, self._hang_s = notice_s, most_s, hang_s
+        self._since = self._stood = self._longest = self._due = 0.0
+        self.reported, self.idle = False, IdleTimer(hang_s)
 
     @classmethod
-    def of(cls, cluster: ClusterConfig) -> WatchdogTimeouts:
+    def of(cls, cluster: ClusterConfig) -> ProgressWatchdog:
         """Derive the limits so that a rank that is behind reports before the others' wait ends."""
         notice_s = cluster.heartbeat_timeout_s
         over_s = min(cluster.collective_timeout_s, cluster.rendezvous_timeout_s) / 2
@@ -230,20 +201,6 @@ class WatchdogTimeouts:
             most_s=min(LATEST * notice_s, over_s),
             hang_s=cluster.hang_timeout_s,
         )
-
-
-class ProgressWatchdog:
-    """Time that the main thread has been at one place, sampled once a second.
-
-    Attributes:
-        reported: the standstill at the present place was reported.
-        idle: the rank's and its children's work at that place.
-    """
-
-    def __init__(self, patience: WatchdogTimeouts) -> None:
-        self._patience = patience
-        self._since = self._stood = self._longest = self._due = 0.0
-        self.reported, self.idle = False, IdleTimer(patience.hang_s)
 
     def look(self, now: float, since: float, *, waits: bool) -> str:
         """Return what to report: "behind", "moves", or nothing.
@@ -257,11 +214,11 @@ class ProgressWatchdog:
             self._since, self._stood = since, 0.0
             before, self.reported = self.reported, False
             self.idle.reset()
-            self._due = since + self._patience.notice_s
+            self._due = since + self._notice_s
             return "moves" if before else ""
         self._stood = now - since
-        limit = max(self._patience.notice_s, USUAL * self._longest)
-        if self.reported or self._stood <= min(limit, self._patience.most_s):
+        limit = max(self._notice_s, USUAL * self._longest)
+        if self.reported or self._stood <= min(limit, self._most_s):
             return ""
         self.reported = True
         return "behind"
@@ -270,7 +227,7 @@ class ProgressWatchdog:
         """Return whether the standstill is long enough to inspect processes."""
         if not self._stood or now < self._due:
             return False
-        self._due = now + min(self._patience.hang_s, self._patience.notice_s) / LOOKS
+        self._due = now + min(self._hang_s, self._notice_s) / LOOKS
         return True
 
 

@@ -15,7 +15,6 @@ only warned of, and blamed once the others give up. MindSpore's port is served b
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import logging
@@ -103,6 +102,7 @@ class Program:
 
     Attributes:
         seen: its position: unknown, but for a rank 0 that others may wait for.
+        hangs: the cause, once it is certain that the others wait for it in vain.
     """
 
     def __init__(self, spec: NodeSpec, rank: int, pid: int, facts: Mapping[str, Any]) -> None:
@@ -116,7 +116,7 @@ class Program:
         self._began = self._checked = time.monotonic()
         self._idle = IdleTimer(spec.join_s / 2)
         self._warned: set[str] = set()
-        self._hang = ""  # the cause of its failure, if it was ended because it hangs
+        self.hangs = ""
         self._asked = str(self._run.stop_asked(spec.attempt))
         self._stop_name = ""  # of the latest signal
         self._stop_sent: float | None = None
@@ -140,7 +140,7 @@ class Program:
         self._checked = now
         if self._rank == 0:
             self.check_all_handle(now)
-        if self._place is not None and not stops and not self._hang:
+        if self._place is not None and not stops and not self.hangs:
             self._check_joins(now, *self._place)
 
     def _forward_stop(self, now: float, *, latest: float) -> None:
@@ -198,7 +198,7 @@ class Program:
             )
 
     def _check_joins(self, now: float, address: str, port: int) -> None:
-        """End the program once it is certain that the others wait for this rank."""
+        """Report that the program hangs once it is certain that the others wait for this rank."""
         pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
         idle = self._idle.hangs(now, sum(map(processor_s, pids)))
         if has_joined(pids, port):
@@ -211,12 +211,12 @@ class Program:
                 f"in {waited_s:.0f} s"
             )
             if idle:
-                self._end_hanging(
+                self._report_hang(
                     f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is "
                     f"stuck before its group is formed"
                 )
             elif waited_s >= self._most_s:
-                self._end_hanging(f"{sentence} (cluster.collective_timeout_s)")
+                self._report_hang(f"{sentence} (cluster.collective_timeout_s)")
             elif "joins" not in self._warned:
                 self._warned.add("joins")
                 self._warn(f"{sentence}; it is at work, so it is waited for")
@@ -235,13 +235,9 @@ class Program:
                 f"ranks that wait for it there do so until a time-out of their own"
             )
 
-    def _end_hanging(self, cause: str) -> None:
-        """End all processes of the program, and describe where they are."""
-        pids = self._processes()
-        self._hang = cause + describe_processes(pids, self._log)
-        for pid in reversed(pids):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+    def _report_hang(self, cause: str) -> None:
+        self.hangs = cause + describe_processes(self._processes(), self._log)
+        self._write_line(f"error: {self.hangs}\n")
 
     def _processes(self) -> list[int]:
         return [self._pid, *descendants(self._pid)]
@@ -280,21 +276,18 @@ class Program:
         if self._rank == 0:
             seconds = time.monotonic() - self._began
             write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
-        if self._hang:
-            cause, secondary = self._hang, False
-        elif self._stop_sent is not None or (status == 0 and self._agreed_to_stop):
+        if self.hangs:  # reported
+            return FAILED, None
+        if self._stop_sent is not None or (status == 0 and self._agreed_to_stop):
             if status not in (0, -signal.SIGTERM, -self._signal):
                 self._warn(f"asked to stop, the program {describe_end(status)}")
             self._note_departure()
             return STOPPED, None
-        elif status == 0:
+        if status == 0:
             return FINISHED, None
-        else:
-            error_file = self._run.program_error(spec.attempt, self._rank)
-            cause, secondary = cause_of(status, output, error_file)
-        failure = failure_record(
-            self._rank, spec.name, cause, secondary=secondary, hangs=bool(self._hang)
-        )
+        error_file = self._run.program_error(spec.attempt, self._rank)
+        cause, secondary = cause_of(status, output, error_file)
+        failure = failure_record(self._rank, spec.name, cause, secondary=secondary)
         write_failure(self._run, spec.attempt, failure)
         self._write_line(f"error: {cause}\n")
         return FAILED, failure

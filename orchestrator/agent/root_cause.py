@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -12,7 +12,6 @@ from typing import Any
 from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, Seen
 from orchestrator.agent.stacks import (
     DUMP_BYTES,
-    STACK_S,
     Frame,
     as_lines,
     in_words,
@@ -210,14 +209,13 @@ def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
         cause=f"out of memory: {cause}" if OUT_OF_MEMORY.search(cause) else cause,
         log_tail=tail(run.rank_log(failure["rank"])),
         usage=failure["usage"],
-        hangs=failure.get("hangs", False),
     )
 
 
 # ----------------------------------------------------------------------
-# Positions of workers, as their agents report them: which hang, which wait.
+# Workers that send nothing, and workers that hang.
 
-CAUSES = {
+UNRESPONSIVE = {
     STOPPED_PROCESS: FROZEN,
     ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
     "a file system does not answer",
@@ -228,57 +226,27 @@ CAUSES = {
 }
 
 
-class Positions:
-    """Positions of one attempt's workers, each from the report of its last second."""
+def unresponsive_cause(event: Mapping[str, Any], limit_s: float, *, hang: bool) -> str:
+    """Return why a worker that sent nothing for `limit_s` is given up.
 
-    answer_s = STACK_S
+    Args:
+        hang: the limit is `cluster.hang_timeout_s`.
+    """
+    key = f"cluster.{'hang' if hang else 'heartbeat'}_timeout_s"
+    return UNRESPONSIVE[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
 
-    def __init__(self, run: RunDir, hang_s: float) -> None:
-        self._run, self._hang_s = run, hang_s
-        self._seen: dict[int, Seen] = {}
-        self._unanswered: dict[int, int] = {}  # rank: the size of its log at the request
 
-    def handle_event(self, event: Mapping[str, Any]) -> None:
-        """Record an agent's report of a worker."""
-        if event["event"] == "started":
-            self._seen.pop(event["rank"], None)
-        elif "seen" in event:
-            self._seen[event["rank"]] = Seen.from_json(event["seen"])
+def add_place(culprit: Culprit, seen: Seen, log: Path, asked_at: int) -> Culprit:
+    """Add where a culprit is: the stack that it wrote on request, else its last report.
 
-    def behind(self, node_of: Callable[[int], str]) -> list[Straggler]:
-        """Return the workers that had not reached where the others wait."""
-        found = self._seen.items()
-        return [Straggler(rank=r, node=node_of(r), seen=seen) for r, seen in found if seen.stood_s]
-
-    def unresponsive(
-        self, rank: int, node: str, event: Mapping[str, Any], limit_s: float
-    ) -> Culprit:
-        """Blame a worker that sent nothing for `limit_s`."""
-        key = f"cluster.{'hang' if limit_s == self._hang_s else 'heartbeat'}_timeout_s"
-        cause = CAUSES[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
-        log = self._run.rank_log(rank)
-        self._unanswered[rank] = log.stat().st_size if log.exists() else 0
-        return Culprit(rank=rank, node=node, cause=cause, hangs=True)
-
-    def describe(self, culprit: Culprit) -> Culprit:
-        """Describe where a hanging culprit is, and what the others wait for.
-
-        The place is the stack written to its log since the request, else its last report.
-        """
-        rank = culprit.rank
-        if not culprit.hangs or rank is None:
-            return culprit
-        if rank in self._unanswered:
-            log = self._run.rank_log(rank)
-            stack: list[Frame] = []
-            if log.exists():
-                with log.open("rb") as file:
-                    file.seek(self._unanswered[rank])
-                    stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
-            seen = self._seen.get(rank, Seen())
-            cause = (
-                f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
-            )
-            lines = as_lines(stack) or seen.stack_lines() or tail(log)
-            culprit = replace(culprit, cause=cause, log_tail=tuple(lines))
-        return add_waits(culprit, {of: seen.waits for of, seen in self._seen.items()})
+    Args:
+        asked_at: size of its log at the request.
+    """
+    stack: list[Frame] = []
+    if log.exists():
+        with log.open("rb") as file:
+            file.seek(asked_at)
+            stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
+    cause = f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
+    lines = as_lines(stack) or seen.stack_lines() or tail(log)
+    return replace(culprit, cause=cause, log_tail=tuple(lines))

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import LINK_VARIABLE, NodeWatch, Seen
+from orchestrator.agent.liveness import LINK_VARIABLE, Seen, WorkerSigns
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -68,6 +68,7 @@ class Worker:
 
     Attributes:
         process: how many processes had this rank before.
+        program: what it has become by exec, if it has.
         said: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
         ended: monotonic time of its end.
@@ -75,12 +76,21 @@ class Worker:
 
     rank: int
     process: int
-    pid: int
+    signs: WorkerSigns
     link: Link
+    program: Program | None = None
     status: int | None = None
     ended: float = 0.0
     out_of_memory: bool = False
     said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+
+    @property
+    def pid(self) -> int:
+        return self.signs.pid
+
+    @property
+    def seen(self) -> Seen:
+        return self.program.seen if self.program else self.signs.seen
 
 
 class Workers:
@@ -107,7 +117,7 @@ class Workers:
         self._spec, self._selector, self._report = spec, selector, report
         self._on_fork = on_fork
         self._ranks = spec.ranks_of(spec.index)
-        self._watch, self._programs = NodeWatch(clock), dict[int, Program]()
+        self._clock, self._keeps_places = clock, False
         self._stops: dict[str, float] = {}  # monotonic time of the first stop signal of each name
         self._cpus = cpus_in_order()
         self._kills_for_memory, self._killing = kills_for_memory(), False
@@ -140,7 +150,9 @@ class Workers:
             pid = fork_session()
         except OSError as error:  # no memory or process left: as if it had been killed at once
             log.warning("rank %d cannot be started: %s", rank, error.strerror)
-            self._report(self._exit_event(rank, process, -signal.SIGKILL))
+            unborn = Worker(rank, process, WorkerSigns(0), Link(ours), status=-signal.SIGKILL)
+            unborn.ended = time.monotonic()
+            self._report(self.exit_of(unborn))
             return
         finally:
             if os.getpid() == agent:
@@ -149,9 +161,8 @@ class Workers:
             ours.close()
             self._become(rank, process, theirs)
         theirs.close()
-        self.all[rank] = Worker(rank, process, pid, Link(ours, rank=rank))
+        self.all[rank] = Worker(rank, process, WorkerSigns(pid), Link(ours, rank=rank))
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
-        self._watch.add(rank, pid)
         self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
         for name in self._stops:
             self.send([rank], stop=name)
@@ -202,19 +213,28 @@ class Workers:
             self._close(worker)
             return
         for message in messages:
-            self._watch.receive(worker.rank, message)
+            if self._keeps_places:
+                message.pop("seen", None)
+            worker.signs.receive(message, self._clock())
             if facts := message.get("program"):
-                self._programs[worker.rank] = Program(self._spec, worker.rank, worker.pid, facts)
-            if event := message.get("event"):
-                own = {"rank": worker.rank, "process": worker.process}
-                worker.said[event] = {**message, **own}
-                self._report(worker.said[event])
+                worker.program = Program(self._spec, worker.rank, worker.pid, facts)
+            if "event" in message:
+                self._report_of(worker, message)
+
+    def _report_of(self, worker: Worker, event: Mapping[str, Any]) -> None:
+        """Report an event about a worker, to a later coordinator as well."""
+        own = {"rank": worker.rank, "process": worker.process}
+        worker.said[event["event"]] = {**event, **own}
+        self._report(worker.said[event["event"]])
 
     def check_programs(self) -> None:
-        """Forward stops to programs, and check their progress."""
-        for rank, program in self._programs.items():
-            if self.all[rank].status is None:
-                program.check(self._stops)
+        """Forward stops to programs, and report those that hang."""
+        for worker in self.alive:
+            if (program := worker.program) is None or program.hangs:
+                continue
+            program.check(self._stops)
+            if program.hangs:
+                self._report_of(worker, {"event": "hangs", "cause": program.hangs})
 
     def _close(self, worker: Worker) -> None:
         if worker.link.socket.fileno() >= 0:
@@ -223,20 +243,22 @@ class Workers:
 
     def report_unresponsive(self) -> None:
         """Report each worker that sends nothing, with its state and for how long."""
-        for rank, (state, seconds) in self._watch.unresponsive().items():
-            worker = self.all[rank]
-            if worker.status is None:
-                self._report(
-                    {
-                        "event": "unresponsive",
-                        "rank": rank,
-                        "state": state,
-                        "seconds": seconds,
-                        "silent_s": self._watch.silent_s(rank),
-                        "asleep_in": asleep_in(worker.pid),
-                        "seen": self._seen(rank),
-                    }
-                )
+        now = self._clock()
+        for worker in self.alive:
+            if (found := worker.signs.unresponsive(now)) is None:
+                continue
+            received = worker.signs.received
+            self._report(
+                {
+                    "event": "unresponsive",
+                    "rank": worker.rank,
+                    "state": found[0],
+                    "seconds": found[1],
+                    "silent_s": now - received if received else 0.0,
+                    "asleep_in": asleep_in(worker.pid),
+                    "seen": asdict(worker.seen),
+                }
+            )
 
     def reap(self) -> bool:
         """Collect children that ended, and report workers among them; return whether some live.
@@ -260,7 +282,7 @@ class Workers:
                 kills = kills_for_memory()
                 worker.out_of_memory = kills > self._kills_for_memory
                 self._kills_for_memory = kills
-            signs, program = self._watch.ranks[worker.rank], self._programs.get(worker.rank)
+            signs, program = worker.signs, worker.program
             killed_by_us = self._killing and worker.status == -signal.SIGKILL
             if program is not None and not signs.word and not killed_by_us:
                 signs.word, signs.failure = program.end(worker.status)
@@ -268,27 +290,16 @@ class Workers:
 
     def exit_of(self, worker: Worker) -> dict[str, Any]:
         """Return the event of a worker's end."""
-        known = self._watch.ranks[worker.rank]
-        event = self._exit_event(worker.rank, worker.process, worker.status)
-        return event | {
-            "out_of_memory": worker.out_of_memory,
-            "ago_s": time.monotonic() - worker.ended,
-            "word": known.word,
-            "failure": known.failure,
-            "seen": self._seen(worker.rank),
-        }
-
-    @staticmethod
-    def _exit_event(rank: int, process: int, status: int | None) -> dict[str, Any]:
         return {
             "event": "exit",
-            "rank": rank,
-            "process": process,
-            "status": status,
-            "ago_s": 0.0,
-            "word": "",
-            "failure": None,
-            "seen": asdict(Seen()),
+            "rank": worker.rank,
+            "process": worker.process,
+            "status": worker.status,
+            "out_of_memory": worker.out_of_memory,
+            "ago_s": time.monotonic() - worker.ended,
+            "word": worker.signs.word,
+            "failure": worker.signs.failure,
+            "seen": asdict(worker.seen),
         }
 
     def keep_places(self, *, stacks: bool) -> None:
@@ -297,14 +308,10 @@ class Workers:
         What workers report after the failure of another, or after the signal that requests a stack
         and may wake a sleeper, does not count.
         """
-        self._watch.frozen = True
+        self._keeps_places = True
         for worker in self.alive if stacks else ():
             if catches(worker.pid):  # without the handler the signal would end it
                 os.kill(worker.pid, ASKS)
-
-    def _seen(self, rank: int) -> dict[str, Any]:
-        program = self._programs.get(rank)
-        return asdict(program.seen if program else self._watch.ranks[rank].seen)
 
     # ------------------------------------------------------------------ send and end
 

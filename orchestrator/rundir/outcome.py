@@ -85,7 +85,6 @@ def failure_record(
     cause: str,
     *,
     secondary: bool,
-    hangs: bool = False,
     usage: bool = False,
     traceback: str = "",
 ) -> dict[str, Any]:
@@ -93,7 +92,6 @@ def failure_record(
 
     Args:
         secondary: caused by another rank's failure or difference.
-        hangs: without progress.
         usage: see `Culprit`.
     """
     return {
@@ -103,7 +101,6 @@ def failure_record(
         "cause": cause,
         "usage": usage,
         "secondary": secondary,
-        "hangs": hangs,
         "traceback": traceback,
     }
 

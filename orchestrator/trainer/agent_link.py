@@ -7,7 +7,7 @@ thread is:
 |---|---|
 | waits for other ranks | nothing: a waiting rank is never at fault |
 | is at one place for `notice_s`, or three times the usual time | it is reported, with its stack |
-| and neither it nor its children use a processor for `hang_s` | the rank fails as hanging |
+| and neither it nor its children use a processor for `hang_s` | the coordinator gives it up |
 | is at one place for `notice_s`, with a stopped child (SIGSTOP) | the same, at once |
 
 The places are those of the loop: a micro-step (data, forward and backward), a boundary, and what
@@ -37,7 +37,6 @@ from orchestrator.agent.liveness import (
     LINK_VARIABLE,
     ProgressWatchdog,
     Seen,
-    WatchdogTimeouts,
 )
 from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
 from orchestrator.agent.stacks import (
@@ -61,8 +60,6 @@ class AgentLink:
     Args:
         log: this rank's log, in the run folder's `logs`.
         on_stop: called with the name of each stop signal that the agent received.
-        on_hang: called from the thread, with a sentence and the stack, when this rank hangs; it
-            ends the process.
 
     Attributes:
         saves_on_failure: this worker writes a checkpoint if another one fails.
@@ -71,10 +68,8 @@ class AgentLink:
         on_beat: called once a second, from the thread that sends heartbeats.
     """
 
-    def __init__(
-        self, log: Path, on_stop: Callable[[str], None], on_hang: Callable[[str, str], None]
-    ) -> None:
-        self._log, self._on_stop, self._on_hang = log, on_stop, on_hang
+    def __init__(self, log: Path, on_stop: Callable[[str], None]) -> None:
+        self._log, self._on_stop = log, on_stop
         folder = next(folder for folder in log.parents if folder.name == "logs")
         self._shown_log = log.relative_to(folder.parent)
         self._socket = socket.socket(fileno=int(os.environ.pop(LINK_VARIABLE)))
@@ -138,9 +133,9 @@ class AgentLink:
 
     # ------------------------------------------------------------------ progress
 
-    def expect_progress(self, patience: WatchdogTimeouts) -> None:
+    def expect_progress(self, watchdog: ProgressWatchdog) -> None:
         """Check the main thread's progress from now on."""
-        self._standstill = ProgressWatchdog(patience)
+        self._standstill = watchdog
 
     def mark(self, place: str, *numbers: int) -> None:
         """Mark where the main thread is. `place` has a `%d` for each number."""
@@ -161,9 +156,7 @@ class AgentLink:
         return Seen(at=at, waits=waits, stack=stack, stood_s=stood_s)
 
     def _check_progress(self, standstill: ProgressWatchdog) -> float:
-        """Report a standstill; end this rank if it hangs. Return for how long it has stood still,
-        if unusually long.
-        """
+        """Report a standstill. Return for how long it has lasted, if unusually long."""
         now, (came, place, numbers) = time.monotonic(), self._place
         where, since = place % numbers, max(came, waiting.last_ended())
         change = standstill.look(now, since, waits=waiting.waits())
@@ -194,7 +187,9 @@ class AgentLink:
             why += f", asleep in {kernel}: a disk or a file system does not answer"
         stack = main_stack()
         sentence = f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {in_words(stack)}"
-        self._on_hang(sentence + self._children(), "\n".join(as_lines(stack)))
+        cause = sentence + self._children()
+        log.error("its stack:\n%s\nerror: %s", "\n".join(as_lines(stack)), cause)
+        self.send_event("hangs", cause=cause, seen=asdict(self._seen(stood_s)))
 
     def _children(self) -> str:
         """Describe where this rank's loader processes are, if it has any."""

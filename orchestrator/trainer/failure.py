@@ -19,7 +19,6 @@ from orchestrator.errors import (
     EXIT_FAILED,
     OrchestratorError,
     PeerLost,
-    RankHangs,
     RanksMissing,
     ReplicasDiffer,
     UsageError,
@@ -161,7 +160,6 @@ def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
         node,
         describe(error),
         secondary=others or isinstance(error, PeerLost | RanksMissing),
-        hangs=isinstance(error, RankHangs),
         usage=isinstance(error, UsageError),
         traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
     )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, WatchdogTimeouts
+from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, ProgressWatchdog
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.topology import Topology, interface_variables
 from orchestrator.config.schema import Config
@@ -24,7 +24,6 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     Evicted,
     OrchestratorError,
-    RankHangs,
     StopRequested,
     Unrecoverable,
 )
@@ -76,7 +75,7 @@ class WorkerProcess:
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
         self.stop = StopFlag()
-        self.link = AgentLink(run.rank_log(topology.rank), self._take_stop, self._hang)
+        self.link = AgentLink(run.rank_log(topology.rank), self._take_stop)
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
         self._requeue, self._ahead_s = False, 0.0
@@ -93,7 +92,7 @@ class WorkerProcess:
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
         self._ahead_s = float(cluster.signal_ahead_s)
-        self.link.expect_progress(WatchdogTimeouts.of(cluster))
+        self.link.expect_progress(ProgressWatchdog.of(cluster))
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.take()
 
@@ -143,19 +142,7 @@ class WorkerProcess:
             traceback.print_exception(error)
         else:
             print(f"error: {error}", file=sys.stderr)
-        self._record(error)
-        return exit_code(error)
-
-    def _hang(self, sentence: str, stack: str) -> None:
-        """End this worker, which makes no progress. Called in a thread of the link."""
-        error = RankHangs(sentence)
-        error.add_note(f"its stack:\n{stack}")
-        print(f"its stack:\n{stack}\nerror: {sentence}", flush=True)
-        self._record(error)
-        self.link.send_end(FAILED, self.failure)
-        os._exit(EXIT_FAILED)
-
-    def _record(self, error: BaseException) -> None:
         self.failure = failure_of(self.topology.rank, self.topology.node, error)
         if not isinstance(error, Evicted):  # the others go on
             write_failure(self.run, self.attempt, self.failure)
+        return exit_code(error)

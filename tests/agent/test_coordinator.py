@@ -138,11 +138,48 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     for seconds in range(limit_s or 200, 300):
         attempt.take("unresponsive", 1, **_silent(state, seconds))
     attempt.tick(GRACE_S)
+    assert not attempt.told("die"), "the others may still write what they saw"
+    attempt.tick(GRACE_S)
     killed, ended = attempt.told("kill"), attempt.told("die")
     assert (len(killed), len(ended)) == (
-        limit_s is not None and survive,
+        limit_s is not None,
         limit_s is not None and not survive,
     )
+
+
+def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(tmp_path):
+    attempt = Attempt(tmp_path)
+    attempt.take("hangs", 1, cause="it hangs: it has been at the start", seen=SEEN)
+    attempt.tick(GRACE_S)
+    assert [(agent, c["rank"]) for agent, c in attempt.told("kill")] == [(1, 1)]
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["members"] == [0, 2]
+    assert attempt.newest["why"] == ["on node1: it hangs: it has been at the start"]
+    assert "it is ended, and the others go on" in attempt.run.warnings(0, 1).read_text()
+
+
+def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(tmp_path):
+    attempt = Attempt(tmp_path, survive=False)
+    stack = [["train.py", 31, "load_batch"]]
+    seen = {"at": "at micro-step 1", "waits": "", "stack": stack, "stood_s": 9.0}
+    attempt.take("hangs", 1, cause="it hangs", seen=seen)
+    attempt.tick(GRACE_S)
+    assert attempt.told("kill")
+    attempt.end(1, status=-9)
+    attempt.take("saving", 0)
+    attempt.tick(5 * GRACE_S)
+    assert not attempt.told("die"), "rank 0 still saves"
+    waits = {"at": "", "waits": "9 s at the boundary of update 3", "stack": [], "stood_s": 0.0}
+    attempt.take("exit", 0, status=1, word="failed", failure=None, seen=waits, ago_s=0.0)
+    attempt.tick(GRACE_S)
+    assert attempt.told("die")
+    attempt.end(2, status=-9)
+    attempt.tick()
+    culprit = attempt.coordinator.outcome["culprit"]
+    assert culprit["rank"] == 1
+    assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
+    assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
 
 
 def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
@@ -189,7 +226,7 @@ def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
     attempt = Attempt(tmp_path, survive=survive)
     failure = {
         "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
-        "secondary": False, "hangs": False,
+        "secondary": False,
     }  # fmt: skip
     attempt.end(1, status=1, word="failed", failure=failure)
     attempt.tick()

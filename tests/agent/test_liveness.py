@@ -7,18 +7,17 @@ import sys
 
 import pytest
 
-from orchestrator.agent.liveness import AwakeClock, NodeWatch, ProgressWatchdog, WatchdogTimeouts
+from orchestrator.agent.liveness import AwakeClock, ProgressWatchdog, WorkerSigns
 from orchestrator.agent.processes import descendants, processor_s, state_of
 from tests.helpers import until
-
-PATIENCE = WatchdogTimeouts(notice_s=10.0, most_s=30.0, hang_s=60.0)
 
 
 class Watched:
     """A main thread of `ProgressWatchdog`, second by second."""
 
     def __init__(self):
-        self.now, self.since, self.standstill = 1000.0, 1000.0, ProgressWatchdog(PATIENCE)
+        self.now = self.since = 1000.0
+        self.standstill = ProgressWatchdog(notice_s=10.0, most_s=30.0, hang_s=60.0)
 
     def second(self, *, waits=False):
         self.now += 1
@@ -101,24 +100,23 @@ class Node:
     """The watch of a node over a process, with a clock that the test sets."""
 
     def __init__(self, pid):
-        self.now = 1000.0
-        self.watch = NodeWatch(clock=lambda: self.now)
-        self.watch.add(3, pid)
+        self.now, self.signs = 1000.0, WorkerSigns(pid)
+
+    def receive(self, message):
+        self.signs.receive(message, self.now)
 
     def second(self):
         self.now += 1
-        return self.watch.unresponsive().get(3)
+        return self.signs.unresponsive(self.now)
 
 
 def test_a_worker_that_sends_nothing_and_does_nothing_is_silent(child):
     node = Node(child.pid)
     until(lambda: state_of(child.pid) == "S", 5, "sleep")
     assert [node.second() for _ in range(20)] == [None] * 20  # it has not begun yet
-    node.watch.receive(3, {})
-    assert node.watch.silent_s(3) == 0
+    node.receive({})
     assert [node.second() for _ in range(5)] == [None, *(("silent", n) for n in (2, 3, 4, 5))]
-    assert node.watch.silent_s(3) == 5
-    node.watch.receive(3, {"word": "finished"})
+    node.receive({"word": "finished"})
     assert not any(node.second() for _ in range(20))
 
 
@@ -126,10 +124,10 @@ def test_a_worker_that_computes_is_busy():
     busy = subprocess.Popen([sys.executable, "-c", "while True: pass"])
     try:
         node = Node(busy.pid)
-        node.watch.receive(3, {})
+        node.receive({})
         node.second()
         for seconds in range(2, 10):
-            used = node.watch.ranks[3].used_s
+            used = node.signs.used_s
             until(lambda used=used: processor_s(busy.pid) > used + 0.1, 20, "work")
             assert node.second() == ("busy", seconds)
     finally:
