@@ -15,13 +15,15 @@ from pathlib import Path
 
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.local_nodes import NodeProcesses, import_framework
-from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
+from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import ending, set_parent_death_signal
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
 from orchestrator.agent.worker import run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.reading import read_config
+from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config
+from orchestrator.errors import JobError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
@@ -33,25 +35,19 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         UsageError: a variable is missing, or other nodes cannot reach the node.
     """
     place = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
-    cluster, survive = config.cluster, bool(config.run.survive)
     names = node_names(env) or (place.node,)
-    return NodeSpec(
-        run=run.path,
-        attempt=attempt,
+    try:
+        survive = planned_survival(config).on
+    except JobError:  # each worker reads the same, and reports it in the rank's log
+        survive = False
+    return NodeSpec.of(
+        config,
+        run.path,
+        attempt,
+        survive=survive,
         index=place.node_index,
         names=tuple(names[: place.nodes]),
-        ranks_per_node=cluster.ranks_per_node,
         address=place.address,
-        silence_s=min(cluster.heartbeat_timeout_s, SILENCE_S)
-        if survive
-        else cluster.heartbeat_timeout_s,
-        heartbeat_s=cluster.heartbeat_timeout_s,
-        hang_s=cluster.hang_timeout_s,
-        join_s=cluster.rendezvous_timeout_s,
-        survive=survive,
-        replacements=config.run.max_replacements if survive else 0,
-        whole_nodes=config.engine.shard_model == "node",
-        cpus_per_rank=cluster.cpus_per_rank,
     )
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Peer
+from orchestrator.config.schema import Config
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 
@@ -51,6 +52,35 @@ class NodeSpec:
     whole_nodes: bool = False
     incarnation: int = 0
     cpus_per_rank: int = 0
+
+    @classmethod
+    def of(
+        cls, config: Config, run: Path, attempt: int, *, survive: bool, bind: bool = True,
+        **place: Any,
+    ) -> NodeSpec:  # fmt: skip
+        """Return the spec of a node of a run.
+
+        Args:
+            survive: the others go on without a lost worker; see `planned_survival`.
+            bind: workers may be bound to CPUs, since no other node of the run is on this machine.
+            place: `index`, `names` and `address`.
+        """
+        cluster = config.cluster
+        heartbeat_s = cluster.heartbeat_timeout_s
+        return cls(
+            run=run,
+            attempt=attempt,
+            ranks_per_node=cluster.ranks_per_node,
+            silence_s=min(heartbeat_s, SILENCE_S) if survive else heartbeat_s,
+            heartbeat_s=heartbeat_s,
+            hang_s=cluster.hang_timeout_s,
+            join_s=cluster.rendezvous_timeout_s,
+            survive=survive,
+            replacements=config.run.max_replacements if survive else 0,
+            whole_nodes=config.engine.shard_model == "node",
+            cpus_per_rank=cluster.cpus_per_rank if bind else 0,
+            **place,
+        )
 
     @property
     def nodes(self) -> int:

@@ -12,20 +12,21 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import IO, cast
 
 from orchestrator.agent.local_nodes import EXIT_IMPORT_HANGS, IMPORT_HANGS, become, may_fork
-from orchestrator.agent.node_spec import SILENCE_S, NodeSpec
+from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.machine import share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
-from orchestrator.config.schema import node_range
+from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -54,17 +55,25 @@ class LocalHandle(Handle):
     environments. The agents decide how the attempt continues, and write how it ended.
     """
 
-    def __init__(self, request: Request) -> None:
+    def __init__(self, request: Request, config: Config, *, survive: bool) -> None:
         self._request, self._run = request, RunDir(request.run)
         self._folder = self._run.attempt(request.attempt)
         self._state, self._stopping = State.RUNNING, False
         control, self._control = os.pipe()
         self._report, report = os.pipe()  # receives the outcome even if the disk is full
         os.set_blocking(self._report, False)
+        self._hang_s = config.cluster.hang_timeout_s
+        names = tuple(f"node{number}" for number in range(request.nodes))
         nodes = [
-            {"spec": self._spec(index).to_json(), "environment": self._environment(index)}
+            {
+                "spec": NodeSpec.of(
+                    config, request.run, request.attempt, survive=survive, bind=False,
+                    index=index, names=names, address=node_address(index),
+                ).to_json(),
+                "environment": self._environment(index, names),
+            }
             for index in range(request.nodes)
-        ]
+        ]  # fmt: skip
         order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
         environment = nodes[0]["environment"]
         fork = partial(become, environment, (control, report))
@@ -89,27 +98,8 @@ class LocalHandle(Handle):
         except BrokenPipeError:  # it has ended already, which `poll` finds
             pass
 
-    def _spec(self, index: int) -> NodeSpec:
-        request, details = self._request, self._request.details
-        return NodeSpec(
-            run=request.run,
-            attempt=request.attempt,
-            index=index,
-            names=tuple(f"node{number}" for number in range(request.nodes)),
-            ranks_per_node=request.ranks_per_node,
-            address=node_address(index),
-            silence_s=min(details["silence_s"], SILENCE_S),
-            heartbeat_s=details["silence_s"],
-            hang_s=details["hang_s"],
-            join_s=details["join_s"],
-            survive=details["survive"],
-            replacements=details["replacements"],
-            whole_nodes=details["whole_nodes"],
-        )
-
-    def _environment(self, index: int) -> dict[str, str]:
+    def _environment(self, index: int, names: Sequence[str]) -> dict[str, str]:
         request = self._request
-        names = [f"node{i}" for i in range(request.nodes)]
         environment = request.node_environment(index, names, node_address(index))
         gpus = request.details["gpus"]
         if gpus is not None:
@@ -175,7 +165,7 @@ class LocalHandle(Handle):
             cause = "the agents of all nodes ended without an outcome; their parent "
             cause += describe_status(code)
             if code == EXIT_IMPORT_HANGS:
-                cause = IMPORT_HANGS.format(f"{self._request.details['hang_s']:g}")
+                cause = IMPORT_HANGS.format(f"{self._hang_s:g}")
             log = tail(self._run.node_log("node0"))
             self.culprit = Culprit(rank=None, node="node0", cause=cause, log_tail=log)
         else:
@@ -210,16 +200,7 @@ class LocalCluster(Cluster):
                 f"cluster.nodes={asked.nodes}: a local cluster has at most {NODES_LIMIT}"
             )
         gpus = share_gpus(visible_gpus(os.environ), asked.nodes, asked.ranks_per_node)
-        details = {
-            "gpus": gpus,
-            "silence_s": self.config.cluster.heartbeat_timeout_s,
-            "survive": self.survival.on,
-            "replacements": self.config.run.max_replacements if self.survival.on else 0,
-            "whole_nodes": self.config.engine.shard_model == "node",
-            "hang_s": self.config.cluster.hang_timeout_s,
-            "join_s": self.config.cluster.rendezvous_timeout_s,
-        }
-        return replace(asked, details=details)
+        return replace(asked, details={"gpus": gpus})
 
     def check(self, request: Request) -> Admission:
         """Warn of GPUs that stay unused."""
@@ -244,4 +225,4 @@ class LocalCluster(Cluster):
         return Share(ranks=ranks, cores=cores, gpus=ranks if on_gpus else 0)
 
     def submit(self, request: Request) -> LocalHandle:
-        return LocalHandle(request)
+        return LocalHandle(request, self.config, survive=self.survival.on)
