@@ -24,7 +24,7 @@ from orchestrator.clusters.slurm.batch_script import (
     shape_of,
     step_script,
 )
-from orchestrator.clusters.slurm.root_cause import culprit_without_outcome
+from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -74,7 +74,7 @@ class StepHandle(Handle):
             return outcome.state
         if self._stopping and code in STOP_CODES and not run.failures(attempt):
             return State.STOPPED  # before there was an agent
-        self.culprit = culprit_without_outcome(run, attempt, code)
+        self.culprit = culprit_of(run, attempt, code)
         return State.FAILED
 
     def stop(self) -> None:

@@ -25,8 +25,7 @@ from orchestrator.clusters.slurm.root_cause import (
     KILLED,
     SRUN_ENDED,
     SRUN_KILLED,
-    culprit_without_outcome,
-    ending,
+    culprit_of,
     srun_ended,
 )
 from orchestrator.clusters.slurm.trust import client_of, read_handle
@@ -81,10 +80,6 @@ def ask_job(client: SlurmClient, job_id: str) -> Job | None:
             pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
-def cancelled_by_scheduler() -> Culprit:
-    return Culprit(rank=None, node="scheduler", cause=CAUSES["CANCELLED"])
-
-
 def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
     """Settle what the ranks could not.
 
@@ -106,9 +101,6 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _note(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
-        return Next.END
-    if job.cancelled:
-        write_end(run, State.STOPPED, cancelled_by_scheduler())
         return Next.END
     in_place = False
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
@@ -207,6 +199,10 @@ def conclude(
     Returns:
         Whether the run restarts.
     """
+    if job.cancelled:
+        cause = CAUSES["CANCELLED"]
+        write_end(run, State.STOPPED, Culprit(rank=None, node="scheduler", cause=cause))
+        return False
     outcome = read_outcome(run, attempt)
     state = None if outcome is None else outcome.state
     well = state in (State.FINISHED, State.STOPPED)
@@ -261,20 +257,6 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     )
 
 
-def culprit_of(run: RunDir, attempt: int, code: int) -> Culprit:
-    """Return the culprit of a failed attempt.
-
-    Args:
-        code: srun's exit code.
-    """
-    outcome = read_outcome(run, attempt)
-    if outcome is None:
-        return culprit_without_outcome(run, attempt, code)
-    return outcome.culprit or Culprit(
-        rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
-    )
-
-
 def settle_ended(run: RunDir, job: Job) -> str | None:
     """Requeue an ended job if its ranks left in order, else write the run's end.
 
@@ -308,15 +290,12 @@ def _settle(run: RunDir, seen: Job) -> str | None:
     attempt = int(handle["attempt"]) + job.restarts
     if read_newest(run.newest_attempt) > attempt:
         return None
-    if job.state == "CANCELLED":
-        write_end(run, State.STOPPED, cancelled_by_scheduler())
-        return None
     again = conclude(
         run,
         attempt,
         job,
         departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
-        culprit=lambda: ending(run, job, attempt)[1],
+        culprit=lambda: culprit_of(run, attempt, job=job),
         again=lambda: ask_for_requeue(client, seen.id),
     )
     return (

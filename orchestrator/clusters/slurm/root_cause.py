@@ -1,7 +1,8 @@
-"""Root cause of an attempt without an outcome: no agent remained to write one.
+"""Root cause of an attempt on SLURM, by what the scheduler, the agents, srun and the script left.
 
-Either srun could not start them, they were killed with the node or the job, or the batch script
-ended before. What remains are the workers' failure records, and the logs of srun and the script.
+What the agents' coordinator found (`agent/root_cause.py`) stands. It may be missing: srun could not
+start them, they were killed with the node or the job, or the batch script ended before. What
+remains are the workers' failure records, and the logs of srun and the script.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was told to end the job"
 SAID_LINES = 400
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3
+IN_ORDER = Culprit(
+    rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
+)
 SAID = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
@@ -51,15 +55,43 @@ def srun_ended(run: RunDir, attempt: int) -> str | None:
     return None if task_ends(said) else SRUN_KILLED
 
 
-def culprit_without_outcome(run: RunDir, attempt: int, code: int) -> Culprit:
-    """Return the culprit of a failed attempt that has no outcome.
+def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None) -> Culprit:
+    """Return the culprit of a failed attempt: by the first that names one, of scheduler, agents,
+    workers, and srun or the batch script.
 
     Args:
         code: srun's exit code, as a shell gives it.
+        job: the ended job, where the batch script could not settle the attempt.
     """
-    failures = sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"]))
-    if failures:
+    if job is not None and (found := _of_job(run, attempt, job)):
+        return found
+    outcome = read_outcome(run, attempt)
+    if outcome is not None and outcome.culprit is not None:
+        return outcome.culprit
+    if failures := sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"])):
         return from_failure(run, failures[0])
+    if job is not None:
+        return _of_script(run, job)
+    return IN_ORDER if outcome is not None else _of_srun(run, attempt, code)
+
+
+def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:
+    """Return the cause that the job's state or its script's last words name, if they do."""
+    log = tail(run.batch_log)
+    said = next((line.removeprefix(SAID) for line in log[-1:] if line.startswith(SAID)), None)
+    if cause := CAUSES.get(job.state) or said:
+        return Culprit(rank=None, node=job.nodes or "scheduler", cause=cause, log_tail=log)
+    if (departure := read_json(run.departure(attempt))) is None:
+        return None
+    cause = (
+        f"its ranks left in order ({departure['why']}), but the batch script {_how(job)} before it "
+        "could hand the job back to the queue; resume goes on"
+    )
+    return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
+
+
+def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
+    """Blame the agent that srun names, else srun, else the script before it."""
     said = tuple(line for line in tail(run.srun_log(attempt), SAID_LINES) if line.strip())
     if not said and not any(run.attempt(attempt).glob("node-*")):
         cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
@@ -81,40 +113,19 @@ def _last_words(log: tuple[str, ...]) -> str:
     return " ".join(words).removeprefix(SAID)
 
 
-def ending(run: RunDir, job: Job, attempt: int | None = None) -> tuple[State, Culprit]:
-    """Return the state and culprit of a job that ended without a result. Reads only.
-
-    Args:
-        attempt: the one that ended; the newest if it is not known.
-    """
-    attempt = max(0, run.attempts_made() - 1) if attempt is None else attempt
-    node, lines = job.nodes or "scheduler", tail(run.batch_log)
-    state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
-    said = next((line.removeprefix(SAID) for line in lines[-1:] if line.startswith(SAID)), None)
-    cause = CAUSES.get(job.state) or said
-    if cause is None and (run.failures(attempt) or run.srun_log(attempt).exists()):
-        found = _by_ranks(run, job, attempt)
-        if found is not None:
-            return state, found
-    return state, Culprit(
-        rank=None, node=node, cause=cause or _without_a_word(run, job, node), log_tail=lines
-    )
-
-
-def _by_ranks(run: RunDir, job: Job, attempt: int) -> Culprit | None:
-    """Return the culprit by the ranks' records, if the batch script could not report it."""
-    departure = read_json(run.departure(attempt))
-    if departure is not None:
+def _of_script(run: RunDir, job: Job) -> Culprit:
+    """Explain the end of a job of which nothing is known but how its script ended."""
+    node, log = job.nodes or "scheduler", tail(run.batch_log)
+    # exit signal 53 is slurmd's own: it could not open the output file
+    if job.exit_signal == 53 or not run.attempts_made():
         cause = (
-            f"its ranks left in order ({departure['why']}), but the batch script "
-            f"{_how(job)} before it could hand the job back to the queue; resume goes on"
+            f"the job ended ({job.state}) before it could write anything: the run folder "
+            f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
         )
-        return Culprit(rank=None, node=departure.get("node") or "batch", cause=cause)
-    outcome = read_outcome(run, attempt)
-    if outcome is not None:
-        return outcome.culprit
-    found = culprit_without_outcome(run, attempt, job.exit_code or 0)
-    return None if found.rank is None else found
+    else:
+        script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
+        cause = f"the job ended ({job.state}) without a result{script}"
+    return Culprit(rank=None, node=node, cause=cause, log_tail=log)
 
 
 def _how(job: Job) -> str:
@@ -123,12 +134,7 @@ def _how(job: Job) -> str:
     return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
 
 
-def _without_a_word(run: RunDir, job: Job, node: str) -> str:
-    # exit signal 53 is slurmd's own: it could not open the output file
-    if job.exit_signal == 53 or not run.attempts_made():
-        return (
-            f"the job ended ({job.state}) before it could write anything: the run folder "
-            f"{run.path} is probably not visible on {node}; keep runs on a shared file system"
-        )
-    script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
-    return f"the job ended ({job.state}) without a result{script}"
+def ending(run: RunDir, job: Job) -> tuple[State, Culprit]:
+    """Return the state and culprit of a job that ended without a result. Reads only."""
+    state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
+    return state, culprit_of(run, max(0, run.attempts_made() - 1), job=job)

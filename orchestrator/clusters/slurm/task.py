@@ -14,6 +14,7 @@ from pathlib import Path
 
 from orchestrator.agent.liveness import write_beat
 from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
@@ -91,7 +92,7 @@ class _Watch:
         from orchestrator.clusters.slurm.outcome import settle_without_script
 
         pid = os.environ.get(BATCH_PID_VARIABLE)
-        gone = pid is not None and self._spec.index == 0 and not _lives(pid)
+        gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
         why = "its batch script was killed" if gone else "its batch script went with its node"
         if first_node_gone and not gone:
             deadline = time.monotonic() + SCRIPT_S
@@ -101,11 +102,3 @@ class _Watch:
                 time.sleep(LOOK_S)
         if gone:
             settle_without_script(self._run, self._attempt, why)
-
-
-def _lives(pid: str) -> bool:
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text("ascii", "replace").rpartition(") ")[2][:1]
-    except FileNotFoundError:
-        return False
-    return state not in "ZX"

@@ -12,10 +12,10 @@ from orchestrator.clusters.slurm.outcome import (
     LATE_S,
     _cut_short,
     conclude,
-    culprit_of,
     finish,
     reason,
 )
+from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import Answer, Job, SlurmClient

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.root_cause import culprit_without_outcome, ending
+from orchestrator.clusters.slurm.root_cause import culprit_of, ending
 from orchestrator.rundir.files import write_json
 from orchestrator.slurm_client import Job
 
@@ -18,11 +18,11 @@ def failure(run, rank, cause, *, secondary, time):
 def test_of_the_failures_the_first_that_is_its_own_is_blamed(run):
     run.srun_log(0).write_text("srun: error: vm: task 0: Killed\n")
     failure(run, 0, "PeerLost: z", secondary=True, time=0.5)
-    assert culprit_without_outcome(run, 0, 137).cause == "PeerLost: z"
+    assert culprit_of(run, 0, 137).cause == "PeerLost: z"
     failure(run, 3, "ValueError: x", secondary=False, time=2.0)
     failure(run, 1, "ValueError: y", secondary=False, time=1.0)
     run.rank_log(1).write_text("one\ntwo\n")
-    culprit = culprit_without_outcome(run, 0, 1)
+    culprit = culprit_of(run, 0, 1)
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "n0", "ValueError: y")
     assert culprit.log_tail == ("one", "two")
 
@@ -48,10 +48,10 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
                                              (128, "ended with code 128"),
                                              (1, "ended with code 1")])  # fmt: skip
 def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words):
-    culprit = culprit_without_outcome(run, 0, code)
+    culprit = culprit_of(run, 0, code)
     assert culprit.cause == f"the batch script {words} before srun began (cluster.preamble)"
     run.srun_log(0).write_text("".join(f"srun: {n}\n\n" for n in range(40)) + "  \n")
-    culprit = culprit_without_outcome(run, 0, code)
+    culprit = culprit_of(run, 0, code)
     assert (culprit.rank, culprit.node) == (None, "batch")
     assert culprit.cause == f"srun {words}: srun: 39"
     assert culprit.log_tail == tuple(f"srun: {n}" for n in range(10, 40))
@@ -70,7 +70,7 @@ def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, w
 def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run, log, said):
     run.srun_log(0).write_text("srun: error: n1: task 1: Exited with exit code 1\n")
     run.node_log("node1").write_text(log)
-    culprit = culprit_without_outcome(run, 0, 1)
+    culprit = culprit_of(run, 0, 1)
     assert culprit.cause == f"the agent of node n1 exited with code 1: {said}"
     assert (culprit.rank, culprit.node) == (None, "n1")
 
@@ -78,6 +78,6 @@ def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run
 def test_an_agent_that_left_no_log_is_told_by_srun(run):
     words = "srun: error: vm: task 0: Exited with exit code 127"
     run.srun_log(0).write_text(f"\nexec: python: not found\n{words}\n")
-    culprit = culprit_without_outcome(run, 0, 127)
+    culprit = culprit_of(run, 0, 127)
     assert culprit.cause == "srun ended with code 127: exec: python: not found"
     assert culprit.log_tail == ("exec: python: not found", words)
