@@ -82,10 +82,11 @@ def process_named(run, name):
 
 @pytest.mark.timeout(240)
 def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
+    """As is the default: run.survive is not stated."""
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(UPDATES - 1)
     job = runs.submit(
-        mended, run, *SURVIVES, hold.override, "job.pause_s=0.1", "run.survive=true",
+        mended, run, *SURVIVES, hold.override, "job.pause_s=0.1",
         "train.checkpoint_every=0", "cluster.nodes=3", "cluster.ranks_per_node=2",
     )  # fmt: skip
     one = ("cluster.nodes=1", "cluster.ranks_per_node=2")
