@@ -110,15 +110,18 @@ SUBSHELL = Shell("""\
 [ -z "$stop_signal" ] || exit 143
 """)
 # Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
-# srun is ended after the outcome is written.
+# srun is ended after the outcome is written. The watcher ends with the script, however that ends.
 WAIT = Shell("""\
 ) &
 srun=$!
-pause() { read -rt "$1" <> <(:); }
+second() { read -rt 1 <> <(:); kill -0 $$ || exit; }
 (
-    until [ -e "$run/attempts/$attempt/outcome.json" ]; do pause 1; done
+    until [ -e "$run/attempts/$attempt/outcome.json" ]; do second; done
     : >"$run/attempts/$attempt/settling"  # the script lives, and settles the run
-    for name in USR2 TERM KILL; do pause @{LATE_S}; kill -$name "$srun"; done
+    for name in USR2 TERM KILL; do
+        for _ in {1..@{LATE_S}}; do second; done
+        kill -$name "$srun"
+    done
 ) @{SRUN_LOG}>&- 2>/dev/null &
 watcher=$!
 [ -z "$stop_signal" ] || kill -@{first} "$srun" 2>/dev/null

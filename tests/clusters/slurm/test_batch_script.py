@@ -2,14 +2,22 @@
 
 import copy
 import os
+import signal
 import subprocess
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import psutil
 import pytest
 
-from orchestrator.clusters.slurm.batch_script import STARTER, Here, all_options, batch_script
+from orchestrator.clusters.slurm.batch_script import (
+    STARTER,
+    WAIT,
+    Here,
+    all_options,
+    batch_script,
+)
 from orchestrator.clusters.slurm.safe_values import (
     OPTION_OF,
     OWN_FLAGS,
@@ -24,6 +32,7 @@ from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
+from tests.helpers import alive, until
 
 SAYS = """\
 #!/bin/bash
@@ -328,3 +337,28 @@ def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path)
     assert f"    /usr/bin/{python} \\" in bare.splitlines()
     assert "there is no Python at" in bare
     assert "there is no Python at" not in pyxis
+
+
+def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
+    (tmp_path / "attempts" / "000").mkdir(parents=True)
+    text = "\n".join([
+        f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
+        "(  # in the place of srun", "exec sleep 300",
+        *WAIT.lines(LATE_S=300, first="USR2"),
+    ])  # fmt: skip
+    script = subprocess.Popen(["bash", "-c", text], start_new_session=True)
+    own = psutil.Process(script.pid)
+
+    def kinds():
+        return sorted(child.name() for child in own.children())
+
+    try:
+        until(lambda: kinds() == ["bash", "sleep"], what="srun and its watcher")
+        [watcher] = [child for child in own.children() if child.name() == "bash"]
+        (tmp_path / "attempts" / "000" / "outcome.json").touch()
+        until((tmp_path / "attempts" / "000" / "settling").exists, what="a look at the outcome")
+        script.kill()
+        script.wait()
+        until(lambda: not alive(watcher.pid), what="the watcher's end")
+    finally:
+        os.killpg(script.pid, signal.SIGKILL)
