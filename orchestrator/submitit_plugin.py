@@ -117,9 +117,12 @@ class Watcher(InfoWatcher):
 def _is_followed(job_id: str) -> bool:
     """Return True if `follow` is at work on a job on simulated nodes."""
     try:
-        words = psutil.Process(int(job_id)).cmdline()
-        # A process has no words for a moment during its exec, which Popen does not wait for.
-        return not words or words[2:4] == [MODULE, "follow"]
+        process = psutil.Process(int(job_id))
+        words = process.cmdline()
+        # A process has no words for a moment during its exec, which Popen does not wait for. A
+        # thread of the kernel never has any, nor an executable: its pid may be the id of a SLURM
+        # job.
+        return words[2:4] == [MODULE, "follow"] or (not words and bool(process.exe()))
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 

@@ -85,7 +85,7 @@ class AgentLink:
         self.saves_on_failure = self.run_failed = False
         answer_when_asked()
         self.mark("the start (imports, the job's own)")
-        self._send({})
+        self._send({"seen": asdict(self._seen(0.0))})  # it may be stopped within a second
         for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):
             threading.Thread(target=run, name=name, daemon=True).start()
 

@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import psutil
 import pytest
 from submitit import AutoExecutor
 from submitit.core import plugins
@@ -11,7 +12,7 @@ from submitit.core.utils import FailedSubmissionError
 
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
-from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor
+from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor, _is_followed
 from tests.helpers import environment, verb
 
 
@@ -156,3 +157,8 @@ def test_too_large_arguments_are_refused(tmp_path):
     with pytest.raises(RuntimeError, match="max_pickle_size_gb"):
         executor.submit(len, "x" * 2000)
     assert not list(tmp_path.iterdir())
+
+
+def test_a_thread_of_the_kernel_whose_pid_is_a_jobs_id_does_not_follow_that_job():
+    threads = [p.pid for p in psutil.process_iter() if p.pid == 2 or p.ppid() == 2]  # kthreadd's
+    assert not any(_is_followed(str(pid)) for pid in threads)

@@ -135,10 +135,10 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     hold.hold_before(6)
     hold.wait_until_held(6, EVERY_RANK)
     os.kill(helpers.rank_pid(run, 3), signal.SIGKILL)
-    log = run / "logs" / "rank-00002.log"
     hold.hold_before(8)
     hold.wait_until_held(8, (0, 1, 4, 5))
-    helpers.until(lambda: "asks to join" in log.read_text(), what="rank 2 asking to join")
+    for log in (run / "logs" / "rank-00002.log", run / "logs" / "rank-00003.log"):
+        helpers.until(lambda log=log: "asks to join" in log.read_text(), what="both asking to join")
     hold.release()
     output, _ = process.communicate(timeout=90)
     assert process.returncode == 0, output
