@@ -60,7 +60,7 @@ def main() -> int:
 
 
 def _start(stack, name, command, output=None):
-    """Start a command, and say after how long it has ended: what ends last decides."""
+    """Start a command, and print how long it took: the one that ends last decides."""
     # Each interpreter would compile anew what has changed, and each worker all tests.
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
     process = subprocess.Popen(

@@ -414,7 +414,7 @@ class Coordinator:
         self._folder_seen = now
         if is_folder(self._run.attempt(self._spec.attempt)):
             return
-        cause = self._run.gone
+        cause = self._run.removed_message
         # Another start would fail in the same way.
         self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
         self._give_up_at = now

@@ -85,7 +85,7 @@ class Straggler:
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last lines of a text file; [] when there is no such file."""
+    """Return the last lines of a text file; none when there is no such file."""
     try:
         text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:

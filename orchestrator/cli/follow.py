@@ -271,7 +271,7 @@ def run_to_end(ready: Ready) -> Ended:
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
     if not run.path.exists():  # nothing to write into, or to show
-        raise OrchestratorError(run.gone)
+        raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
         result = end_of(run, state, culprit, remark=ruling.words)

@@ -42,12 +42,7 @@ from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.start_checks import check_same_traits
-from orchestrator.engine.torch.state import (
-    Snapshot,
-    load_model,
-    load_optimizer,
-    parameters_of,
-)
+from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, parameters_of
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -313,8 +308,7 @@ class AccumulatorState:
         return not any(one.sharded for one in self._all)
 
     def part(self) -> int | None:
-        sharded = [one.fully_sharded for one in self._all if one.fully_sharded]
-        return sharded[0].part if sharded else None
+        return next((one.fully_sharded.part for one in self._all if one.fully_sharded), None)
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the state that was gathered into `folder`, or this rank's part of it; see

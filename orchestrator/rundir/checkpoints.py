@@ -42,6 +42,8 @@ from orchestrator.rundir.warnings import warn
 STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 PARTS = "part-*.safetensors"
+MODEL = "model."  # begins the names of the weights in a part
+SHARDS = "DCP_SHARDING_INFO"  # in a part's metadata: the place of each shard, as JSON
 PREFIX = "update-"
 PARTIAL = ".partial-"
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")

@@ -108,8 +108,8 @@ class RunDir:
         return any(p.exists() for p in (self.handle, self.submitting, of_array))
 
     @property
-    def gone(self) -> str:
-        """The sentence about a folder that does not exist any more."""
+    def removed_message(self) -> str:
+        """The message about a folder that does not exist any more."""
         return f"the run folder {self.path} was removed or renamed while the run was using it"
 
     def attempt(self, number: int) -> Path:

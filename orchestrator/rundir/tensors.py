@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from orchestrator.errors import UsageError
-from orchestrator.rundir.checkpoints import PARTS
+from orchestrator.rundir.checkpoints import MODEL, PARTS, SHARDS
 
 Array = NDArray[Any]
 
@@ -106,8 +106,8 @@ class SafetensorsFile:
     def _add_shards(self, found: dict[str, Tensor], part: Path) -> None:
         """Add one rank's shards, each some rows of a tensor."""
         header, data = _mapped(part)
-        offsets = json.loads(header.pop("__metadata__")["DCP_SHARDING_INFO"])
-        for name in [name for name in header if name.startswith("model.")]:
+        offsets = json.loads(header.pop("__metadata__")[SHARDS])
+        for name in [name for name in header if name.startswith(MODEL)]:
             shape, (row, *others) = header[name]["shape"], offsets[name]["saved_offsets"] or [0]
             if any(others):
                 raise UsageError(
@@ -115,7 +115,7 @@ class SafetensorsFile:
                     "`orchestrator export RUN --safetensors` makes one file of the run's weights"
                 )
             shard = self._tensor(name, header[name], data, row * math.prod(shape[1:]))
-            other = found.get(key := name.removeprefix("model."))
+            other = found.get(key := name.removeprefix(MODEL))
             if other is not None:
                 rows = max(other.shape[0], row + shape[0])
                 pieces = sorted((*other.pieces, *shard.pieces), key=lambda piece: piece[0])

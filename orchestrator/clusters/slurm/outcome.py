@@ -232,7 +232,7 @@ def conclude(
 
 
 def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int) -> None:
-    """Return the departure note, with the scheduler's reason if that is more precise."""
+    """Write the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.lost is None:  # a loss needs no other reason

@@ -1,8 +1,8 @@
-"""Root cause of an attempt on SLURM, by what the scheduler, the agents, srun and the script left.
+"""Root cause of an attempt on SLURM, from the records of scheduler, agents, srun and script.
 
-What the agents' coordinator found (`agent/root_cause.py`) stands. It may be missing: srun could not
-start them, they were killed with the node or the job, or the batch script ended before. What
-remains are the workers' failure records, and the logs of srun and the script.
+The finding of the agents' coordinator (`agent/root_cause.py`) is kept. It may be missing: srun
+could not start the agents, they were killed with the node or the job, or the batch script ended
+before. Then the workers' failure records remain, and the logs of srun and the script.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@ others.
 Of a model in shards each rank of the first copy writes its shards of weights and optimizer state to
 a file of its own, as the HuggingFaceStorageWriter of torch.distributed.checkpoint (DCP) lays it
 out, and each rank reads through DCP what it will hold: on any number of ranks, in shards or whole.
-DCP's own writer is not used, since it plans a checkpoint by collectives, which a thread must not
-call beside a training, and builds each file in memory first.
+DCP's own writer is not used: it plans a checkpoint by collectives, which a background thread must
+not call while the main thread trains, and it builds each file in memory first.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from orchestrator.engine.common.job_checks import check_fits
 from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
 from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import JobError, RunFolderError
-from orchestrator.rundir.checkpoints import part_name
+from orchestrator.rundir.checkpoints import MODEL, SHARDS, part_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
@@ -43,8 +43,8 @@ WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
 BESIDE = "beside"  # metadata entry: aliases and complex tensors
 
 
-Parameters = Callable[[str], Tensor | None]
-"""Return the parameter whose state the optimizer's tensor of this name is, if any."""
+Held = Callable[[str], Tensor | None]
+"""Return the tensor of this process that a saved one of this name goes with, if any."""
 
 
 def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
@@ -63,7 +63,7 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
 
 
 def _saved_model(
-    folder: Path, rest: Mapping[str, Any], held: Parameters = lambda _: None
+    folder: Path, rest: Mapping[str, Any], held: Held = lambda _: None
 ) -> dict[str, Any]:
     """Return the `state_dict()` that a `Snapshot` wrote."""
     tensors = _read_saved(folder, WEIGHTS, held)
@@ -128,7 +128,7 @@ def load_optimizer(
     folder: Path,
     packed: Any,
     restore: Callable[[dict[str, Any]], None],
-    parameters: Parameters = lambda _: None,
+    parameters: Held = lambda _: None,
 ) -> None:
     """Read the optimizer's state that a `Snapshot` wrote, and have `restore` take it.
 
@@ -142,8 +142,11 @@ def load_optimizer(
         raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
 
 
-def parameters_of(optimizers: Mapping[str, Optimizer]) -> Parameters:
-    """Return how to find the parameters of optimizers whose states were packed under these names.
+def parameters_of(optimizers: Mapping[str, Optimizer]) -> Held:
+    """Return a function that finds the parameter to which a tensor of an optimizer's state belongs.
+
+    Args:
+        optimizers: by the names under which their states were packed.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> parameters_of({"": torch.optim.SGD([weight])})("state.0.momentum_buffer") is weight
@@ -332,8 +335,7 @@ def _read(path: Path) -> dict[str, Tensor]:
 # place in the whole tensor.
 
 
-_OFFSETS = "DCP_SHARDING_INFO"
-_PREFIXES = {WEIGHTS: "model.", OPTIMIZER: "optimizer."}
+_PREFIXES = {WEIGHTS: MODEL, OPTIMIZER: "optimizer."}
 
 
 def _prepared_shards(
@@ -360,10 +362,10 @@ def _prepared_shards(
                 offsets[name] = {"saved_offsets": list(item.tensor_data.chunk.offsets)}
         elif with_whole:
             found[name], offsets[name] = local, {"saved_offsets": [0] * local.ndim}
-    return found, {_OFFSETS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
+    return found, {SHARDS: json.dumps(offsets), "DCP_VERSION": "1.0", "format": "pt"}
 
 
-def _read_saved(folder: Path, kind: str, held: Parameters = lambda _: None) -> dict[str, Tensor]:
+def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[str, Tensor]:
     """Return the tensors of a checkpoint's weights or optimizer: whole, or where it was saved in
     shards and `held` gives a sharded tensor of the same shape, this rank's shards.
     """

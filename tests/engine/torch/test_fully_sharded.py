@@ -398,7 +398,7 @@ def _saves(group, folder, background):
     checkpoints.collect(4, 4)  # as if the group broke before this one was complete
     part = checkpoints._part
     checkpoints.drop_parts()
-    engine.gather(part.row(wait=True))  # or it would write beside what follows
+    engine.gather(part.row(wait=True))  # it must not write while the rest is checked
     saved = Checkpoints(folder, engine, run=None, keep=9)
     again, restored = saved.restore(group.rank), engine.weights_sha256()
     if group.rank == 0:  # rank 1 will read that part
