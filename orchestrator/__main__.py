@@ -544,9 +544,9 @@ def rehearse(
     if found.wrong:
         for sentence in found.wrong:
             say(Console(stderr=True), f"error: {sentence}", "bold red")
-        words = [*given, *line.flags]
-        words += ["--only", only] if only else []
-        again = shlex.join([*words, "--faults", str(faults), "--seed", str(seed)])
+        argv = [*given, *line.flags]
+        argv += ["--only", only] if only else []
+        again = shlex.join([*argv, "--faults", str(faults), "--seed", str(seed)])
         say(Console(stderr=True), f"the same again: python -m orchestrator rehearse {again}")
         raise typer.Exit(EXIT_FAILED)
 

@@ -181,8 +181,8 @@ def shortened(value: object, most: int = 60) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text)} characters)"
 
 
-def nearest(word: str, known: Iterable[str]) -> str | None:
-    """Return the entry of `known` that is spelled most like `word`, or None when none is close.
+def nearest(name: str, known: Iterable[str]) -> str | None:
+    """Return the entry of `known` that is spelled most like `name`, or None when none is close.
 
     >>> nearest("stpes", ["steps", "global_batch"])
     'steps'
@@ -191,11 +191,11 @@ def nearest(word: str, known: Iterable[str]) -> str | None:
     """
     import difflib  # only a mistake pays for it
 
-    matches = difflib.get_close_matches(word, list(known), n=1, cutoff=0.55)
+    matches = difflib.get_close_matches(name, list(known), n=1, cutoff=0.55)
     return matches[0] if matches else None
 
 
-def did_you_mean(word: str, known: Iterable[str]) -> str:
+def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return the tail of a message: `; did you mean 'steps'?`, or the list of known names.
 
     >>> did_you_mean("stpes", ["steps"])
@@ -204,7 +204,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     '; known are: a, b'
     """
     known = sorted(known)
-    match = nearest(word, known)
+    match = nearest(name, known)
     if match is not None:
         return f"; did you mean '{match}'?"
     return f"; known are: {', '.join(known)}" if known else ""

@@ -36,8 +36,8 @@ SEND_S = 20.0
 def check_recipients(notify: NotifyConfig) -> None:
     """Refuse a command that does not exist, and a web hook without its address."""
     if notify.command is not None:
-        words = shlex.split(notify.command)
-        if not words or shutil.which(words[0]) is None:
+        argv = shlex.split(notify.command)
+        if not argv or shutil.which(argv[0]) is None:
             raise ConfigError(
                 f"notify.command={notify.command}: there is no such program; it is run without a "
                 f"shell, so name a program and its arguments"

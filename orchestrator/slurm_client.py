@@ -65,7 +65,7 @@ DOWN = (
     "problem talking to the database",
     "temporarily unable to",
 )
-# The keys behind sbatch's messages, where its words do not name what to change.
+# The keys behind sbatch's messages, where they do not name what to change.
 MEANINGS = {
     "requested node configuration is not available": (
         "no node of the partition has what is asked of one: look at cluster.ranks_per_node x "
@@ -121,15 +121,15 @@ class Answer:
         return self.code != 0 and "could not establish a configuration source" in self.err.lower()
 
     @property
-    def words(self) -> str:
+    def message(self) -> str:
         """Return its error message."""
         return "\n".join(line for line in self.err.splitlines() if line.strip()) or self.out.strip()
 
 
-def explained(words: str) -> str:
+def explained(message: str) -> str:
     """Return the scheduler's error message with an explanation."""
-    meaning = next((text for phrase, text in MEANINGS.items() if phrase in words.lower()), None)
-    return f"the scheduler refuses it: {words}" + (f"\n{meaning}" if meaning else "")
+    meaning = next((text for phrase, text in MEANINGS.items() if phrase in message.lower()), None)
+    return f"the scheduler refuses it: {message}" + (f"\n{meaning}" if meaning else "")
 
 
 class SlurmClient:
@@ -193,7 +193,7 @@ class SlurmClient:
         if answer.no_slurm_conf:
             raise NoClient(f"this machine has {command[0]}, but belongs to no cluster: {ELSEWHERE}")
         if answer.down:
-            raise SchedulerDown(f"the scheduler does not answer: {answer.words}")
+            raise SchedulerDown(f"the scheduler does not answer: {answer.message}")
         return answer
 
     def settings(self) -> dict[str, str]:
@@ -206,7 +206,7 @@ class SlurmClient:
         """Return a command's standard output. Raises `ClusterError` if it fails."""
         answer = self.ask(*command)
         if answer.code:
-            raise ClusterError(f"{' '.join(command)}: {answer.words}")
+            raise ClusterError(f"{' '.join(command)}: {answer.message}")
         return answer.out
 
 
@@ -326,7 +326,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     if answer.reports_unknown_job:
         return {}
     if answer.code:
-        raise SchedulerDown(f"the scheduler gave no answer: {answer.words}")
+        raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")
     jobs: dict[str, Job] = {}
     for line in answer.out.splitlines():
         values = dict(zip(QUEUE_FIELDS, line.split("|", len(QUEUE_FIELDS) - 1), strict=True))
@@ -358,17 +358,17 @@ def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
     return read_queue(client.ask(*QUEUE, "-u", str(user_id)))
 
 
-def _accounting(client: SlurmClient, *words: str) -> list[str]:
+def _accounting(client: SlurmClient, *options: str) -> list[str]:
     """Return the lines of sacct's answer; [] without accounting.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
     """
-    answer = client.ask("sacct", "-nPXD", *words)
-    if answer.code and "accounting storage is disabled" in answer.words.lower():
+    answer = client.ask("sacct", "-nPXD", *options)
+    if answer.code and "accounting storage is disabled" in answer.message.lower():
         return []
     if answer.code:
-        raise SchedulerDown(f"the accounting gave no answer: {answer.words}")
+        raise SchedulerDown(f"the accounting gave no answer: {answer.message}")
     return answer.out.splitlines()
 
 
@@ -427,7 +427,7 @@ class TaskEnd:
     what: str
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Describe the end as `describe_status` does."""
         code = EXITED.fullmatch(self.what)
         if code is not None:

@@ -36,7 +36,7 @@ from submitit.core.utils import DelayedSubmission, FailedSubmissionError, JobPat
 from submitit.slurm.slurm import SlurmExecutor, SlurmJobEnvironment
 
 VARIABLE = "ORCHESTRATOR_SUBMITIT"
-"""`local`, or the name of a cluster's configuration; further words are overrides and flags."""
+"""`local`, or the name of a cluster's configuration; further items are overrides and flags."""
 NAME = "orchestrator"
 MODULE = "orchestrator.submitit_plugin"
 ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
@@ -118,11 +118,11 @@ def _is_followed(job_id: str) -> bool:
     """Return True if `follow` is at work on a job on simulated nodes."""
     try:
         process = psutil.Process(int(job_id))
-        words = process.cmdline()
-        # A process has no words for a moment during its exec, which Popen does not wait for. A
-        # thread of the kernel never has any, nor an executable: its pid may be the id of a SLURM
-        # job.
-        return words[2:4] == [MODULE, "follow"] or (not words and bool(process.exe()))
+        argv = process.cmdline()
+        # A process has no command line for a moment during its exec, which Popen does not wait
+        # for. A thread of the kernel never has one, nor an executable: its pid may be the id of a
+        # SLURM job.
+        return argv[2:4] == [MODULE, "follow"] or (not argv and bool(process.exe()))
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
 
@@ -191,7 +191,7 @@ class OrchestratorExecutor(SlurmExecutor):
                 f"cluster.container=… into {VARIABLE}"
             )
         super(SlurmExecutor, self).__init__(folder, max_num_timeout, max_pickle_size_gb)
-        self._cluster, *self._words = shlex.split(os.environ.get(VARIABLE) or "local")
+        self._cluster, *self._options = shlex.split(os.environ.get(VARIABLE) or "local")
 
     def _internal_update_parameters(self, **kwargs: Any) -> None:
         for name, instead in NOT_OURS.items():
@@ -249,9 +249,9 @@ class OrchestratorExecutor(SlurmExecutor):
         """Return the command line of a run with this executor's parameters."""
         from orchestrator.config.command_line import literally
 
-        words = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
+        overrides = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
         if self.parameters.get("stderr_to_stdout"):
-            words.append(f"+cluster.environment.{ONE_LOG}='1'")
+            overrides.append(f"+cluster.environment.{ONE_LOG}='1'")
         asked: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
         for name, value in {**asked, **self.parameters}.items():
             if value is None or (self._is_local and name not in ("nodes", "ntasks_per_node")):
@@ -260,19 +260,19 @@ class OrchestratorExecutor(SlurmExecutor):
                 listed = isinstance(value, list | tuple)
                 text = f"[{','.join(map(literally, value))}]" if listed else literally(str(value))
                 bare = isinstance(value, int | bool)
-                words.append(f"cluster.{KEYS[name]}={value if bare else text}")
+                overrides.append(f"cluster.{KEYS[name]}={value if bare else text}")
             elif name == "mem":  # submitit writes 4GB or 512MB
                 number, unit = float(value[:-2]), value[-2:]
-                words.append(f"cluster.memory_gib={number if unit == 'GB' else number / 1024}")
+                overrides.append(f"cluster.memory_gib={number if unit == 'GB' else number / 1024}")
             elif name in FLAGS:
                 flag = name.replace("_", "-")
-                words.append(f"+cluster.slurm_flags.{flag}={literally(str(value))}")
+                overrides.append(f"+cluster.slurm_flags.{flag}={literally(str(value))}")
             elif name == "additional_parameters":
                 for flag, its in value.items():
-                    words.append(f"+cluster.slurm_flags.{flag}={literally(str(its))}")
+                    overrides.append(f"+cluster.slurm_flags.{flag}={literally(str(its))}")
         if name := self.parameters.get("job_name"):
-            words.append(f"run.name={literally(name)}")
-        return [*words, *self._words]
+            overrides.append(f"run.name={literally(name)}")
+        return [*overrides, *self._options]
 
     @property
     def _is_local(self) -> bool:
@@ -425,7 +425,7 @@ def _name_first_node() -> None:
             os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.address, *others])
 
 
-def follow(folder: Path, limit_s: float, ahead_s: float, words: Sequence[str]) -> int:
+def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str]) -> int:
     """Run a job on simulated nodes to its end; start it again after each preemption.
 
     Args:
@@ -456,7 +456,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, words: Sequence[str]) -
     signal.signal(signal.SIGALRM, preempt)
     signal.alarm(max(1, round(limit_s - ahead_s)))
     program = ["-m", MODULE, "call", str(folder), job_id]
-    code = launch(["-q", *words, *_of_run(run), "--", *program])
+    code = launch(["-q", *arguments, *_of_run(run), "--", *program])
     while code == EXIT_STOPPED and preempted and not paths.result_pickle.exists():
         preempted = False
         signal.alarm(max(1, round(limit_s - ahead_s)))
@@ -465,14 +465,14 @@ def follow(folder: Path, limit_s: float, ahead_s: float, words: Sequence[str]) -
     return code
 
 
-def queue(folder: Path, runs: Sequence[Path], words: Sequence[str]) -> int:
+def queue(folder: Path, runs: Sequence[Path], arguments: Sequence[str]) -> int:
     """Submit runs to SLURM; if one is refused, cancel those before it."""
     from orchestrator.cli.status import cancel
     from orchestrator.launch import main as launch
     from orchestrator.rundir.folder import RunDir
 
     for number, run in enumerate(runs):
-        line = ["-q", *words, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]
+        line = ["-q", *arguments, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]
         if code := launch(line):
             for queued in runs[:number]:
                 cancel(RunDir(queued), now=True)
@@ -486,9 +486,9 @@ def _of_run(run: Path) -> list[str]:
     return [f"run.dir={literally(str(run))}", "job.style=plain", "job.stop_signal=USR2"]
 
 
-def main(words: Sequence[str]) -> int:
+def main(arguments: Sequence[str]) -> int:
     """Run what one process of a job does; see `call`, `follow` and `queue`."""
-    role, folder, *rest = words
+    role, folder, *rest = arguments
     if role == "call":
         call(Path(folder), *(rest or [None]))
         return 0

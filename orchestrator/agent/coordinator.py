@@ -86,8 +86,8 @@ class WorkerState:
 
     Attributes:
         state: "expected" until its agent has connected.
-        word: its final message, "" without one; None while it runs, or if the others survived its
-            loss.
+        final_state: from its final message, "" without one; None while it runs, or if the others
+            survived its loss.
         waits: a new worker that asks to join.
         begun: it is ready to train; trains: its loop has begun.
         ready: it is at a boundary of this generation, after so many updates, and waits for new
@@ -105,7 +105,7 @@ class WorkerState:
     trains: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
     ready: tuple[int, int] | None = None
-    word: str | None = None
+    final_state: str | None = None
     silence_reported: bool = False
     given_up: str = ""
     seen: Seen = field(default_factory=Seen)
@@ -294,11 +294,11 @@ class Coordinator:
 
     def _ended(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
-        rank, word = event["rank"], event["word"]
-        self.workers[rank].word = word
-        if event["failure"] is not None and word != EVICTED:
+        rank, final_state = event["rank"], event["final_state"]
+        self.workers[rank].final_state = final_state
+        if event["failure"] is not None and final_state != EVICTED:
             self._failures.append(event["failure"])
-        if word in (FINISHED, STOPPED):
+        if final_state in (FINISHED, STOPPED):
             self._end_in_order()
             return
         end = End(
@@ -310,15 +310,15 @@ class Coordinator:
             out_of_memory=event.get("out_of_memory", False),
             why=self.workers[rank].given_up,
         )
-        self._ended_badly(end, [rank], word)
+        self._ended_badly(end, [rank], final_state)
 
-    def _ended_badly(self, end: End, ranks: list[int], word: str = "") -> None:
+    def _ended_badly(self, end: End, ranks: list[int], final_state: str = "") -> None:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
         # Or a newcomer, which the others do not need, or one that was lost with its node.
-        evicted = word == EVICTED or not lost - self._gone
-        taken_away = not word and -end.status in EXTERNAL_KILL_SIGNALS
+        evicted = final_state == EVICTED or not lost - self._gone
+        taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         if self._killed or not (evicted or (taken_away and self._survived)):
             self._failed(end)
             return
@@ -329,7 +329,7 @@ class Coordinator:
             self._gone |= lost
             self._noticed = self._clock()
         for rank in ranks:
-            self.workers[rank].word = None
+            self.workers[rank].final_state = None
             self._schedule_restart(rank)
         if not any(self._trains(worker) for worker in self.workers.values()):
             self._end_in_order()
@@ -567,7 +567,7 @@ class Coordinator:
             if found is not None:
                 self._accept(found)
             return
-        why = [end.in_words() for end, members in self._losses if self._gone.intersection(members)]
+        why = [end.describe() for end, members in self._losses if self._gone.intersection(members)]
         gone, why = sorted(self._gone), list(dict.fromkeys(why))
         self._publish(self._generation + 1, left, gone=gone, why=why)
 
@@ -686,13 +686,15 @@ class Coordinator:
 
     def _settled(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
-        words = {worker.word for worker in self.workers.values()} - {None}
+        final_states = {worker.final_state for worker in self.workers.values()} - {None}
         blamed = [
             end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
         ]
         ends = [*self._ends, *blamed]
         culprit = self._culprit
-        if culprit is None and ends and (self._ends or not words):  # without messages all are lost
+        if (
+            culprit is None and ends and (self._ends or not final_states)
+        ):  # without messages all are lost
             behind = [
                 Straggler(
                     rank=one.rank,
@@ -703,9 +705,11 @@ class Coordinator:
                 if one.seen.stood_s
             ]
             records = [*self._run.failures(self._spec.attempt), *self._failures]
-            done = [worker.rank for worker in self.workers.values() if worker.word == FINISHED]
+            done = [
+                worker.rank for worker in self.workers.values() if worker.final_state == FINISHED
+            ]
             culprit = find_root_cause(self._run, records, ends, behind, done)
         culprit = culprit and self._described(culprit)
-        if culprit is not None or not words <= {FINISHED, STOPPED} or not words:
+        if culprit is not None or not final_states <= {FINISHED, STOPPED} or not final_states:
             return State.FAILED, culprit
-        return (State.STOPPED if STOPPED in words else State.FINISHED), None
+        return (State.STOPPED if STOPPED in final_states else State.FINISHED), None

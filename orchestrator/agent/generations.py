@@ -3,7 +3,7 @@
 | in a file | what |
 |---|---|
 | `generation`, `members` | its number, and its members in order (`member_of`) |
-| `gone`, `why` | lost members, and how they were lost, in words |
+| `gone`, `why` | lost members, and a description of how they were lost |
 | `joined` | newcomers |
 | `updates` | with newcomers: updates completed when they joined |
 | `code` | in the first one: the ranks' own modules (`trainer/survival.py`) |

@@ -72,7 +72,7 @@ class WorkerSigns:
         stopped: since when it is stopped (SIGSTOP); 0 if it is not.
         program: it has become a user's program, which sends nothing, and may have children that do
             its work.
-        word, failure: its final message, if it came.
+        final_state, failure: of its final message, if it came.
     """
 
     pid: int
@@ -81,7 +81,7 @@ class WorkerSigns:
     used_s: float = 0.0
     stopped: float = 0.0
     program: bool = False
-    word: str = ""
+    final_state: str = ""
     failure: dict[str, Any] | None = None
     seen: Seen = Seen()
 
@@ -89,7 +89,7 @@ class WorkerSigns:
         """Handle a message of the worker."""
         self.received = self.active = now
         self.used_s = stat_of(self.pid)[1]
-        self.word = message.get("word", self.word)
+        self.final_state = message.get("final_state", self.final_state)
         self.failure = message.get("failure", self.failure)
         if "program" in message:
             self.program, self.seen = True, Seen()
@@ -108,7 +108,7 @@ class WorkerSigns:
         self.stopped = (self.stopped or now) if letter == "T" else 0.0
         if self.stopped:
             return STOPPED_PROCESS, now - self.stopped
-        speaks = self.received and not self.word and not self.program
+        speaks = self.received and not self.final_state and not self.program
         if not speaks or now - self.received < 2 * BEAT_S:
             return None
         # A process that a debugger traces ("t") is not judged.

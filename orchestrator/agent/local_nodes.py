@@ -180,8 +180,8 @@ def import_framework(run: RunDir, hang_s: float) -> None:
         while not done.wait(IMPORT_LOOK_S):
             if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
-                words = IMPORT_HANGS.format(f"{hang_s:g}")
-                print(f"error: {words}", file=sys.stderr, flush=True)
+                message = IMPORT_HANGS.format(f"{hang_s:g}")
+                print(f"error: {message}", file=sys.stderr, flush=True)
                 os._exit(EXIT_IMPORT_HANGS)
 
     watch = threading.Thread(target=look, name="import", daemon=True)

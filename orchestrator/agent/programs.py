@@ -264,7 +264,7 @@ class Program:
     # ------------------------------------------------------------------ its end
 
     def end(self, status: int) -> tuple[str, dict[str, Any] | None]:
-        """Record the program's end; return its final word, and its failure if it is one.
+        """Record the program's end; return its final state, and its failure if it is one.
 
         Args:
             status: as of `subprocess`.
@@ -318,7 +318,7 @@ def has_joined(pids: list[int], port: int) -> bool:
 
 
 # ----------------------------------------------------------------------
-# What a program's end means: its exit status in words, what it raised, and whose fault that is.
+# What a program's end means: its exit status described, what it raised, and whose fault that is.
 
 LOOKED_AT_BYTES = 64 * 1024
 MESSAGE_LINES = 3
@@ -393,8 +393,8 @@ def raised_in(log: str) -> str | None:
     if place is None:
         return None
     said = takewhile(lambda line: not LOGGED.match(line), lines[place:][:MESSAGE_LINES])
-    words = [line.strip()[:LONGEST_LINE] for line in said]
-    return " ".join(word for word in words if word)
+    parts = [line.strip()[:LONGEST_LINE] for line in said]
+    return " ".join(filter(None, parts))
 
 
 def _of_error_file(path: Path) -> str | None:

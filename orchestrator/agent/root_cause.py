@@ -14,7 +14,7 @@ from orchestrator.agent.stacks import (
     DUMP_BYTES,
     Frame,
     as_lines,
-    in_words,
+    describe_stack,
     of_main_thread,
 )
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, describe_status
@@ -60,15 +60,15 @@ class End:
     out_of_memory: bool = False
     why: str = ""
 
-    def in_words(self) -> str:
+    def describe(self) -> str:
         """Return where the rank, or the ranks of the node, ended, and why.
 
-        >>> End(time=0.0, node="n1", log=Path("n1.log"), rank=2, status=-9).in_words()
+        >>> End(time=0.0, node="n1", log=Path("n1.log"), rank=2, status=-9).describe()
         'on n1: killed by signal 9 (SIGKILL)'
         """
-        return f"on {self.node}: {self.why.removeprefix(NODE_WENT_AWAY) or self.status_in_words()}"
+        return f"on {self.node}: {self.why.removeprefix(NODE_WENT_AWAY) or self.describe_cause()}"
 
-    def status_in_words(self) -> str:
+    def describe_cause(self) -> str:
         cause = describe_status(self.status)
         if self.out_of_memory and -self.status == signal.SIGKILL:
             return f"out of memory, killed by the kernel ({cause})"
@@ -184,7 +184,7 @@ def _of_end(run: RunDir, end: End) -> Culprit:
     log = tail(run.rank_log(end.rank))
     if not log and end.status >= 0:  # who is killed before it has written has left nothing
         log = tail(end.log)
-    cause = end.status_in_words()
+    cause = end.describe_cause()
     if cause.startswith("out of memory"):
         cause += f"; {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
@@ -247,6 +247,8 @@ def add_place(culprit: Culprit, seen: Seen, log: Path, asked_at: int) -> Culprit
         with log.open("rb") as file:
             file.seek(asked_at)
             stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
-    cause = f"{culprit.cause}; it is {in_words(stack)}" if stack else seen.locate(culprit.cause)
+    cause = (
+        f"{culprit.cause}; it is {describe_stack(stack)}" if stack else seen.locate(culprit.cause)
+    )
     lines = as_lines(stack) or seen.stack_lines() or tail(log)
     return replace(culprit, cause=cause, log_tail=tuple(lines))

@@ -77,12 +77,12 @@ def as_lines(stack: Sequence[Frame]) -> list[str]:
     return found
 
 
-def in_words(stack: Sequence[Frame]) -> str:
+def describe_stack(stack: Sequence[Frame]) -> str:
     """Describe the place: the line of the job's own code, and the function called from it.
 
-    >>> in_words([Frame("/home/me/train.py", 31, "load_batch"), Frame("/home/me/train.py", 9, "f")])
-    'in load_batch (/home/me/train.py, line 31)'
-    >>> in_words([])
+    >>> describe_stack([Frame("/home/me/train.py", 31, "load"), Frame("/home/me/train.py", 9, "f")])
+    'in load (/home/me/train.py, line 31)'
+    >>> describe_stack([])
     'in no Python code'
     """
     if not stack:
@@ -92,10 +92,10 @@ def in_words(stack: Sequence[Frame]) -> str:
     if any(_LOADER in frame.file for frame in stack[:place]):
         return f"in its DataLoader, which waits for samples ({inner.name}, line {inner.line})"
     own = stack[place or 0]
-    words = f"in {own.name} ({own.file}, line {own.line})"
+    text = f"in {own.name} ({own.file}, line {own.line})"
     if place:
-        words += f", there in {inner.name} ({Path(inner.file).name}, line {inner.line})"
-    return words
+        text += f", there in {inner.name} ({Path(inner.file).name}, line {inner.line})"
+    return text
 
 
 def catches(pid: int) -> bool:
@@ -128,8 +128,8 @@ def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
 
 def describe_processes(pids: Iterable[int], log: Path) -> str:
     """Describe where the processes are that can be asked, to append to a sentence."""
-    found = [(pid, in_words(stack)) for pid, stack in ask(pids, log).items() if stack]
-    return "".join(f"; its process {pid} is {words}" for pid, words in found[:MOST_TOLD])
+    found = [(pid, describe_stack(stack)) for pid, stack in ask(pids, log).items() if stack]
+    return "".join(f"; its process {pid} is {text}" for pid, text in found[:MOST_TOLD])
 
 
 def of_main_thread(said: str) -> list[Frame]:

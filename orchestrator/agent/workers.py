@@ -284,8 +284,8 @@ class Workers:
                 self._kills_for_memory = kills
             signs, program = worker.signs, worker.program
             killed_by_us = self._killing and worker.status == -signal.SIGKILL
-            if program is not None and not signs.word and not killed_by_us:
-                signs.word, signs.failure = program.end(worker.status)
+            if program is not None and not signs.final_state and not killed_by_us:
+                signs.final_state, signs.failure = program.end(worker.status)
             self._report(self.exit_of(worker))
 
     def exit_of(self, worker: Worker) -> dict[str, Any]:
@@ -297,7 +297,7 @@ class Workers:
             "status": worker.status,
             "out_of_memory": worker.out_of_memory,
             "ago_s": time.monotonic() - worker.ended,
-            "word": worker.signs.word,
+            "final_state": worker.signs.final_state,
             "failure": worker.signs.failure,
             "seen": asdict(worker.seen),
         }

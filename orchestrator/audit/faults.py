@@ -10,7 +10,7 @@ class Fault:
     """One known fault.
 
     Attributes:
-        about: in a few words.
+        about: a short title.
         effect: what it does to training.
         fix: lines that would fix it, in torch.
     """

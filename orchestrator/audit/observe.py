@@ -645,20 +645,20 @@ def _refuse_own_ranks() -> None:
     mp.spawn = mp.start_processes = refuse  # type: ignore[assignment]
 
 
-def main(words: list[str]) -> None:
+def main(argv: list[str]) -> None:
     """Run a script (or, after -m, a module) as `python` would, observed."""
     observer = start(int(os.environ.get("RANK", "0")))
     _refuse_own_ranks()
     why = "the script returned"
     try:
-        if words[0] == "-m":
-            sys.argv = words[1:]
+        if argv[0] == "-m":
+            sys.argv = argv[1:]
             sys.path.insert(0, str(Path.cwd()))
-            runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+            runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
         else:
-            sys.argv = words
-            sys.path.insert(0, str(Path(words[0]).resolve().parent))
-            runpy.run_path(words[0], run_name="__main__")
+            sys.argv = argv
+            sys.path.insert(0, str(Path(argv[0]).resolve().parent))
+            runpy.run_path(argv[0], run_name="__main__")
     except OwnRanks:
         why = OWN_RANKS
         raise SystemExit(0) from None

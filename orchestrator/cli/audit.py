@@ -149,8 +149,8 @@ def _run(
     line = [one for one in DEFAULTS if key_of(one) not in given]
     line += [*overrides, *OURS, f"run.dir={literally(str(folder / 'run'))}"]
     if program:
-        words = _observed([*program, *added], Path.cwd())
-        line += program_overrides(words, before=line)
+        argv = _observed([*program, *added], Path.cwd())
+        line += program_overrides(argv, before=line)
     else:
         line += added
         if not given & {"train.updates", "train.epochs"}:
@@ -185,20 +185,20 @@ def _run(
 
 
 def _observed(program: Sequence[str], here: Path) -> list[str]:
-    """Return the words that run a script observed."""
-    words = without_python(program)
-    name = words[1] if words[:1] == ["-m"] and len(words) > 1 else "".join(words[:1])
+    """Return the argv that run a script observed."""
+    argv = without_python(program)
+    name = argv[1] if argv[:1] == ["-m"] and len(argv) > 1 else "".join(argv[:1])
     if PurePath(name).name in (*LAUNCHERS, "torch.distributed.run"):
         raise ConfigError(
             f"{name} starts ranks by itself, and so does an audit: give the script alone, as in "
             "audit cluster.ranks_per_node=2 -- train.py"
         )
-    if words[0] != "-m":
-        script = here / words[0]
+    if argv[0] != "-m":
+        script = here / argv[0]
         if not script.is_file():
-            raise ConfigError(f"{words[0]} is no file; an audit needs a Python script")
-        words[0] = str(script)
-    return ["-m", OBSERVER, *words]
+            raise ConfigError(f"{argv[0]} is no file; an audit needs a Python script")
+        argv[0] = str(script)
+    return ["-m", OBSERVER, *argv]
 
 
 def _judge(made: Audit, traces_in: Path, ended: Ended) -> None:

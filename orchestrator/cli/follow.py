@@ -263,7 +263,7 @@ def run_to_end(ready: Ready) -> Ended:
         Notifier(run).send()
         if not output.quiet:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
-            say(output.console, ruling.words, "yellow")
+            say(output.console, ruling.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
             # Nobody asked for this start, so nobody is there to accept it, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
@@ -274,7 +274,7 @@ def run_to_end(ready: Ready) -> Ended:
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
-        result = end_of(run, state, culprit, remark=ruling.words)
+        result = end_of(run, state, culprit, remark=ruling.message)
         try:
             write_json(run.result, result)
         except OSError as error:

@@ -43,7 +43,7 @@ DYNAMIC_IMPORTS = frozenset({
 """Calls that import what the source does not name."""
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000
-KEYS = ("job.", "train.initial_weights")  # that name data; words of a command are paths
+KEYS = ("job.", "train.initial_weights")  # that name data; a command's arguments may be paths
 NO_NAMES = ("", ".", "..")
 
 
@@ -286,8 +286,8 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
     if is_program(config.job):
         program = program_of(config.job)
         own = copied_script(program)  # which is code
-        words = [*program.command, *(word.partition("=")[2] for word in program.command)]
-        yield from ((str(p), p) for p in _existing(words) if p.is_file() and p.absolute() != own)
+        values = [*program.command, *(a.partition("=")[2] for a in program.command)]
+        yield from ((str(p), p) for p in _existing(values) if p.is_file() and p.absolute() != own)
     else:
         target = str(config.job["_target_"])
         for key, text in _constructor_defaults(target).items():

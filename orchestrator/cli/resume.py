@@ -163,7 +163,7 @@ def anew(run: str, *, program: bool = False) -> str:
     """Return what to do instead."""
     if program:
         return (
-            f"a program with other words is a new run; what this one saved stays in "
+            f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
     return (
@@ -265,8 +265,8 @@ class Resumption:
     warning: str | None
 
     @property
-    def words(self) -> str:
-        """The next steps, for people."""
+    def message(self) -> str:
+        """Describe the next steps, for people."""
         where = "there is no checkpoint yet: beginning again"
         if isinstance(self.plan, ProgramPlan):
             where = "starting the program again, to go on from what it saved"

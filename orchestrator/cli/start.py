@@ -181,8 +181,8 @@ def begun(
         if not output.quiet:
             for sentence in plan.warnings:
                 say(output.console, f"warning: {sentence}", "yellow")
-            if cluster.survival.words:
-                say(output.console, cluster.survival.words, "dim", prose=True)
+            if cluster.survival.description:
+                say(output.console, cluster.survival.description, "dim", prose=True)
         try:
             with writing(run):
                 run.write_config(to_yaml(config))
@@ -242,7 +242,7 @@ def resumed(
         yield None
         return
     if not output.quiet:
-        say(output.console, asked.words, prose=True)
+        say(output.console, asked.message, prose=True)
     if asked.warning:
         say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
     with submission_directory(run), interrupts, writing(run), held(run):
@@ -310,8 +310,8 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    words = planned_survival(config).words
-    return {**plan.to_json(), "notes": [words] if words else []}
+    survival = planned_survival(config).description
+    return {**plan.to_json(), "notes": [survival] if survival else []}
 
 
 def describe(config: Config) -> tuple[Request, dict[str, Any]]:
@@ -321,7 +321,7 @@ def describe(config: Config) -> tuple[Request, dict[str, Any]]:
     warning: str | None = None
     try:
         admission = cluster.check(request)
-        answer, refused = admission.words, False
+        answer, refused = admission.message, False
         warning = "; ".join(admission.warnings) or None
     except ClusterError as error:
         answer, refused = str(error), True

@@ -134,10 +134,10 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         elif not is_held(sweep):  # it was resumed alone
             said.append(handle_of(run).cancel(run, now=now))
     for cluster, some in members.items():
-        for path, words in cluster.cancel_all(some, now=now).items():
-            found.setdefault(words, []).append(path)
-    for words, paths in found.items():
-        said.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {words}")
+        for path, message in cluster.cancel_all(some, now=now).items():
+            found.setdefault(message, []).append(path)
+    for message, paths in found.items():
+        said.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {message}")
     if not said:
         raise ClusterError(
             f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "

@@ -1,4 +1,4 @@
-"""Options of `run.windows`, and their plan, with messages in the words of a call."""
+"""Options of `run.windows`, and their plan, with messages in the terms of a call."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     """Return the plan of these windows.
 
     Raises:
-        ConfigError: it cannot be made; the message is in the words of the call.
+        ConfigError: it cannot be made; the message is in the terms of the call.
     """
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks

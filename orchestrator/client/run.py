@@ -193,7 +193,7 @@ class Run:
         """Warn if only other ranks report, which is not recorded."""
         if not (self.folder / METRICS).exists():
             self.warn(
-                f"rank {self._rank} calls run.report(), but rank 0 did not, whose words alone are "
+                f"rank {self._rank} calls run.report(), but rank 0 did not, whose values alone are "
                 "recorded: call it on every rank, or on rank 0"
             )
 

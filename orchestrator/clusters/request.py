@@ -78,12 +78,12 @@ class Admission:
     """A cluster's answer to a request that it accepts.
 
     Attributes:
-        words: for people.
+        message: for people.
         warnings: what may delay it, or hurt it later; a sentence each.
         notice: joins submission.json, for the ranks.
     """
 
-    words: str = ""
+    message: str = ""
     warnings: tuple[str, ...] = ()
     notice: Mapping[str, Any] = field(default_factory=dict[str, Any])
 

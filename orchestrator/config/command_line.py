@@ -48,7 +48,7 @@ class CommandLine:
         folder = self.config_dir and str(expand_user(self.config_dir).absolute())
         name = None if self.config_name == PRIMARY else self.config_name
         stated = {"--config-dir": folder, "--config-name": name}
-        return tuple(word for flag, value in stated.items() if value for word in (flag, value))
+        return tuple(item for flag, value in stated.items() if value for item in (flag, value))
 
 
 SWITCHES = {
@@ -153,8 +153,8 @@ def _is_file(text: str) -> bool:
         return False
 
 
-def program_overrides(words: Sequence[str], before: Sequence[str] = ()) -> tuple[str, str]:
-    r"""Return the words after `--`, a program and its arguments, as overrides.
+def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[str, str]:
+    r"""Return the arguments after `--`, a program and its arguments, as overrides.
 
     Args:
         before: the overrides before `--`.
@@ -171,22 +171,22 @@ def program_overrides(words: Sequence[str], before: Sequence[str] = ()) -> tuple
             key_of(override) == "job" and override.partition("=")[2] != "program"
         ):
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
-    given = without_python(words)
+    given = without_python(argv)
     if not given:
         raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
     return "job=program", f"job.command=[{','.join(map(literally, given))}]"
 
 
-def without_python(words: Sequence[str]) -> list[str]:
-    """Return a program's words without `python` or `python -u`, as we start scripts anyway."""
-    if words and is_this_python(words[0]):
-        return [*words[2 if words[1:2] == ["-u"] else 1 :]]
-    return [*words]
+def without_python(argv: Sequence[str]) -> list[str]:
+    """Return a command line without `python` or `python -u`, as we start scripts anyway."""
+    if argv and is_this_python(argv[0]):
+        return [*argv[2 if argv[1:2] == ["-u"] else 1 :]]
+    return [*argv]
 
 
-def literally(word: str) -> str:
-    """Quote a word for Hydra, without escapes or interpolation."""
-    escaped = escape_interpolations(word)
+def literally(argument: str) -> str:
+    """Quote an argument for Hydra, without escapes or interpolation."""
+    escaped = escape_interpolations(argument)
     escaped = re.sub(r"(\\*)('|\Z)", lambda m: 2 * m[1] + ("\\'" if m[2] else ""), escaped)
     return f"'{escaped}'"
 

@@ -124,7 +124,7 @@ class CompositionCache:
     """Compositions of a sweep's points, reused where points differ in plain values only.
 
     Hydra takes a tenth of a second to compose a point. The first point of a kind is composed
-    whole; the others of its kind only set their numbers and words in that composition. Overrides
+    whole; the others of its kind only set their values in that composition. Overrides
     of any other form (choices of groups, lists, quoted texts, deletions) are part of the kind.
     """
 

@@ -75,30 +75,30 @@ class Program:
         return (last or self.target).lower()
 
     @property
-    def words(self) -> tuple[str, ...]:
+    def argv(self) -> tuple[str, ...]:
         """All that follows the target.
 
-        >>> Program(command=("train.py", "--tiny"), arguments={"optim": {"beta": 0.9}}).words
+        >>> Program(command=("train.py", "--tiny"), arguments={"optim": {"beta": 0.9}}).argv
         ('--tiny', '--optim.beta=0.9')
         """
         typed = self.command[2 if self.is_module else 1 :]
         return (*typed, *rendered(self.arguments, self.argument_style))
 
 
-def with_newest_files(words: Sequence[str]) -> list[str]:
-    """Return the words with each `{newest:PATTERN}` replaced; no word if no file matches one.
+def with_newest_files(argv: Sequence[str]) -> list[str]:
+    """Return the arguments with each `{newest:PATTERN}` replaced; none if no file matches one.
 
     A pattern is as in a shell, from the working directory.
     """
     found: list[str] = []
-    for word in words:
-        text = word
-        if pattern := NEWEST.search(word):
+    for argument in argv:
+        text = argument
+        if pattern := NEWEST.search(argument):
             files = glob.glob(pattern[1], recursive=True)  # noqa: PTH207  # as people type it
             if not files:
                 return []
             newest = max(files, key=lambda name: Path(name).stat().st_mtime)
-            text = word.replace(pattern[0], newest)
+            text = argument.replace(pattern[0], newest)
         found.append(text)
     return found
 
@@ -201,7 +201,7 @@ def program_problems(config: Any) -> list[str]:
         wrong.append(f"job.arguments must be names with values, but is {arguments!r}")
     if not wrong:
         try:
-            _ = program_of(job).words
+            _ = program_of(job).argv
         except ConfigError as error:
             wrong.append(str(error))
     return wrong + [
@@ -217,12 +217,12 @@ def _wrong_command(command: Any) -> Iterator[str]:
         as_in = "the program and its arguments, as in job.command=[train.py]"
         yield f"job.command must be a list, {as_in}, but is {command!r}"
         return
-    words: list[Any] = command
-    first = str(words[0])
-    if wrong := [word for word in words if isinstance(word, Mapping | list) or word is None]:
+    argv: list[Any] = command
+    first = str(argv[0])
+    if wrong := [a for a in argv if isinstance(a, Mapping | list) or a is None]:
         yield f"job.command must hold words, but holds {wrong[0]!r}"
     elif first == "-m":
-        if len(words) == 1:
+        if len(argv) == 1:
             yield "job.command=[-m] names no module; write -m package.module"
     elif not first or first.startswith("-"):
         yield f"job.command must begin with a program, a script or -m, but begins with '{first}'"

@@ -76,7 +76,7 @@ class Survival:
     """Survival of lost ranks, and its description for people; "" if there is none."""
 
     on: bool
-    words: str = ""
+    description: str = ""
 
 
 def planned_survival(config: Config) -> Survival:
@@ -167,7 +167,7 @@ MOST_RANKS = 2**20
 SHARDABLE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-"""Optimizers of torch.optim whose state can be in pieces; an engine's own list, in words."""
+"""Optimizers of torch.optim whose state can be in pieces; an engine's own list, as text."""
 
 TRANSPORTS = {
     "torch": ("auto", "gloo", "nccl", "hccl"),

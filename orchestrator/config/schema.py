@@ -25,8 +25,8 @@ class Bound:
     """Allowed values of one field, besides null where its type has that.
 
     Attributes:
-        choice: the words that it may be.
-        seam: where installed packages may add such words.
+        choice: the values that it may have.
+        seam: where installed packages may add such values.
         least, most: the smallest and largest number.
         above: a finite number that it must be above.
     """
@@ -58,7 +58,7 @@ class Bound:
 
 
 def choice(*allowed: str, default: str | None = None) -> Any:
-    """Define a field that is one of these words; the first by default."""
+    """Define a field that is one of these values; the first by default."""
     bound = Bound(choice=allowed)
     return field(default=allowed[0] if default is None else default, metadata={"bound": bound})
 

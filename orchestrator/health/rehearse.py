@@ -385,8 +385,8 @@ def print_rehearsal(found: Rehearsal, console: Console) -> None:
     """Print a line for each fault, and what the columns mean."""
     table = Table(box=None, pad_edge=False)
     for name in COLUMNS:
-        words = name in ("fault", "run", "how")
-        table.add_column(name, justify="left" if words else "right", no_wrap=name != "fault")
+        is_text = name in ("fault", "run", "how")
+        table.add_column(name, justify="left" if is_text else "right", no_wrap=name != "fault")
     for row in found.rows:
         noticed, recovered = (
             "" if s is None else f"{s:.2f} s" for s in (row.noticed_s, row.recovered_s)

@@ -69,7 +69,7 @@ class RehearsalSpec:
 
     @property
     def equality(self) -> str:
-        """The meaning of "equal", in words."""
+        """Describe what "equal" means."""
         if self.to_the_bit:
             return "the same loss in every update, and the same final weights, to the bit"
         return (
@@ -95,10 +95,10 @@ class RehearsedRun(ABC):
     def resume(self) -> None:
         self._start("orchestrator", "resume", str(self.run.path), "-q")
 
-    def _start(self, module: str, *words: str) -> None:
+    def _start(self, module: str, *arguments: str) -> None:
         with self._output.open("ab") as output:
             self._command = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -215,11 +215,11 @@ class SlurmRun(RehearsedRun):
         self._job: Job | None = None
         self._polled, self._settled = 0.0, False
 
-    def _start(self, module: str, *words: str) -> None:
+    def _start(self, module: str, *arguments: str) -> None:
         """Run a command to its end. Raises `RunFailed` if it fails."""
-        super()._start(module, *words)
+        super()._start(module, *arguments)
         if cast("Any", self._command).wait():
-            raise RunFailed(f"{' '.join(words)}: {self.last_line}")
+            raise RunFailed(f"{' '.join(arguments)}: {self.last_line}")
         self._polled = 0.0
 
     def resume(self) -> None:
@@ -307,12 +307,12 @@ class SlurmRun(RehearsedRun):
 
     def _run_step(self, fault: Fault, node: str) -> Injected:
         module = (sys.executable, "-m", "orchestrator.health.faults")
-        words = (str(self.run.path), fault.kind, str(fault.target))
+        arguments = (str(self.run.path), fault.kind, str(fault.target))
         try:
             done = subprocess.run(
                 [
                     *("srun", f"--jobid={self._id}", f"--nodelist={node}", "--nodes=1"),
-                    *(*SRUN_OPTIONS, *module, *words),
+                    *(*SRUN_OPTIONS, *module, *arguments),
                 ],
                 env=self._client.environment("srun"),
                 capture_output=True,

@@ -38,10 +38,10 @@ def named_numbers(noun: str, numbers: Sequence[int]) -> str:
     >>> named_numbers("point", [0, 1, 2])
     'points 0-2'
     """
-    words = spans(numbers)
-    beyond = len(words) - 8
+    texts = spans(numbers)
+    beyond = len(texts) - 8
     more = f" and {beyond} more group{'s' * (beyond > 1)}" if beyond > 0 else ""
-    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(words[:8])}{more}"
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts[:8])}{more}"
 
 
 def _idle(split: Split, batch: Batch, modes: Modes) -> Iterator[str]:

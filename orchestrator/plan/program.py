@@ -22,12 +22,12 @@ class ProgramPlan:
     """Content of plan.json for a program.
 
     Attributes:
-        words: its command line, as typed and with the arguments of the configuration.
+        argv: its command line, as typed and with the arguments of the configuration.
     """
 
     nodes: int
     ranks_per_node: int
-    words: tuple[str, ...]
+    argv: tuple[str, ...]
     style: str
     stop_signal: str
     warnings: tuple[str, ...] = ()
@@ -40,7 +40,7 @@ class ProgramPlan:
     def to_json(self) -> dict[str, Any]:
         return {
             "program": {
-                "words": list(self.words),
+                "argv": list(self.argv),
                 "style": self.style,
                 "stop_signal": self.stop_signal,
             },
@@ -59,7 +59,7 @@ def plan_of_program(config: Config) -> ProgramPlan:
     return ProgramPlan(
         nodes=node_range(config.cluster.nodes)[1],
         ranks_per_node=config.cluster.ranks_per_node,
-        words=(*start, *program.words),
+        argv=(*start, *program.argv),
         style=program.style,
         stop_signal=program.stop_signal,
         warnings=tuple(_like_ours(program.command)),
@@ -70,14 +70,17 @@ def _like_ours(command: tuple[str, ...]) -> Iterator[str]:
     """Return notes on our keys among a program's arguments, which go to the program anyway.
 
     >>> [*_like_ours(("train.py", "lr=1", "+cluster=slurm", "model.cluster.nodes=3"))]
-    ['+cluster=slurm stands after --, so it is told to train.py; ours stands before --']
+    ['+cluster=slurm comes after --, so it is an argument of train.py; ours come before --']
     """
     sections = {section.name for section in fields(Config)}
-    for word in command[1:]:
-        key, told, _ = word.lstrip("+~").partition("=")
+    for argument in command[1:]:
+        key, value, _ = argument.lstrip("+~").partition("=")
         section, _, name = key.partition(".")
-        if told and section in sections and (name or section == "cluster"):
-            yield f"{word} stands after --, so it is told to {command[0]}; ours stands before --"
+        if value and section in sections and (name or section == "cluster"):
+            yield (
+                f"{argument} comes after --, so it is an argument of {command[0]}; ours come "
+                f"before --"
+            )
 
 
 def notes_of_program(config: Config) -> list[str]:

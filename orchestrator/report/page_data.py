@@ -47,7 +47,16 @@ from orchestrator.units import (
 )
 
 DIGITS = 6
-WORDS = ("token", "secret", "password", "passwd", "passphrase", "api_key", "apikey", "credential")
+SECRET_NAMES = (
+    "token",
+    "secret",
+    "password",
+    "passwd",
+    "passphrase",
+    "api_key",
+    "apikey",
+    "credential",
+)
 
 
 def shown(key: str, value: Any) -> str:
@@ -56,7 +65,7 @@ def shown(key: str, value: Any) -> str:
     >>> shown("job.api_key", "x"), shown("job.width", 3)
     ('(hidden)', '3')
     """
-    secret = any(word in key.lower() for word in WORDS)
+    secret = any(part in key.lower() for part in SECRET_NAMES)
     return "(hidden)" if secret and value is not None else harmless(value)
 
 
@@ -108,8 +117,10 @@ def data_of(path: Path) -> dict[str, Any]:
     cells: list[SweptRun] = []
     configs: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
-    for (run, submission), words in zip(sound, varying, strict=True):
-        own = {k: v for k, v in words.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN}
+    for (run, submission), overrides in zip(sound, varying, strict=True):
+        own = {
+            k: v for k, v in overrides.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN
+        }
         try:
             cell, config = swept_run(run, own), run.read_config()
             runs.append(_run(run, cell, submission, max(2, POINTS // len(sound))))
@@ -336,6 +347,6 @@ def _command(run: RunDir, submission: Mapping[str, Any]) -> str:
     later = {key_of(word) for word in changed}
     later |= set(LENGTHS) if later.intersection(LENGTHS) else set()
     stated = [w for w in submission.get("overrides") or [] if key_of(w) not in later]
-    words = [hidden(word) for word in (*stated, *changed) if not ELSEWHERE.match(word)]
+    overrides = [hidden(o) for o in (*stated, *changed) if not ELSEWHERE.match(o)]
     flags = submission.get("flags") or []
-    return f"python -m orchestrator.launch {shlex.join([*flags, *words])}".rstrip()
+    return f"python -m orchestrator.launch {shlex.join([*flags, *overrides])}".rstrip()

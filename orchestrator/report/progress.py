@@ -232,7 +232,7 @@ class Progress:
             return "starting"
         on = "" if nodes is None else f" on {plural(nodes, 'node')}"
         if program := self._plan.get("program"):
-            return f"{program['words'][0]} on {plural(ranks, 'rank')}{on}"
+            return f"{program['argv'][0]} on {plural(ranks, 'rank')}{on}"
         return f"starting {plural(ranks, 'rank')}{on}"
 
     def _moment(self) -> Moment:

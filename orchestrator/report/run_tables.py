@@ -55,7 +55,7 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     if program := plan.get("program"):
         launchers = {"torch": "torchrun's", "mindspore": "msrun's"}
         variables = launchers.get(program["style"], "the scheduler's") + " variables"
-        return [("where", ranks), ("program", " ".join(program["words"])), ("ranks are", variables)]
+        return [("where", ranks), ("program", " ".join(program["argv"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
     epoch = _known(plan, "updates_per_epoch", _NO_DATA)
     return [
@@ -272,7 +272,7 @@ def _rows_of_program(
     """Return what is known of a program: how it ended, and what it reported itself."""
     rows = [
         ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
-        ("program", " ".join(map(str, program["words"])), ""),
+        ("program", " ".join(map(str, program["argv"])), ""),
     ]
     if summary.updates:
         rows.append(("updates", format_count(summary.updates), ""))

@@ -212,17 +212,17 @@ def search_of(folder: Path) -> dict[str, Any] | None:
 def describe_trial(search: Mapping[str, Any], number: int) -> str:
     """Return one sentence about a trial that has ended."""
     trial = search["trials"][number]
-    words = f"trial {number}: "
+    text = f"trial {number}: "
     if trial["value"] is not None:
-        words += f"{search['objective']} {format_number(trial['value'])}"
+        text += f"{search['objective']} {format_number(trial['value'])}"
     else:
-        words += f"{trial['state']} ({trial['why']})" if trial["why"] else trial["state"]
+        text += f"{trial['state']} ({trial['why']})" if trial["why"] else trial["state"]
     best = search["best"]
     if best is None:
-        return words
+        return text
     if best == number:
-        return f"{words}, the best so far"
-    return f"{words}; the best so far is trial {best}: {_value(search['trials'][best])}"
+        return f"{text}, the best so far"
+    return f"{text}; the best so far is trial {best}: {_value(search['trials'][best])}"
 
 
 def print_search(search: Mapping[str, Any], console: Console) -> None:
@@ -253,7 +253,7 @@ def with_trials(
     of_run: dict[str | None, list[dict[str, Any]]] = {}
     for trial in search["trials"]:
         shown = {key: trial[key] for key in ("number", "state", "value", "why")}
-        shown["parameters"] = dict(word.split("=", 1) for word in trial["point"])
+        shown["parameters"] = dict(item.split("=", 1) for item in trial["point"])
         of_run.setdefault(trial["folder"], []).append(shown)
     runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
     return runs + [

@@ -180,8 +180,8 @@ def short_key(key: str, keys: Sequence[str]) -> str:
 
 def _width(columns: Sequence[Column]) -> int:
     """Return the cells that a table needs: titles may be broken at spaces, values may not."""
-    words = ([*title.split(), *(text.plain for text in texts)] for title, texts in columns)
-    return sum(max(map(cell_len, column)) for column in words) + 2 * (len(columns) - 1)
+    cells = ([*title.split(), *(text.plain for text in texts)] for title, texts in columns)
+    return sum(max(map(cell_len, column)) for column in cells) + 2 * (len(columns) - 1)
 
 
 def _point_table(columns: Sequence[Column]) -> Table:

@@ -71,7 +71,7 @@ class AttemptOutcome:
     """The end of an attempt, as its coordinator wrote it (`agent/coordinator.py`).
 
     Attributes:
-        lost: what was lost, in words, where that is no fault of the job's: the run may begin again.
+        lost: the loss, where that is no fault of the job's: the run may begin again.
     """
 
     state: State
@@ -219,10 +219,10 @@ def describe_stop(run: RunDir) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ruling:
-    """The decision on another attempt. `words`: which one begins, or why none, if remarkable."""
+    """The decision on another attempt. `message`: which one begins, or why none, if remarkable."""
 
     again: bool
-    words: str = ""
+    message: str = ""
 
 
 def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) -> Ruling:
@@ -252,23 +252,23 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
     }
     if earlier and _is_repeated(earlier[-1], failed):
         where = f"in update {failed['update']}" if place else "before the first update"
-        words = (
+        message = (
             f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
             f"another start would only repeat it"
         )
-        return Ruling(again=False, words=words)
+        return Ruling(again=False, message=message)
     if len(earlier) >= most:
         times = plural(len(earlier), "time")
-        words = f"not started again: that was done {times} already (run.max_restarts={most})"
-        return Ruling(again=False, words=words)
+        message = f"not started again: that was done {times} already (run.max_restarts={most})"
+        return Ruling(again=False, message=message)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
     write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
-    words = (
+    message = (
         f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
         f"{most} that run.max_restarts allows)"
     )
-    return Ruling(again=True, words=words)
+    return Ruling(again=True, message=message)
 
 
 def _is_repeated(before: dict[str, Any], now: dict[str, Any]) -> bool:

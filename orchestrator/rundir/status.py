@@ -113,7 +113,7 @@ def from_folder(run: RunDir) -> RunStatus:
         folder=run.path,
         cluster=_kind(run, handle),
         job_id=handle.get("job_id"),
-        program=" ".join(map(str, plan["program"]["words"])) if plan.get("program") else None,
+        program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
         **_end(run, result),
         **_progress(run, plan.get("updates"), result),
         **_attempts(run),

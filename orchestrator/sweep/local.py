@@ -323,7 +323,7 @@ def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEn
                 if not queue.has_room(cell):
                     continue
                 if alone:
-                    say(output.console, cell.point.words, "bold")
+                    say(output.console, cell.point.label, "bold")
                 elif not output.quiet:
                     say(output.console, f"{names[cell.run.path]} starts", "dim")
                 if queue.start(cell):  # else an interrupt, or the memory is gone meanwhile
@@ -371,7 +371,7 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
 
 
 def _outcome(one: PointEnded) -> str:
-    """Return how a point ended and what it measured, in a few words."""
+    """Return how a point ended and what it measured, in short."""
     result = one.cell.run.read_result() or {}
     if result.get("culprit"):
         return describe_culprit(result["culprit"])

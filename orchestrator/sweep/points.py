@@ -48,8 +48,8 @@ class Point:
     own_folder: Path = Path()
 
     @property
-    def words(self) -> str:
-        """For people: which one it is."""
+    def label(self) -> str:
+        """Return its number and overrides, for messages."""
         return f"point {self.number}: {' '.join(self.overrides)}"
 
     @property
@@ -154,7 +154,7 @@ def shared_output(points: Sequence[Point]) -> str | None:
         output
         for point in points
         if is_program(point.config.job)
-        for output in set(_outputs(program_of(point.config.job).words))
+        for output in set(_outputs(program_of(point.config.job).argv))
     )
     shared = next((output for output, count in counts.items() if count > 1), None)
     if shared is None:
@@ -166,10 +166,10 @@ def shared_output(points: Sequence[Point]) -> str | None:
     )
 
 
-def _outputs(words: Sequence[str]) -> Iterator[tuple[str, str]]:
+def _outputs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
     """Yield options that name an output, with their values: `--out=VALUE` or `--out VALUE`."""
-    for word, following in pairwise((*words, "")):
-        name, equals, value = word.partition("=")
+    for argument, following in pairwise((*argv, "")):
+        name, equals, value = argument.partition("=")
         value = value if equals else following
         if OUTPUT_OPTION.fullmatch(name) and value and RUN_FOLDER not in value:
             yield name, value

@@ -88,7 +88,7 @@ def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
     """
     if not output.quiet and any(cell.why != "new" for cell in cells):
         for cell in cells:
-            say(output.console, f"{cell.point.words}: {cell.action.value} ({cell.why})", "dim")
+            say(output.console, f"{cell.point.label}: {cell.action.value} ({cell.why})", "dim")
     todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
     alone = [cell for cell in todo if not class_for(cell.point.config).attended]
     if alone:

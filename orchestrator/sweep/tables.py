@@ -65,7 +65,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
             say(Console(stderr=True), f"warning: {sentence}", "yellow")
         return
     for cell, plan in zip(cells, plans, strict=True) if len(cells) <= MOST_PLANS else ():
-        say(console, cell.point.words, "bold")
+        say(console, cell.point.label, "bold")
         _print_plan(plan, console)
     _print_cells(cells, console)
     for sentence in sentences:
@@ -134,10 +134,10 @@ def _print_cells(cells: Sequence[Cell], console: Console) -> None:
     table = new_table(("run", "point", "", "because", "nodes"), right=(4,))
     varying = only_varying([cell.point.overrides for cell in cells])
     for cell, overrides in zip(cells, varying, strict=True):
-        words = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
+        values = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
         table.add_row(
             literal(cell.run.path.name, console),
-            literal(words, console),
+            literal(values, console),
             literal(cell.action.value, console, STYLES[cell.action]),
             literal(cell.why, console),
             str(_row_of(cell)["nodes"]),

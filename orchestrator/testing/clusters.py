@@ -56,14 +56,14 @@ class Started:
     @classmethod
     def program(cls, cluster: Sequence[str], folder: Path, act: str, *more: str) -> Started:
         """Start the trial program, whose ranks only live and perhaps fail."""
-        words = f"-m,orchestrator.testing.trial_program,{folder / 'signs'},{act}"
-        asked = ("job=program", f"job.command=[{words}]", "job.style=plain")
+        command = f"-m,orchestrator.testing.trial_program,{folder / 'signs'},{act}"
+        asked = ("job=program", f"job.command=[{command}]", "job.style=plain")
         return cls(cluster, folder, *asked, *more)
 
-    def _command(self, module: str, *words: str) -> None:
+    def _command(self, module: str, *arguments: str) -> None:
         with self._output.open("ab") as output:
             self.process = subprocess.Popen(
-                [sys.executable, "-m", module, *words],
+                [sys.executable, "-m", module, *arguments],
                 stdout=output, stderr=output, stdin=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
 
@@ -73,9 +73,9 @@ class Started:
 
     def cancel(self, *options: str) -> None:
         """Cancel the run as from another shell."""
-        words = ["orchestrator", "cancel", *options, str(self.run.path)]
+        arguments = ["orchestrator", "cancel", *options, str(self.run.path)]
         subprocess.run(
-            [sys.executable, "-m", *words],
+            [sys.executable, "-m", *arguments],
             check=True, timeout=WAIT_S, stdout=subprocess.DEVNULL,
         )  # fmt: skip
 
@@ -182,7 +182,7 @@ class ClusterSuite:
         started = Started.program(cluster, tmp_path, "raise")
         started.ends_with(EXIT_FAILED)
         cause = _blamed(started, 1)
-        expect("the trial was told to fail" in cause, True, f"the rank's own words in {cause!r}")
+        expect("the trial was told to fail" in cause, True, f"the rank's own message in {cause!r}")
 
     def test_a_rank_that_is_killed_is_named(self, cluster: Sequence[str], tmp_path: Path) -> None:
         started = Started.program(cluster, tmp_path, "kill")

@@ -94,4 +94,4 @@ class TrackerSuite(ABC):
         except ConfigError as error:
             expect("tracker.options.no_such_option" in str(error), True, f"its name in: {error}")
         else:
-            raise AssertionError("tracker.options.no_such_option=1 was taken without a word")
+            raise AssertionError("tracker.options.no_such_option=1 was accepted")

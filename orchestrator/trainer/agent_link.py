@@ -43,7 +43,7 @@ from orchestrator.agent.stacks import (
     answer_when_asked,
     as_lines,
     describe_processes,
-    in_words,
+    describe_stack,
     main_stack,
 )
 from orchestrator.client.loop import Callback, Done
@@ -104,10 +104,10 @@ class AgentLink:
         self._ended.set()
         self._send({"program": facts})
 
-    def send_end(self, word: str, failure: dict[str, Any] | None) -> None:
+    def send_end(self, final_state: str, failure: dict[str, Any] | None) -> None:
         """Report how this rank ended. Without this message, it counts as lost."""
         self._ended.set()
-        self._send({"word": word, "failure": failure})
+        self._send({"final_state": final_state, "failure": failure})
 
     def _send(self, message: dict[str, Any]) -> None:
         with self._sending:
@@ -152,7 +152,7 @@ class AgentLink:
         where, stack, waits = place % numbers, tuple(main_stack()), ""
         if (wait := waiting.under_way()) is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
-        at = f"at {where}, {in_words(stack)}"
+        at = f"at {where}, {describe_stack(stack)}"
         return Seen(at=at, waits=waits, stack=stack, stood_s=stood_s)
 
     def _check_progress(self, standstill: ProgressWatchdog) -> float:
@@ -166,7 +166,7 @@ class AgentLink:
             stack = main_stack()
             log.info("its stack:\n%s", "\n".join(as_lines(stack)))
             warn(
-                f"it has stood at {where} for {now - since:.0f} s, {in_words(stack)}"
+                f"it has stood at {where} for {now - since:.0f} s, {describe_stack(stack)}"
                 f"{self._children()}; {self._shown_log} has its stack",
                 kind=f"standing at {place}",
             )
@@ -186,7 +186,9 @@ class AgentLink:
         elif kernel := asleep_in(os.getpid()):
             why += f", asleep in {kernel}: a disk or a file system does not answer"
         stack = main_stack()
-        sentence = f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {in_words(stack)}"
+        sentence = (
+            f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {describe_stack(stack)}"
+        )
         cause = sentence + self._children()
         log.error("its stack:\n%s\nerror: %s", "\n".join(as_lines(stack)), cause)
         self.send_event("hangs", cause=cause, seen=asdict(self._seen(stood_s)))

@@ -32,7 +32,7 @@ NOT_USERS = (
     *(Path(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")),
 )
 
-_BY_WORDS = (
+_BY_PHRASE = (
     ("out of memory", MEMORY_REMEDY),  # CUDA's
     ("t allocate memory", MEMORY_REMEDY),  # torch's own on a CPU, and the kernel's
     (
@@ -72,9 +72,9 @@ def remedy(error: BaseException) -> str | None:
     'there is no default process group'
     """
     text = words_of(error)
-    by_words = (sentence for words, sentence in _BY_WORDS if words in text)
+    by_phrase = (sentence for phrase, sentence in _BY_PHRASE if phrase in text)
     by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
-    return next(by_words, None) or next(filter(None, by_kind), None)
+    return next(by_phrase, None) or next(filter(None, by_kind), None)
 
 
 # ----------------------------------------------------------------------

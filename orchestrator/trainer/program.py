@@ -69,8 +69,8 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         timeout_s=cluster.rendezvous_timeout_s,
     )
     copies = copies_of(os.environ)
-    words = command_line(program, run, copies, attempt)
-    log.info("attempt %d: %s", attempt, shlex.join(words))
+    argv = command_line(program, run, copies, attempt)
+    log.info("attempt %d: %s", attempt, shlex.join(argv))
     variables = environment(os.environ, start, copies)
     _reset_process(program.stop_signal, scheduled=topology.scheduled)
     worker.link.become_program(
@@ -82,7 +82,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         log_bytes=run.rank_log(topology.rank).stat().st_size,
     )
     try:
-        os.execvpe(words[0], words, variables)  # noqa: S606  # a program without a shell is meant
+        os.execvpe(argv[0], argv, variables)  # noqa: S606  # a program without a shell is meant
     except OSError as error:
         named = f"{program.target} cannot be started: {error.strerror}"
         raise OrchestratorError(named) from error
@@ -168,19 +168,19 @@ def command_line(
 ) -> list[str]:
     """Return the command to execute; a script or module comes from the copy of the code, if any."""
     python = [sys.executable, "-u"]
-    words = [with_run_folder(word, str(run.path)) for word in program.words]
+    arguments = [with_run_folder(argument, str(run.path)) for argument in program.argv]
     if attempt:
-        more = [with_run_folder(word, str(run.path)) for word in program.resume_arguments]
-        words += with_newest_files(more)
+        more = [with_run_folder(argument, str(run.path)) for argument in program.resume_arguments]
+        arguments += with_newest_files(more)
     if program.is_module:
         # Python would begin its path with the working folder, whose files may have been edited.
         own = ["-P"] if copies else []
-        return [*python, *own, "-m", program.target, *words]
+        return [*python, *own, "-m", program.target, *arguments]
     script = script_of(program)
     if script is None:
-        return [program.target, *words]
+        return [program.target, *arguments]
     start = str(in_copy(script, copies))
-    return [*(python if script.suffix == ".py" else []), start, *words]
+    return [*(python if script.suffix == ".py" else []), start, *arguments]
 
 
 def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:

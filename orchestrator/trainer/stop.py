@@ -62,7 +62,7 @@ class StopFlag:
         return bool(self.times)
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """Describe the request for people."""
         return "asked to stop" + (f" by {self.signal.name}" if self.signal else "")
 

@@ -278,12 +278,12 @@ class Survivors(Callback):
         wait, latest = waiting.under_way() if waiting.waits() else None, self._latest
         if wait is None or latest.number <= max(self._generation, self._waited_out):
             return
-        since, words = wait
+        since, awaited = wait
         interrupted_s = time.monotonic() - latest.noticed
-        if not words or since > latest.noticed or interrupted_s <= self._silence_s:
+        if not awaited or since > latest.noticed or interrupted_s <= self._silence_s:
             return
         message = (
-            f"it did not come back from {words}, which was broken off {self._silence_s:g} s ago"
+            f"it did not come back from {awaited}, which was broken off {self._silence_s:g} s ago"
         )
         if len(latest.members) == 1:
             self._waited_out = latest.number
@@ -524,8 +524,8 @@ class Survivors(Callback):
 
     def too_few(self) -> Unrecoverable | None:
         """Return why the ranks that are left must not continue; None where they may."""
-        words = self._few()
-        return self._no_way_on(words) if words else None
+        refusal = self._few()
+        return self._no_way_on(refusal) if refusal else None
 
     def _few(self) -> str:
         count, least = len(self._nodes), self._least_nodes

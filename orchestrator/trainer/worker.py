@@ -120,7 +120,7 @@ class WorkerProcess:
             return False
         self.fence.check()
         if updates is not None or not self.run.departure(self.attempt).exists():
-            note_departure(self.run, self.attempt, self.stop.words, updates)
+            note_departure(self.run, self.attempt, self.stop.description, updates)
         return True
 
     def why_for_good(self) -> str | None:
@@ -128,7 +128,7 @@ class WorkerProcess:
         queued = self.topology.scheduled and not self.run.read_submission().get("held")
         if not queued or self.run.cancel.exists():
             return None
-        return f"{self.stop.words}; with cluster.requeue=false it does not start again"
+        return f"{self.stop.description}; with cluster.requeue=false it does not start again"
 
     # ------------------------------------------------------------------ the end
 

@@ -50,9 +50,9 @@ class Attempt:
         message = {"event": event, "rank": rank, "process": process, **values}
         self.coordinator.handle_event(self.spec.node_of(rank), message)
 
-    def end(self, rank, status=0, word="", process=0, failure=None):
+    def end(self, rank, status=0, final_state="", process=0, failure=None):
         self.take(
-            "exit", rank, process, status=status, word=word, failure=failure, seen=SEEN, ago_s=0.0
+            "exit", rank, process, status=status, final_state=final_state, failure=failure, seen=SEEN, ago_s=0.0
         )
 
     def tick(self, seconds=0.0):
@@ -171,7 +171,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt.tick(5 * GRACE_S)
     assert not attempt.told("die"), "rank 0 still saves"
     waits = {"at": "", "waits": "9 s at the boundary of update 3", "stack": [], "stood_s": 0.0}
-    attempt.take("exit", 0, status=1, word="failed", failure=None, seen=waits, ago_s=0.0)
+    attempt.take("exit", 0, status=1, final_state="failed", failure=None, seen=waits, ago_s=0.0)
     attempt.tick(GRACE_S)
     assert attempt.told("die")
     attempt.end(2, status=-9)
@@ -194,7 +194,7 @@ def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
 
 def test_all_that_finish_are_a_finished_run(attempt):
     for rank in range(3):
-        attempt.end(rank, word="finished")
+        attempt.end(rank, final_state="finished")
     attempt.tick()
     assert state_of(attempt) == "finished"
     assert attempt.told("end") == [(None, {"command": "end"})]
@@ -202,7 +202,7 @@ def test_all_that_finish_are_a_finished_run(attempt):
 
 def test_one_that_stops_is_a_stopped_run(attempt):
     for rank in range(3):
-        attempt.end(rank, status=3, word="stopped")
+        attempt.end(rank, status=3, final_state="stopped")
     attempt.tick()
     assert state_of(attempt) == "stopped"
 
@@ -216,7 +216,7 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
     assert attempt.newest["gone"] == [1]
     assert attempt.newest["why"] == ["on node1: killed by signal 9 (SIGKILL)"]
     for rank in (0, 2):
-        attempt.end(rank, word="finished")
+        attempt.end(rank, final_state="finished")
     attempt.tick()
     assert state_of(attempt) == "finished"
 
@@ -228,7 +228,7 @@ def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
         "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
         "secondary": False,
     }  # fmt: skip
-    attempt.end(1, status=1, word="failed", failure=failure)
+    attempt.end(1, status=1, final_state="failed", failure=failure)
     attempt.tick()
     assert not attempt.told("die")
     attempt.tick(GRACE_S)
@@ -382,7 +382,7 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
     first.tick(MOMENT_S)
     second = Attempt(tmp_path, gone=[0], begin=False, index=1)
     ended = {
-        "event": "exit", "rank": 1, "process": 0, "status": -9, "ago_s": 5.0, "word": "",
+        "event": "exit", "rank": 1, "process": 0, "status": -9, "ago_s": 5.0, "final_state": "",
         "failure": None, "seen": SEEN,
     }  # fmt: skip
     started = {"event": "started", "rank": 1, "process": 0}
@@ -392,7 +392,7 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
     second.coordinator.agent_connected(2, [{"rank": 2, "events": [{**started, "rank": 2}]}])
     second.tick(MOMENT_S)
     assert second.newest["members"] == [2]
-    second.end(2, word="finished")
+    second.end(2, final_state="finished")
     second.tick()
     assert state_of(second) == "finished"
 
@@ -419,7 +419,7 @@ def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
     attempt.end(1, status=-9)
     attempt.tick(MOMENT_S)
-    attempt.end(0, word="finished")
+    attempt.end(0, final_state="finished")
     attempt.tick(1.0)
     assert attempt.told("start") == []
     assert {"left": True} in [c["message"] for _, c in attempt.told("tell")]

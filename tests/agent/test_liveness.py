@@ -116,7 +116,7 @@ def test_a_worker_that_sends_nothing_and_does_nothing_is_silent(child):
     assert [node.second() for _ in range(20)] == [None] * 20  # it has not begun yet
     node.receive({})
     assert [node.second() for _ in range(5)] == [None, *(("silent", n) for n in (2, 3, 4, 5))]
-    node.receive({"word": "finished"})
+    node.receive({"final_state": "finished"})
     assert not any(node.second() for _ in range(20))
 
 

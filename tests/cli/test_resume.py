@@ -79,7 +79,7 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     found = asked_of(run, asked)
     assert found.changes or asked == ["train.updates=8"]
     assert found.plan.batch.global_batch == 48
-    assert "going on after update 4" in found.words
+    assert "going on after update 4" in found.message
 
 
 @pytest.mark.parametrize(

@@ -37,7 +37,7 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
     readable = [word for word in words if word.isprintable()]
     values["job"]["command"][1:] = readable
     again = read_config(yaml.safe_load(to_yaml(read_config(values))))
-    assert program_of(again.job).words == (*readable, "--lr=0.2")
+    assert program_of(again.job).argv == (*readable, "--lr=0.2")
 
 
 REFUSED = {
@@ -103,5 +103,5 @@ def test_keys_of_ours_after_the_dashes_go_to_the_program_and_that_is_said():
     others = ["lr=0.1", "--cluster.nodes=3", "model.run.dir=x", "job=a", "cluster.nodes", "x=1=2"]
     config = Composer(read_command_line(["--", "train.py", *others, *ours])).compose()
     plan = plan_of_program(read_config(config.values))
-    assert plan.words == ("train.py", *others, *ours)
-    assert [said.partition(" stands after --")[0] for said in plan.warnings] == ours
+    assert plan.argv == ("train.py", *others, *ours)
+    assert [said.partition(" comes after --")[0] for said in plan.warnings] == ours

@@ -76,8 +76,8 @@ REFUSED = (
 def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(values, said):
     found = planned_survival(config(survive=None, **values))
     assert not found.on
-    assert found.words.startswith(OFF)
-    assert said in found.words
+    assert found.description.startswith(OFF)
+    assert said in found.description
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(valu
 def test_where_nobody_has_said_it_is_on_where_more_than_one_node_is_planned(values, on):
     made = config(survive=None, **values)
     assert planned_survival(made).on is on
-    assert planned_survival(made).words == ON * on
+    assert planned_survival(made).description == ON * on
     assert made.run.survive is None, "what was asked for is kept as it was"
 
 
@@ -107,5 +107,6 @@ def test_what_was_said_holds(stated):
 def test_lost_shards_come_from_a_checkpoint_and_the_plan_says_so():
     shards = {"engine__shard_optimizer": True}
     assert (
-        "comes from the newest checkpoint" in planned_survival(config(survive=None, **shards)).words
+        "comes from the newest checkpoint"
+        in planned_survival(config(survive=None, **shards)).description
     )

@@ -41,9 +41,9 @@ def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
 def test_as_many_restarts_as_are_allowed(run):
     rulings = [ruled(run, KILLED, update=5) for _ in range(3)]
     assert [ruling.again for ruling in rulings] == [True, True, False]
-    assert "attempt 2 begins" in rulings[1].words
-    assert "restart 2 of 2" in rulings[1].words
-    assert "run.max_restarts=2" in rulings[2].words
+    assert "attempt 2 begins" in rulings[1].message
+    assert "restart 2 of 2" in rulings[1].message
+    assert "run.max_restarts=2" in rulings[2].message
     assert "rank 1 on node0 failed first: killed" in read_json(run.departure(0))["why"]
 
 
@@ -70,7 +70,7 @@ def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(ru
     *before, last = [ruled(run, culprit, most=9, update=update) for culprit, update in failures]
     assert all(ruling.again for ruling in before)
     assert last.again is again
-    assert again or not before or "attempt 0 raised the same" in last.words
+    assert again or not before or "attempt 0 raised the same" in last.message
 
 
 def test_a_cancelled_run_stays_ended(run):
@@ -109,15 +109,15 @@ def test_departures_that_were_no_failures_use_nothing_up(run):
         write_json(run.departure(left), {"why": "preempted", "updates": 3, "time": 1.0})
     ruling = ruled(run, KILLED, most=1)
     assert ruling.again
-    assert "restart 1 of 1" in ruling.words
-    assert "attempt 4 begins" in ruling.words
-    said = ruled(run, KILLED, most=1).words
+    assert "restart 1 of 1" in ruling.message
+    assert "attempt 4 begins" in ruling.message
+    said = ruled(run, KILLED, most=1).message
     assert said == "not started again: that was done 1 time already (run.max_restarts=1)"
 
 
 @pytest.fixture
 def program(run):
-    write_json(run.plan, {"ranks": 2, "program": {"words": ["a.py"], "stop_signal": "INT"}})
+    write_json(run.plan, {"ranks": 2, "program": {"argv": ["a.py"], "stop_signal": "INT"}})
     return run
 
 

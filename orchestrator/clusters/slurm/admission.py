@@ -60,20 +60,20 @@ def read_partitions(text: str) -> dict[str, Partition]:
     """Parse the answer of `PARTITIONS`."""
     found: dict[str, Partition] = {}
     for line in text.splitlines():
-        words = dict(w.split("=", 1) for w in line.split() if "=" in w)
-        if "PartitionName" not in words:
+        fields = dict(w.split("=", 1) for w in line.split() if "=" in w)
+        if "PartitionName" not in fields:
             continue
-        name = words["PartitionName"]
+        name = fields["PartitionName"]
         # A suspended job continues later; it gets no stop signal.
-        preempted = {"REQUEUE", "CANCEL"} & set(words.get("PreemptMode", "").split(","))
+        preempted = {"REQUEUE", "CANCEL"} & set(fields.get("PreemptMode", "").split(","))
         found[name] = Partition(
             name=name,
-            nodes=int(words.get("TotalNodes", "0")),
-            is_default=words.get("Default") == "YES",
-            state=words.get("State", "UP"),
-            minutes=_minutes(words.get("MaxTime", "")),
-            max_nodes=int(words["MaxNodes"]) if words.get("MaxNodes", "").isdigit() else None,
-            grace_s=int(words.get("GraceTime", "0")) if preempted else None,
+            nodes=int(fields.get("TotalNodes", "0")),
+            is_default=fields.get("Default") == "YES",
+            state=fields.get("State", "UP"),
+            minutes=_minutes(fields.get("MaxTime", "")),
+            max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
+            grace_s=int(fields.get("GraceTime", "0")) if preempted else None,
         )
     return found
 
@@ -99,11 +99,11 @@ def check_request(
     answer = client.ask("sbatch", "--test-only", text=script)
     settings, known = client.settings(), read_partitions(client.must(*PARTITIONS))
     names = [name for name in str(options.get("partition", "")).split(",") if name]
-    words, warnings = answer.words.removeprefix("sbatch: "), []
-    if answer.code == 0 and (said := PLACED.search(answer.words)):
-        lines = [line.removeprefix("sbatch: ") for line in answer.words.splitlines()]
-        words = said[0]
-        warnings = [f"sbatch says: {line}" for line in lines if words not in line]
+    message, warnings = answer.message.removeprefix("sbatch: "), []
+    if answer.code == 0 and (said := PLACED.search(answer.message)):
+        lines = [line.removeprefix("sbatch: ") for line in answer.message.splitlines()]
+        message = said[0]
+        warnings = [f"sbatch says: {line}" for line in lines if message not in line]
         names = [said[1]]  # the site may place a job in another partition than in one of those
     chosen = [known[name] for name in names if name in known]
     if not names:
@@ -118,13 +118,13 @@ def check_request(
     misfits = [misfit(one, nodes, minutes) for one in chosen]
     if all(misfits):
         against += filter(None, misfits)
-    if against or (answer.code and any(phrase in answer.words.lower() for phrase in NEVER)):
+    if against or (answer.code and any(phrase in answer.message.lower() for phrase in NEVER)):
         refused = (
-            [explained(answer.words), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
+            [explained(answer.message), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
         )
         raise ClusterError("\n".join(refused))
     return Admission(
-        words=words,
+        message=message,
         warnings=(*warnings, *_possible_delays(answer, chosen)),
         notice={
             "preempt_grace_s": preempt_grace_s(client, settings, options.get("qos"), chosen),
@@ -138,7 +138,7 @@ def check_request(
 def misfit(partition: Partition, nodes: int, minutes: float | None) -> str | None:
     """Return why a job can never run in a partition; None if it can.
 
-    Other limits are left to sbatch, whose words are then the warning or the refusal.
+    Other limits are left to sbatch, whose message is then the warning or the refusal.
     """
     name = f"partition {partition.name}"
     most = min(partition.nodes, partition.max_nodes or partition.nodes)
@@ -159,7 +159,7 @@ def _possible_delays(answer: Answer, partitions: list[Partition]) -> Iterator[st
     """Yield what may keep the job waiting at present."""
     if answer.code:
         yield (
-            f"the scheduler cannot place the job at present ({answer.words}): sbatch will "
+            f"the scheduler cannot place the job at present ({answer.message}): sbatch will "
             f"refuse it if a limit or the size of all nodes rules it out, and otherwise queue it, "
             f"to wait for nodes that are down, drained, reserved or not heard of yet"
         )

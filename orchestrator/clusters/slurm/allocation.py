@@ -124,7 +124,7 @@ class CurrentAllocation(BaseSlurmCluster):
                 f"cluster.nodes={nodes}, but job {job} has {plural(most, 'node')}; try "
                 f"cluster.nodes={most}, or begin a larger one: {begin}"
             )
-        return Admission(words=f"starts at once in job {job}")
+        return Admission(message=f"starts at once in job {job}")
 
     def submit(self, request: Request) -> Handle:
         """Start the step."""

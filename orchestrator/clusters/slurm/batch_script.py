@@ -273,7 +273,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    starter = _words([here.python, *here.starter])
+    starter = _quoted([here.python, *here.starter])
     lines = [
         "#!/bin/bash",
         *(option_line(name, value) for name, value in options(config, run)),
@@ -327,14 +327,14 @@ def _step(
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}"
-    for number, words in enumerate(_srun(config, here, run, shape)):
-        yield f"{'    ' if number else ''}{_words(words)} \\"
+    for number, argv in enumerate(_srun(config, here, run, shape)):
+        yield f"{'    ' if number else ''}{_quoted(argv)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
     yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if held else "USR2")
 
 
-def _words(words: Sequence[str]) -> str:
-    return " ".join(map(quoted, words))
+def _quoted(argv: Sequence[str]) -> str:
+    return " ".join(map(quoted, argv))
 
 
 def _exports(environment: Mapping[str, str], threads: int) -> Iterator[str]:
@@ -358,7 +358,7 @@ def _preamble(config: Config) -> Iterator[str]:
 
 
 def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
-    """Return srun and the ranks' program, the words of a line each."""
+    """Return srun and the ranks' program, the arguments of a line each."""
     cluster = config.cluster
     containers, python = _launcher(cluster, here, run)
     flags = {"mpi": "none", **cluster.srun_flags}

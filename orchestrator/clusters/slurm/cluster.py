@@ -56,7 +56,7 @@ class SlurmCluster(BaseSlurmCluster):
             )
         said = _answers[alike]
         warnings = (*said.warnings, *_few_cpus(cluster))
-        return replace(said, words=said.words + self._survives(), warnings=warnings)
+        return replace(said, message=said.message + self._survives(), warnings=warnings)
 
     def _survives(self) -> str:
         """Describe which losses the run survives."""

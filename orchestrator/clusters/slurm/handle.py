@@ -112,10 +112,10 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
 def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
     answer = client.ask("scancel", *flags, *ids)
     # of many, some may have just ended: they are over, and the others got the signal
-    lines = answer.words.lower().splitlines()
-    over = all(any(words in line for words in IS_OVER) for line in lines)
+    lines = answer.message.lower().splitlines()
+    over = all(any(phrase in line for phrase in IS_OVER) for line in lines)
     if answer.code and not (len(ids) > 1 and over):
-        raise ClusterError(f"scancel: {answer.words}")
+        raise ClusterError(f"scancel: {answer.message}")
 
 
 def is_ours(run: RunDir, job: Job) -> bool:

@@ -227,7 +227,7 @@ def conclude(
     if ruling.again:
         again()
     else:
-        write_end(run, State.FAILED, found, remark=ruling.words)
+        write_end(run, State.FAILED, found, remark=ruling.message)
     return ruling.again
 
 

@@ -76,7 +76,7 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
 
 
 def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:
-    """Return the cause that the job's state or its script's last words name, if they do."""
+    """Return the cause that the job's state or its script's last lines name, if they do."""
     log = tail(run.batch_log)
     said = next((line.removeprefix(SAID) for line in log[-1:] if line.startswith(SAID)), None)
     if cause := CAUSES.get(job.state) or said:
@@ -98,19 +98,19 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
         return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
     first = next(iter(task_ends("\n".join(said))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
-        cause = f"the agent of node {first.node} {first.words}: {_last_words(log)}"
+        cause = f"the agent of node {first.node} {first.description}: {_last_error(log)}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
     own = [line for line in said if not line.startswith("srun: error: ") or first is None]
     cause = f"srun {describe_code(code)}" + (f": {own[-1]}" if own else "")
     return Culprit(rank=None, node="batch", cause=cause, log_tail=said[-TAIL_LINES:])
 
 
-def _last_words(log: tuple[str, ...]) -> str:
+def _last_error(log: tuple[str, ...]) -> str:
     """Return the last message of a process that could not begin, with an exception's lines."""
     said = [line.strip() for line in log if line.strip()]
     raised = [place for place, line in enumerate(said) if EXCEPTION.match(line)]
-    words = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
-    return " ".join(words).removeprefix(SAID)
+    lines = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
+    return " ".join(lines).removeprefix(SAID)
 
 
 def _of_script(run: RunDir, job: Job) -> Culprit:

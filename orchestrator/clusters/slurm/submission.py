@@ -38,9 +38,9 @@ class BeyondLimit(NotNow):
     """No room among the user's queued jobs at present."""
 
     @staticmethod
-    def found_in(words: str) -> bool:
+    def found_in(message: str) -> bool:
         """Return whether SLURM reports that: AssocMaxSubmitJobLimit, QOSGrpSubmitJobsLimit."""
-        return bool(SUBMIT_LIMIT.search(words))
+        return bool(SUBMIT_LIMIT.search(message))
 
 
 def is_element(run: Path, script: Path, job_id: str) -> bool:
@@ -114,7 +114,7 @@ def queue(
             try:
                 return _sbatch(client, str(script), lock)
             except SchedulerDown as error:
-                answer_lost = any(words in str(error).lower() for words in LOST_ANSWERS)
+                answer_lost = any(phrase in str(error).lower() for phrase in LOST_ANSWERS)
                 raise
 
         try:
@@ -137,10 +137,10 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
     if answer.code < 0:
         raise SchedulerDown(f"sbatch did not answer: it was {describe_status(answer.code)}")
     job_id, _, elsewhere = answer.out.strip().partition(";")
-    if answer.code and BeyondLimit.found_in(answer.words):
-        raise BeyondLimit(explained(answer.words))
+    if answer.code and BeyondLimit.found_in(answer.message):
+        raise BeyondLimit(explained(answer.message))
     if answer.code or not job_id.isdigit():
-        raise ClusterError(explained(answer.words))
+        raise ClusterError(explained(answer.message))
     if elsewhere and elsewhere != client.settings().get("ClusterName"):
         client.must("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(

@@ -324,7 +324,7 @@ class UpdatePolicy:
         return None
 
     def _where(self, step: int | None) -> str:
-        """Return the ranks and their micro-steps, in words, equal on all ranks. Collective."""
+        """Return the ranks and their micro-steps, as text, equal on all ranks. Collective."""
         rows = self._gather([-1.0 if step is None else float(step)])
         places = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
         more = f" and {len(places) - _NAMED} more ranks" if len(places) > _NAMED else ""

@@ -82,7 +82,7 @@ class Hyperparameters:
         """Raise `JobError` if they are not as they were kept.
 
         Args:
-            when: since then, in words: "in after_update of update 3".
+            when: described: "in after_update of update 3".
             jobs_turn: it was `after_update`, in which a job may change all but the rates and the
                 groups (a weight decay that rises with the updates, say); what it set is kept.
         """
@@ -190,7 +190,7 @@ _SHOWN = 5
 
 
 def first_few(layers: Collection[str]) -> str:
-    """Return the first few of some layers' names, in words."""
+    """Return the first few of some layers' names, as text."""
     names = [name or "the model itself" for name in layers]
     more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
     return ", ".join(names[:_SHOWN]) + more
@@ -248,7 +248,7 @@ def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
 
 
 def misfits(found: Kinds, wanted: Kinds) -> str:
-    """Return the first few tensors of a file that are not as the model wants them, in words."""
+    """Return the first few tensors of a file that are not as the model wants them, as text."""
     wrong: list[str] = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:

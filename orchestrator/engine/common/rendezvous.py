@@ -15,7 +15,7 @@ from orchestrator.rundir.files import read_text, write_atomically
 
 
 def raise_for_verdict(spec: GroupSpec, verdict: dict[str, Any]) -> None:
-    """Raise the error of rank 0's verdict, in the same words on all ranks; return if it is go."""
+    """Raise the error of rank 0's verdict, the same on all ranks; return if it is go."""
     kind = verdict.get("verdict", "go")  # a published address is no verdict yet
     if kind == "stop":
         raise StopRequested("the run was asked to stop while its ranks came together")

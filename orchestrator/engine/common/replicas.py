@@ -71,9 +71,9 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece
     return shares
 
 
-def folded(words: Sequence[float], bits: int = WORD_BITS) -> int:
+def folded(values: Sequence[float], bits: int = WORD_BITS) -> int:
     """Return one digest of `bits` bits of several digests and other numbers."""
-    digest = hashlib.blake2b(repr(list(words)).encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)
 
 
@@ -123,8 +123,8 @@ class Replicas:
         self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
             digests = self._joint_digests(self._shares[update % len(self._shares)])
-            words = [*map(float, self._agreed.values()), *digests]
-            trailer.add_digest(folded(words, DIGEST_BITS))
+            values = [*map(float, self._agreed.values()), *digests]
+            trailer.add_digest(folded(values, DIGEST_BITS))
 
     def check(self, totals: Trailer, update: int) -> None:
         """Check the summed trailer. Collective only where it raises.
@@ -150,8 +150,8 @@ class Replicas:
         """
         if self._ranks == 1:
             return
-        words = [folded(self._digests(share)) for share in self._shares]
-        rows = self._gather([float(word) for word in words])
+        digests = [folded(self._digests(share)) for share in self._shares]
+        rows = self._gather([float(digest) for digest in digests])
         for place, share in enumerate(self._shares):
             if any(row[place] != rows[0][place] for row in rows):
                 raise self._error(share, self._alike[place], f"the end of update {self._update}")
@@ -174,7 +174,7 @@ class Replicas:
 
     def _error(self, pieces: Sequence[Piece], since: int | None, until: str) -> ReplicasDiffer:
         """Return the error, in which all ranks name the same culprits. Collective."""
-        rows = self._gather([float(folded([word])) for word in self._digests(pieces)])
+        rows = self._gather([float(folded([digest])) for digest in self._digests(pieces)])
         odd = minority_ranks(rows)
         columns = zip(pieces, zip(*rows, strict=True), strict=True)
         first = next((piece for piece, column in columns if len(set(column)) > 1), None)

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True, slots=True, eq=False)
 class _Wait:
     since: float
-    words: str
+    description: str
     numbers: tuple[int, ...]
 
 
@@ -27,14 +27,15 @@ _failed_wait: tuple[float, str] | None = None
 
 
 @contextmanager
-def for_others(words: str = "", *numbers: int) -> Generator[None]:
+def for_others(description: str = "", *numbers: int) -> Generator[None]:
     """Mark that what happens inside takes as long as other ranks take.
 
     Args:
-        words: what is awaited, with a `%d` for each number. Nested waits are reported together.
+        description: of what is awaited, with a `%d` for each number. Nested waits are reported
+            together.
     """
     global _last, _failed_wait  # noqa: PLW0603  # waits are counted for the process
-    wait = _Wait(time.monotonic(), words, numbers)
+    wait = _Wait(time.monotonic(), description, numbers)
     with _lock:
         _under_way.append(wait)
     try:
@@ -63,8 +64,8 @@ def under_way() -> tuple[float, str] | None:
     with _lock:
         if not _under_way:
             return _failed_wait
-        words = [wait.words % wait.numbers for wait in _under_way if wait.words]
-        return _under_way[0].since, ", ".join(words)
+        awaited = [w.description % w.numbers for w in _under_way if w.description]
+        return _under_way[0].since, ", ".join(awaited)
 
 
 def last_ended() -> float:

@@ -283,7 +283,7 @@ class MindSporeGroup(Group):
                     self._scheduler.check()
         if raised:
             first = str(raised[0]).strip().splitlines()[0]
-            if any(word in str(raised[0]).lower() for word in TIMED_OUT):
+            if any(text in str(raised[0]).lower() for text in TIMED_OUT):
                 raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from raised[0]
             raise raised[0]
 

@@ -160,7 +160,7 @@ class TorchEngine:
             shard_model(job, self.model, group, settings.shard_model)
             join_copies(group, settings.shard_model)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
-        # advises in the run's own words.
+        # advises for the run.
         how = {"overlap": not talks, "silent": not talks, "advise": False}
         optimizer = _build_job_optimizer(job, self.model, settings)
         self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))

@@ -385,5 +385,5 @@ def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
 
 
 def _digest(value: Any) -> str:
-    """Return a tensor's digest; anything else in Python's words."""
+    """Return a tensor's digest; anything else as Python's repr."""
     return f"{digest_of(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)

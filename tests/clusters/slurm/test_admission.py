@@ -101,7 +101,7 @@ TAKEN = "Job 1 to start at 2026-11-22T05:56:20 using 2 processors on nodes n[0-1
 def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_places_it_in():
     client = Scheduler(0, f"sbatch: jobs of this site go to low\nsbatch: {TAKEN}\n")
     admitted = check_request(client, {"partition": "old", "time": "60"}, 2, "")
-    assert admitted.words == TAKEN
+    assert admitted.message == TAKEN
     assert admitted.warnings == ("sbatch says: jobs of this site go to low",)
     assert admitted.notice == {"preempt_grace_s": 20, "kill_wait_s": 3}
     with pytest.raises(ClusterError, match="partition low gives 2 at most"):

@@ -26,7 +26,7 @@ def test_what_the_allocation_does_not_have_is_refused(monkeypatch, shell, asked,
     base = ("+cluster=slurm", "cluster.allocation=current", "cluster.nodes=2")
     cluster = cluster_of(compose([*base, "cluster.ranks_per_node=3", f"cluster.{asked}"]))
     if said is None:
-        assert cluster.check(None).words == "starts at once in job 7"
+        assert cluster.check(None).message == "starts at once in job 7"
         return
     with pytest.raises(ClusterError, match=said):
         cluster.check(None)

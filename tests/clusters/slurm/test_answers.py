@@ -150,4 +150,4 @@ def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():
     ],
 )
 def test_the_end_of_a_task_is_described_by_its_code_or_signal(what, words):
-    assert TaskEnd(rank=0, node="vm", what=what).words == words
+    assert TaskEnd(rank=0, node="vm", what=what).description == words
