@@ -1,6 +1,7 @@
 """Settings and fixtures of all tests.
 
-Hypothesis has no deadlines: how long an example takes on a shared machine proves nothing.
+Hypothesis has no deadlines and does not check its speed: how long an example takes on a shared
+machine proves nothing, and on a fresh one it first writes its tables of Unicode.
 """
 
 import signal
@@ -9,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from tests import helpers
 from tests.order import place_of
@@ -20,7 +21,7 @@ collect_ignore_glob = (
     ["*/engine/mindspore/*", "tests/slurm/test_mindspore.py"] if NO_MINDSPORE else []
 )
 
-settings.register_profile("shared", deadline=None)
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("shared")
 
 

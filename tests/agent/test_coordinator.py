@@ -52,7 +52,14 @@ class Attempt:
 
     def end(self, rank, status=0, final_state="", process=0, failure=None):
         self.take(
-            "exit", rank, process, status=status, final_state=final_state, failure=failure, seen=SEEN, ago_s=0.0
+            "exit",
+            rank,
+            process,
+            status=status,
+            final_state=final_state,
+            failure=failure,
+            seen=SEEN,
+            ago_s=0.0,
         )
 
     def tick(self, seconds=0.0):

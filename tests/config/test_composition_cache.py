@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
@@ -66,7 +66,7 @@ def composed(composer, points):
         yield str(found) if isinstance(found, ConfigError) else found
 
 
-@settings(max_examples=4, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=4)
 @given(points=batches(), own=st.booleans())
 def test_points_that_share_a_composition_are_those_that_are_composed_whole(
     points, own, tmp_path_factory

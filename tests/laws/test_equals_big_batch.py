@@ -51,7 +51,7 @@ PROBLEM = {
         }
     ),
 )
-@settings(max_examples=120, deadline=None)
+@settings(max_examples=120)
 def test_any_split_equals_the_big_batch_in_float64(data, problem, how):
     table = data.draw(cuts(problem.samples))
     # Adam divides by a root that can be tiny, which magnifies the last bits.
@@ -77,7 +77,7 @@ def test_what_is_used_for_the_first_time_in_a_later_micro_step_is_stepped(seed):
     ),
     sharded=st.booleans(),
 )
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 def test_any_split_equals_the_big_batch_in_float32(data, problem, sharded):
     # Some of these problems are badly conditioned: there, one process's own float32 is that far
     # from float64 as well, and more cannot be asked of the sum of several.
@@ -88,7 +88,7 @@ def test_any_split_equals_the_big_batch_in_float32(data, problem, sharded):
 
 @given(seed=st.integers(0, 1000), samples=st.integers(1, 12), data=st.data())
 @example(seed=0, samples=12, data=None)
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_sending_during_the_backward_changes_no_bit(seed, samples, data):
     table = [[(0, samples)], []] if data is None else data.draw(cuts(samples))
     problem = Problem(samples=samples, seed=seed, dtype=torch.float32, optimizer="sgd")

@@ -64,7 +64,7 @@ def _edges(leaves, inner):
 
 
 @given(data=st.data(), samples=st.integers(1, 40))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 def test_one_digest_for_any_assignment_in_threads(data, samples):
     leaves = -(-samples // LEAF)
     wanted = run_in_threads(1, lambda group: _train(group, [0, leaves], samples)[:2])[0]
@@ -75,7 +75,7 @@ def test_one_digest_for_any_assignment_in_threads(data, samples):
 
 
 @given(data=st.data(), samples=st.integers(1, 40))
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 def test_counted_leaves_give_the_bits_of_numbered_ones(data, samples):
     leaves = -(-samples // LEAF)
     wanted = run_in_threads(1, lambda group: _train(group, [0, leaves], samples)[:2])[0]

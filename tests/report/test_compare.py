@@ -53,7 +53,7 @@ def exact(array):
     return [x.item() for x in array.ravel()]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), dtype=st.sampled_from(NUMPY_DTYPES))
 def test_finite_tensors_agree_with_numpy(folder, data, dtype):
     shape = data.draw(hnp.array_shapes(min_dims=0, max_dims=3, min_side=0, max_side=4))
@@ -75,7 +75,6 @@ def test_finite_tensors_agree_with_numpy(folder, data, dtype):
     assert found.dtype == str(dtype)
 
 
-@settings(deadline=None)
 @given(a=hnp.arrays("f4", 5), b=hnp.arrays("f4", 5))
 def test_what_is_not_finite_equals_only_the_same_bits(folder, a, b):
     found = both(folder, {"w": a}, {"w": b}).tensors["w"]

@@ -108,7 +108,7 @@ def harmless(key: str) -> list[str]:
 
 
 @pytest.mark.parametrize("key", TEXTS)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(value=HOSTILE)
 def test_a_hostile_value_is_refused_or_inert(key, value):
     try:

@@ -204,7 +204,7 @@ def _adjoint_sides(group, name, sizes, seed, dtype):
     seed=st.integers(0, 2**30),
     dtype=st.sampled_from(DTYPES),
 )
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 def test_backward_is_the_adjoint_and_modifies_nothing(data, name, size, seed, dtype):
     even = [data.draw(st.integers(0, 4))] * size
     uneven = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
