@@ -223,10 +223,10 @@ class Disturbed:
             self.outcome.wrong.append(f"after {kind} the cause is {why!r}")
 
     def _look_at_the_end(self) -> None:
-        def settled() -> bool:
+        def over() -> bool:
             return (self._run / "result.json").exists() and self._over()
 
-        wait_for(settled, "the end")
+        wait_for(over, "the end")
         status, result = self._state(), _json(self._run / "result.json")
         if (status["state"], result["state"]) != ("finished", "finished"):
             self.outcome.wrong.append(f"it is {status['state']}: {status['reason']}")

@@ -109,7 +109,7 @@ class Training:
             self._update += 1
             if number == 0:
                 still += _seconds(partial(saving.on_checkpoint, 1, 1))
-        saving.settle()
+        saving.wait()
         if saving.unsaved is not None:
             raise RuntimeError(saving.unsaved)
         shutil.rmtree(folder)

@@ -1,9 +1,10 @@
 """Messages about a run to a command or a web hook: `notify.command` and `notify.webhook`.
 
 What there is to say is read from the run's folder (`news`). The coordinator's agent looks once a
-second, and whoever settles an attempt looks once more; a file for each message, which exactly one
-of them creates, keeps messages from being sent twice. A process of its own sends each (`main`): it
-outlives an agent, and neither delays nor fails a training. What it cannot send is in notify.log.
+second, and the process that finalizes an attempt looks once more; a file for each message, which
+exactly one of them creates, keeps messages from being sent twice. A process of its own sends each
+(`main`): it outlives an agent, and neither delays nor fails a training. What it cannot send is in
+notify.log.
 """
 
 from __future__ import annotations

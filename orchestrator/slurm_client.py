@@ -419,7 +419,7 @@ TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TaskEnd:
+class TaskExit:
     """srun's message on the end of one task."""
 
     rank: int
@@ -447,10 +447,10 @@ def numbers(listed: str) -> Iterator[int]:
         yield from range(int(first), int(last or first) + 1)
 
 
-def task_ends(log: str) -> list[TaskEnd]:
+def task_exits(log: str) -> list[TaskExit]:
     """Return every abnormal end of a task in srun's log, in the log's order."""
     return [
-        TaskEnd(rank=rank, node=found["node"], what=found["what"].strip())
+        TaskExit(rank=rank, node=found["node"], what=found["what"].strip())
         for found in TASKS.finditer(log)
         for rank in numbers(found["tasks"])
     ]

@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.agent.coordinator import LEAST_SILENCE_S, SETTLE_S, Coordinator
+from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSSES_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord, message_of
 from orchestrator.agent.links import Link, Peer, authenticate, connect
 from orchestrator.agent.liveness import BEAT_S, AwakeClock
@@ -56,7 +56,7 @@ class Agent:
             cluster whose scheduler does that.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second; returns whether a newer attempt has replaced this one.
-        settle: called by the coordinator after the outcome is written, with whether the first
+        on_outcome: called by the coordinator after the outcome is written, with whether the first
             node's agent is lost; replaces a lost batch script.
     """
 
@@ -67,9 +67,9 @@ class Agent:
         report: int | None = None,
         *,
         on_beat: Callable[[], bool] = lambda: False,
-        settle: Callable[[bool], None] = lambda _: None,
+        on_outcome: Callable[[bool], None] = lambda _: None,
     ) -> None:
-        self._on_beat, self._settle = on_beat, settle
+        self._on_beat, self._on_outcome = on_beat, on_outcome
         self._spec, self._control, self._report_to = spec, control, report
         self._run = RunDir(spec.run)
         self._notifier = Notifier(self._run)
@@ -145,7 +145,7 @@ class Agent:
         if self._coordinator is not None and self._coordinator.outcome is not None:
             for link in self._links():
                 link.close()  # the others are done
-            self._settle(self._coordinator.agents[0].gone)
+            self._on_outcome(self._coordinator.agents[0].gone)
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
@@ -175,8 +175,8 @@ class Agent:
 
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""
-        settling = self._coordinator is not None and self._coordinator.settling
-        return SETTLE_S / 2 if settling else LOOK_S
+        awaits = self._coordinator is not None and self._coordinator.awaits_losses
+        return LOSSES_S / 2 if awaits else LOOK_S
 
     def _handle_signals(self) -> None:
         """Handle stop signals here only; workers ignore them and receive a message."""

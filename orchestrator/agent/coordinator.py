@@ -40,7 +40,7 @@ from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     NODE_WENT_AWAY,
-    End,
+    AbnormalEnd,
     Straggler,
     add_place,
     add_waits,
@@ -61,7 +61,7 @@ GRACE_S = 1.0
 """For the workers that a failed one leaves behind, to write down what they saw."""
 SAVE_S = 30.0
 """For the one among them that saves the last boundary's state."""
-SETTLE_S = 0.05
+LOSSES_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Within which the other agents come to a new coordinator."""
@@ -158,8 +158,8 @@ class Coordinator:
         self._restarts_left = spec.replacements
         self._restart_at: dict[int, float] = {}  # by rank
         self._in_vain: Counter[int] = Counter()  # a rank's processes in a row without an update
-        self._ends: list[End] = []
-        self._losses: list[tuple[End, list[int]]] = []
+        self._ends: list[AbnormalEnd] = []
+        self._losses: list[tuple[AbnormalEnd, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
         self._culprit: Culprit | None = None
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
@@ -226,7 +226,7 @@ class Coordinator:
             return
         for rank in ranks:
             self.workers[rank].state, self.workers[rank].waits = "ended", False
-        end = End(
+        end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
             log=self._spec.log_of(index),
@@ -234,7 +234,7 @@ class Coordinator:
             status=-signal.SIGKILL,  # the others treat it as killed
             why=cause,
         )
-        self._ended_badly(end, ranks)
+        self._on_abnormal_end(end, ranks)
 
     # ------------------------------------------------------------------ events
 
@@ -251,7 +251,7 @@ class Coordinator:
                 worker.state, worker.waits = "ended", False
                 if self._saving == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
-                self._ended(index, event)
+                self._on_exit(index, event)
         elif kind == "unresponsive":
             self._check_unresponsive(worker, event)
         elif kind == "hangs":
@@ -292,7 +292,7 @@ class Coordinator:
                 "perhaps in code that holds Python's interpreter; the others wait for it",
             )
 
-    def _ended(self, index: int, event: Mapping[str, Any]) -> None:
+    def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, final_state = event["rank"], event["final_state"]
         self.workers[rank].final_state = final_state
@@ -301,7 +301,7 @@ class Coordinator:
         if final_state in (FINISHED, STOPPED):
             self._end_in_order()
             return
-        end = End(
+        end = AbnormalEnd(
             time=self._clock() - event["ago_s"],
             node=self._spec.name_of(index),
             log=self._spec.log_of(index),
@@ -310,9 +310,9 @@ class Coordinator:
             out_of_memory=event.get("out_of_memory", False),
             why=self.workers[rank].given_up,
         )
-        self._ended_badly(end, [rank], final_state)
+        self._on_abnormal_end(end, [rank], final_state)
 
-    def _ended_badly(self, end: End, ranks: list[int], final_state: str = "") -> None:
+    def _on_abnormal_end(self, end: AbnormalEnd, ranks: list[int], final_state: str = "") -> None:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
@@ -356,7 +356,7 @@ class Coordinator:
                 if worker.state == "alive" and not self._trains(worker):
                     self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
 
-    def _failed(self, end: End) -> None:
+    def _failed(self, end: AbnormalEnd) -> None:
         if not self._killed:
             self._ends.append(end)
             self._end_others()
@@ -487,7 +487,7 @@ class Coordinator:
         return member_of(rank, self.workers[rank].process, self._spec.ranks)
 
     @property
-    def settling(self) -> bool:
+    def awaits_losses(self) -> bool:
         """Return whether a loss waits for further ones."""
         return bool(self._gone)
 
@@ -560,7 +560,7 @@ class Coordinator:
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members."""
         left = [member for member in self._members if member not in self._gone]
-        if not self._gone or not left or now - self._noticed < SETTLE_S or not self._all_known():
+        if not self._gone or not left or now - self._noticed < LOSSES_S or not self._all_known():
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
             found = self._record.read(self._generation + 1)
@@ -657,10 +657,10 @@ class Coordinator:
             log.info("the other nodes continue without this one; its agent ends")
             self._command(None, "end")
             return
-        state, culprit = self._settled()
+        state, culprit = self._decide()
         self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
             "usage": culprit.usage, "hangs": culprit.hangs},
-            "lost": self._lost_words(culprit)}  # fmt: skip
+            "lost": self._describe_loss(culprit)}  # fmt: skip
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
@@ -675,7 +675,7 @@ class Coordinator:
             return False
         return bool(nodes - self._closed_ports(nodes))
 
-    def _lost_words(self, culprit: Culprit | None) -> str | None:
+    def _describe_loss(self, culprit: Culprit | None) -> str | None:
         """Describe a loss that is not the job's fault, which a scheduler restarts; else None."""
         if culprit is None:
             return None
@@ -684,7 +684,7 @@ class Coordinator:
         who = f"rank {culprit.rank} on {culprit.node}"
         return f"{who}: {culprit.cause}" if self._stalled else None
 
-    def _settled(self) -> tuple[State, Culprit | None]:
+    def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
         final_states = {worker.final_state for worker in self.workers.values()} - {None}
         blamed = [
@@ -692,9 +692,8 @@ class Coordinator:
         ]
         ends = [*self._ends, *blamed]
         culprit = self._culprit
-        if (
-            culprit is None and ends and (self._ends or not final_states)
-        ):  # without messages all are lost
+        all_lost = not final_states  # without messages
+        if culprit is None and ends and (self._ends or all_lost):
             behind = [
                 Straggler(
                     rank=one.rank,

@@ -26,7 +26,7 @@ from orchestrator.agent.liveness import IdleTimer
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
-    ending,
+    exit_after,
     fork_session,
     leave,
     name_process,
@@ -247,7 +247,7 @@ def become(environment: Mapping[str, str], keep: Collection[int]) -> None:
     Args:
         keep: descriptors besides the standard ones that stay open.
     """
-    with ending() as end:
+    with exit_after() as result:
         nothing = os.open(os.devnull, os.O_RDWR)
         for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
             if number not in {0, 1, 2, nothing, *keep}:
@@ -267,7 +267,7 @@ def become(environment: Mapping[str, str], keep: Collection[int]) -> None:
             open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
             for number in (1, 2)
         )
-        end.code = _run()
+        result.code = _run()
 
 
 def _run() -> int:
@@ -278,8 +278,8 @@ def _run() -> int:
 
 
 def main() -> None:
-    with ending() as end:
-        end.code = _run()
+    with exit_after() as result:
+        result.code = _run()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from pathlib import Path
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.local_nodes import NodeProcesses, import_framework
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import ending, set_parent_death_signal
+from orchestrator.agent.processes import exit_after, set_parent_death_signal
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
 from orchestrator.agent.worker import run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
@@ -93,9 +93,9 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the agent can handle them
-    with ending() as end:
+    with exit_after() as result:
         set_parent_death_signal(os.getppid())
-        end.code = run_node(arguments.run, arguments.attempt)
+        result.code = run_node(arguments.run, arguments.attempt)
 
 
 if __name__ == "__main__":

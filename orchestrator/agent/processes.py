@@ -15,26 +15,26 @@ from typing import NoReturn
 
 
 @dataclass(slots=True)
-class Ending:
+class ExitStatus:
     """Exit status of a process."""
 
     code: int = 1
 
 
 @contextlib.contextmanager
-def ending() -> Generator[Ending]:
+def exit_after() -> Generator[ExitStatus]:
     """End this process, and every fork that escapes the block, at the end of the block.
 
     The status is 1 when the block raises; the log then has the traceback.
     """
-    end = Ending()
+    status = ExitStatus()
     try:
-        yield end
+        yield status
     except BaseException:  # noqa: BLE001  # a child must not live on as a second parent
         traceback.print_exc()
-        end.code = 1
+        status.code = 1
     finally:
-        leave(end.code)
+        leave(status.code)
 
 
 @contextlib.contextmanager
@@ -73,7 +73,7 @@ def leave(code: int) -> NoReturn:
 
 
 def fork_session() -> int:
-    """Fork within `ending`: the child has its own session, and dies with this process.
+    """Fork within `exit_after`: the child has its own session, and dies with this process.
 
     Returns:
         The child's pid; in the child 0.
@@ -90,8 +90,8 @@ def fork(be: Callable[[], int]) -> int:
     """Fork a child that only calls `be`, which returns its exit status; return its pid."""
     pid = fork_session()
     if not pid:
-        with ending() as end:
-            end.code = be()
+        with exit_after() as result:
+            result.code = be()
     return pid
 
 

@@ -41,7 +41,7 @@ LAST_WORD = "error: "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class End:
+class AbnormalEnd:
     """An abnormal end of a rank, or of a whole node (rank None).
 
     Attributes:
@@ -61,9 +61,9 @@ class End:
     why: str = ""
 
     def describe(self) -> str:
-        """Return where the rank, or the ranks of the node, ended, and why.
+        """Describe where the rank, or the ranks of the node, ended, and why.
 
-        >>> End(time=0.0, node="n1", log=Path("n1.log"), rank=2, status=-9).describe()
+        >>> AbnormalEnd(time=0.0, node="n1", log=Path("n1.log"), rank=2, status=-9).describe()
         'on n1: killed by signal 9 (SIGKILL)'
         """
         return f"on {self.node}: {self.why.removeprefix(NODE_WENT_AWAY) or self.describe_cause()}"
@@ -96,7 +96,7 @@ def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
 def find_root_cause(
     run: RunDir,
     records: Sequence[Mapping[str, Any]],
-    ends: Sequence[End],
+    ends: Sequence[AbnormalEnd],
     behind: Sequence[Straggler] = (),
     finished: Sequence[int] = (),
 ) -> Culprit:
@@ -165,7 +165,7 @@ def add_finished_peers(culprit: Culprit, finished: Sequence[int]) -> Culprit:
     return replace(culprit, cause=cause)
 
 
-def _gave_up(run: RunDir, end: End) -> bool:
+def _gave_up(run: RunDir, end: AbnormalEnd) -> bool:
     """Return whether a rank ended since it had waited for others while stuck in the framework.
 
     Its last line says so, or NCCL's or HCCL's watchdog has ended it with SIGABRT.
@@ -178,7 +178,7 @@ def _gave_up(run: RunDir, end: End) -> bool:
     return bool(last) and last[0].startswith(LAST_WORD)
 
 
-def _of_end(run: RunDir, end: End) -> Culprit:
+def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
     if end.rank is None:
         return Culprit(rank=None, node=end.node, cause=end.why, log_tail=tail(end.log))
     log = tail(run.rank_log(end.rank))

@@ -52,7 +52,7 @@ from orchestrator.errors import (
     spans,
 )
 from orchestrator.report.terminal import literal, new_table, say
-from orchestrator.rundir.outcome import Ended, describe_culprit
+from orchestrator.rundir.outcome import LaunchResult, describe_culprit
 from orchestrator.units import plural
 
 OBSERVER = "orchestrator.audit"
@@ -201,7 +201,7 @@ def _observed(program: Sequence[str], here: Path) -> list[str]:
     return ["-m", OBSERVER, *argv]
 
 
-def _judge(made: Audit, traces_in: Path, ended: Ended) -> None:
+def _judge(made: Audit, traces_in: Path, ended: LaunchResult) -> None:
     """Judge what the ranks have written, or say why nothing can be judged."""
     interrupted = ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED)
     failed = None

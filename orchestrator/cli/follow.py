@@ -18,7 +18,7 @@ from orchestrator.clusters.api import (
     Cluster,
     Culprit,
     Handle,
-    Held,
+    LauncherHandle,
     Request,
     State,
     class_of,
@@ -43,11 +43,11 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
     EXIT_CODES,
-    Ended,
+    LaunchResult,
     Ruling,
     describe_culprit,
     describe_stop,
-    end_of,
+    result_of,
     rule,
 )
 from orchestrator.rundir.status import kind_of
@@ -114,7 +114,7 @@ class Ready:
 NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
 
 
-def settle_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
+def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
     """Find out what became of submissions that were cut short.
 
     Returns:
@@ -152,16 +152,16 @@ def handle_of(run: RunDir) -> Handle:
     Raises:
         ClusterError: it is being submitted, or may have been, and the scheduler does not answer.
     """
-    _, unknown = settle_submissions([run])
+    _, unknown = resolve_submissions([run])
     for why in unknown.values():
         raise ClusterError(why)
-    return class_of(kind_of(run)).handle(run) if run.handle.exists() else Held(run)
+    return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
 
 
 RECENT_BYTES = 32 * 1024  # what the pace is taken from
 
 
-def attach(run: RunDir, output: OutputOptions) -> Ended:
+def attach(run: RunDir, output: OutputOptions) -> LaunchResult:
     """Show a run that another command started. Nothing is written, nothing is ended.
 
     Returns:
@@ -210,7 +210,7 @@ def watch(
                 return state
 
 
-def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> Ended:
+def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> LaunchResult:
     """Show a run to its end; an interrupt only ends the showing."""
     state = handle.poll(0.0)
     if not state.ended:
@@ -221,19 +221,19 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
             f"detached; {handle.title} goes on: {command('status', run.path)}",
             "yellow",
         )
-        return Ended(run=run, state=state, exit_code=EXIT_INTERRUPTED)
+        return LaunchResult(run=run, state=state, exit_code=EXIT_INTERRUPTED)
     code = EXIT_CODES.get(state, EXIT_USAGE)
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(output.console, lost, "bold red")
         say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
-        return Ended(run=run, state=state, exit_code=code)
-    result = result or end_of(run, state, handle.culprit)
+        return LaunchResult(run=run, state=state, exit_code=code)
+    result = result or result_of(run, state, handle.culprit)
     if not output.quiet or state is State.FAILED:
         history = read_metrics(run.metrics)
         print_closing(result, history, run.path, output.console, plan=run.read_plan())
-    return Ended(run=run, state=state, exit_code=code)
+    return LaunchResult(run=run, state=state, exit_code=code)
 
 
 INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
@@ -242,7 +242,7 @@ NO_RESULT = Culprit(
 )
 
 
-def run_to_end(ready: Ready) -> Ended:
+def run_to_end(ready: Ready) -> LaunchResult:
     """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
     `outcome.rule` rules. Nothing is left running, whatever is raised.
     """
@@ -274,7 +274,7 @@ def run_to_end(ready: Ready) -> Ended:
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
-        result = end_of(run, state, culprit, remark=ruling.message)
+        result = result_of(run, state, culprit, remark=ruling.message)
         try:
             write_json(run.result, result)
         except OSError as error:
@@ -287,7 +287,7 @@ def run_to_end(ready: Ready) -> Ended:
         print_closing(
             result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
         )
-    return Ended(run=run, state=state, exit_code=code, culprit=culprit)
+    return LaunchResult(run=run, state=state, exit_code=code, culprit=culprit)
 
 
 def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
@@ -324,7 +324,7 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     return state, False, handle.culprit
 
 
-def submit(ready: Ready) -> Ended:
+def submit(ready: Ready) -> LaunchResult:
     """Queue the run and return, or follow it when `run.watch` says so."""
     run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
@@ -335,6 +335,6 @@ def submit(ready: Ready) -> Ended:
         for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
             say(output.console, f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
-        return Ended(run=run, state=State.PENDING, exit_code=0)
+        return LaunchResult(run=run, state=State.PENDING, exit_code=0)
 
     return follow(handle, run, output)

@@ -47,9 +47,9 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import read_newest
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held
+from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
-from orchestrator.rundir.outcome import Ended
+from orchestrator.rundir.outcome import LaunchResult
 
 
 def new_folder(config: Config) -> Path:
@@ -141,7 +141,7 @@ def _cluster(config: Config, output: OutputOptions) -> Cluster:
     return cluster_of(config, tell)
 
 
-def runner_of(cluster: Cluster) -> Callable[[Ready], Ended]:
+def runner_of(cluster: Cluster) -> Callable[[Ready], LaunchResult]:
     """Return the function that places a run: trains it here to its end, or queues it.
 
     Only the one that is needed is imported: what is drawn while one waits takes time.
@@ -194,7 +194,7 @@ def begun(
                 }  # fmt: skip
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**asked, **digest, **admission.notice, **noted})
-                with held(run):
+                with locked(run):
                     yield Ready(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
                         output=output,
@@ -245,7 +245,7 @@ def resumed(
         say(output.console, asked.message, prose=True)
     if asked.warning:
         say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
-    with submission_directory(run), interrupts, writing(run), held(run):
+    with submission_directory(run), interrupts, writing(run), locked(run):
         inputs = changed_inputs(run, asked)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})

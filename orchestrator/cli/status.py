@@ -11,14 +11,14 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.cli.follow import handle_of, settle_submissions
+from orchestrator.cli.follow import handle_of, resolve_submissions
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import LogReader
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import is_held, signal_holder
+from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
@@ -59,7 +59,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     runs = list(runs)
     found: dict[Path, RunStatus] = {}
     alone: dict[str, list[RunDir]] = {}
-    sentences, unknown = settle_submissions(runs)
+    sentences, unknown = resolve_submissions(runs)
     for run in runs:
         found[run.path] = status_or_damage(run, partial(_first_look, run, alone))
     for kind, members in alone.items():
@@ -92,7 +92,7 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
 def _is_held(run: RunDir, kind: str) -> bool:
     """Return True if a launcher holds the run, or if its cluster's kind is not installed here."""
     try:
-        return bool(run.read_submission().get("held", class_of(kind).attended))
+        return bool(run.read_submission().get("attended", class_of(kind).attended))
     except ConfigError:
         return True
 
@@ -121,7 +121,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         RunFolderError: there is no run in the folder, and no command is about to begin one.
     """
     sweep, said = RunDir(folder), list[str]()
-    if is_held(sweep):
+    if is_locked(sweep):
         said.append(_cancel_holder(sweep, now=now))
     runs = [] if said and not find_runs(folder) else expand([folder])
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
@@ -131,7 +131,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         run = RunDir(status.folder)
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
-        elif not is_held(sweep):  # it was resumed alone
+        elif not is_locked(sweep):  # it was resumed alone
             said.append(handle_of(run).cancel(run, now=now))
     for cluster, some in members.items():
         for path, message in cluster.cancel_all(some, now=now).items():
@@ -157,9 +157,9 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
         how = "ends at once" if now else describe_stop(here[0])
         return f"the command that runs the sweep was told to end; what it runs {how}"
     give_up = time.monotonic() + HOLDER_S
-    while is_held(sweep) and time.monotonic() < give_up:
+    while is_locked(sweep) and time.monotonic() < give_up:
         time.sleep(CANCEL_POLL_S)
-    still = "; it has not yet: what it may still submit, the same again ends" * is_held(sweep)
+    still = "; it has not yet: what it may still submit, the same again ends" * is_locked(sweep)
     return f"the command that is at work in {sweep.path} was told to end{still}"
 
 

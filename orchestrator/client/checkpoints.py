@@ -271,7 +271,7 @@ class Checkpoints(Callback):
         if self._state.part() is not None:
             return
         began = time.monotonic()
-        self.settle()
+        self.wait()
         if self._background:
             copy = cast("Any", self._state).snapshot()
             self._thread = threading.Thread(
@@ -286,7 +286,7 @@ class Checkpoints(Callback):
     def save_now(self, progress: TrainingProgress) -> None:
         """Save what rank 0 holds after the last update, and wait until it is written."""
         self.on_checkpoint(progress.updates, progress.samples)
-        self.settle()
+        self.wait()
 
     def _write(self, state: Any, updates: int, samples: int) -> None:
         began, failed = time.monotonic(), None
@@ -301,7 +301,7 @@ class Checkpoints(Callback):
             failed = error
         self._written = updates, time.monotonic() - began, failed
 
-    def settle(self) -> None:
+    def wait(self) -> None:
         """Return once no checkpoint is being written any more."""
         if self._thread is not None:
             self._thread.join()

@@ -23,7 +23,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import is_held, signal_holder
+from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.outcome import Culprit, State, describe_stop
 from orchestrator.rundir.status import ENDED_STATES, RunStatus, has_begun, status_or_damage
 
@@ -155,8 +155,8 @@ class Cluster(ABC):
 
     @property
     def placed(self) -> dict[str, Any]:
-        """Return the part of submission.json on the cluster: its kind, and whether it is `held`."""
-        return {"cluster": self.config.cluster.kind, "held": self.attended}
+        """Return submission.json's entries on the cluster: its kind, and whether `attended`."""
+        return {"cluster": self.config.cluster.kind, "attended": self.attended}
 
     @property
     def share(self) -> Share | None:
@@ -212,7 +212,7 @@ class Cluster(ABC):
     @classmethod
     def handle(cls, run: RunDir) -> Handle:
         """Return the handle of a run that was placed here."""
-        return Held(run)
+        return LauncherHandle(run)
 
     @classmethod
     def cancel_all(cls, runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
@@ -255,14 +255,14 @@ class Cluster(ABC):
         return replace(status, state=state.value if handle.culprit else "lost", reason=why)
 
 
-class Held(Handle):
-    """A run that another process holds: its launcher."""
+class LauncherHandle(Handle):
+    """Handle of a run whose launcher, another process, holds its lock."""
 
     def __init__(self, run: RunDir) -> None:
         self._run = run
 
     def poll(self, timeout_s: float) -> State:
-        if is_held(self._run):
+        if is_locked(self._run):
             time.sleep(timeout_s)
             return State.RUNNING
         result = self._run.read_result()

@@ -213,7 +213,7 @@ class SlurmRun(RehearsedRun):
         super().__init__(folder, spec)
         self._client = SlurmClient(spec.config.cluster.slurm_conf)
         self._job: Job | None = None
-        self._polled, self._settled = 0.0, False
+        self._polled, self._finalized = 0.0, False
 
     def _start(self, module: str, *arguments: str) -> None:
         """Run a command to its end. Raises `RunFailed` if it fails."""
@@ -224,7 +224,7 @@ class SlurmRun(RehearsedRun):
 
     def resume(self) -> None:
         super().resume()
-        self._settled = False
+        self._finalized = False
 
     @property
     def _id(self) -> str:
@@ -251,10 +251,10 @@ class SlurmRun(RehearsedRun):
         job = self._poll()
         if job is None or job.alive:
             return False
-        if self.run.read_result() is None and not self._settled:  # `status` settles its outcome
+        if self.run.read_result() is None and not self._finalized:  # `status` finalizes it
             super()._start("orchestrator", "status", str(self.run.path))
             cast("Any", self._command).wait()
-            self._polled, self._settled = 0.0, True
+            self._polled, self._finalized = 0.0, True
             return False
         return True
 

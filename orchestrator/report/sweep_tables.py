@@ -368,7 +368,7 @@ def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
     """Return a sentence if points were timed while others computed on the same machine."""
     spans: list[tuple[float, float]] = []  # begin and end of each attempt's updates
     for cell in cells:
-        if not cell.updates or not RunDir(cell.folder).read_submission().get("held"):
+        if not cell.updates or not RunDir(cell.folder).read_submission().get("attended"):
             continue
         for _, attempt in groupby(cell.updates, lambda update: update.get("attempt", 0)):
             first, *rest = attempt

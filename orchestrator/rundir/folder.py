@@ -123,7 +123,7 @@ class RunDir:
     stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
     stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop
     outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator
-    settling = _of_attempt("settling")  # the batch script lives, and settles the attempt
+    finalizing = _of_attempt("finalizing")  # the batch script lives, and finalizes the attempt
     departure = _of_attempt("departure.json")  # why it ended although the run continues
     restart = _of_attempt("restart.json")  # why it began, and what the one before it lost
     srun_log = _of_attempt("srun.log")

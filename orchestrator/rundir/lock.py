@@ -24,8 +24,8 @@ LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 
 
 @contextlib.contextmanager
-def held(run: RunDir) -> Generator[None]:
-    """Hold the run for this launcher. Raises `RunFolderError` while another one does."""
+def locked(run: RunDir) -> Generator[None]:
+    """Lock the run for this launcher. Raises `RunFolderError` while another one does."""
     descriptor = open_nofollow(run.lock, os.O_RDWR | os.O_CREAT)
     if not _lock(descriptor):
         holder = _read_holder(descriptor)
@@ -41,7 +41,7 @@ def held(run: RunDir) -> Generator[None]:
 
 
 def _lock(descriptor: int) -> bool:
-    """Lock a file, unless another process holds it for longer than `is_held` does."""
+    """Lock a file, unless another process holds it for longer than `is_locked` does."""
     for _ in range(LOCK_TRIES):
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -62,7 +62,7 @@ def _no_locks(error: OSError) -> RunFolderError:
     )
 
 
-def is_held(run: RunDir) -> bool:
+def is_locked(run: RunDir) -> bool:
     """Return whether a local launcher holds the run."""
     try:
         descriptor = open_nofollow(run.lock)
@@ -126,7 +126,7 @@ def _process_of(run: RunDir, lock: int) -> int:
         raise ClusterError(f"{run.lock} does not say which process holds the run; nothing was sent")
     pid, host = holder
     if host != os.uname().nodename:
-        raise ClusterError(f"{run.path} is held by process {pid} on {host}; cancel it there")
+        raise ClusterError(f"{run.path} is locked by process {pid} on {host}; cancel it there")
     unsure = ClusterError(
         f"process {pid}, which {run.lock} names, is not this run's launcher; nothing was sent"
     )

@@ -156,7 +156,7 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ended:
+class LaunchResult:
     """The end of a followed run; PENDING for one that was only queued."""
 
     run: RunDir
@@ -165,14 +165,14 @@ class Ended:
     culprit: Culprit | None = None
 
 
-def write_end(
+def write_result(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:
     """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
-    write_json(run.result, end_of(run, state, culprit, remark=remark))
+    write_json(run.result, result_of(run, state, culprit, remark=remark))
 
 
-def end_of(
+def result_of(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> dict[str, Any]:
     """Return result.json from what is known: the state, the culprit, and metrics.jsonl.

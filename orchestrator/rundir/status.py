@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
-from orchestrator.rundir.lock import is_held
+from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import (
     Record,
     recent_records,
@@ -230,7 +230,7 @@ def with_lock(run: RunDir, status: RunStatus) -> RunStatus:
     """Return a local run's status, corrected by its lock: a run that nothing holds is lost."""
     if status.state in ENDED_STATES:
         return status
-    if not is_held(run):
+    if not is_locked(run):
         return replace(status, state="lost", reason="its launcher is gone, without a result")
     return status if has_begun(run, status) else replace(status, state="starting")
 

@@ -30,7 +30,7 @@ from orchestrator.errors import (
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.files import make_folder, names_in, written_together
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held
+from orchestrator.rundir.lock import locked
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
@@ -269,7 +269,7 @@ def alone_in(folder: Path) -> Generator[None]:
     with contextlib.ExitStack() as until_the_end:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            until_the_end.enter_context(held(RunDir(folder)))
+            until_the_end.enter_context(locked(RunDir(folder)))
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
         until_the_end.callback(_remove_if_empty, RunDir(folder))

@@ -114,7 +114,7 @@ FORWARDED = (signal.SIGINT, signal.SIGTERM)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PointEnded:
+class PointResult:
     """The end of a point.
 
     Attributes:
@@ -211,7 +211,7 @@ class LocalQueue:
             request = cluster_of(config).request(cell.run.path, 0)
             import_ahead(config.job, request.environment)
 
-    def wait_one(self, timeout_s: float = math.inf) -> PointEnded | None:
+    def wait_one(self, timeout_s: float = math.inf) -> PointResult | None:
         """Wait for a point to end; return None if none runs, or after `timeout_s`."""
         deadline = time.monotonic() + timeout_s
         while self._running:
@@ -219,7 +219,7 @@ class LocalQueue:
             left_s = deadline - time.monotonic()
             pipes = [one.pipe for one in self._running]
             for pipe in wait(pipes, max(0.0, min(POLL_S, left_s))):
-                return self._end_of(next(one for one in self._running if one.pipe is pipe))
+                return self._result_of(next(one for one in self._running if one.pipe is pipe))
             if left_s <= 0:
                 return None
         return None
@@ -244,7 +244,7 @@ class LocalQueue:
                 os.kill(one.pid, number)
         self._forwarded = count
 
-    def _end_of(self, one: _Running) -> PointEnded:
+    def _result_of(self, one: _Running) -> PointResult:
         """Return the end of a point whose process has reported it, or has died."""
         try:
             report = one.pipe.recv()
@@ -256,10 +256,10 @@ class LocalQueue:
         run = one.cell.run
         self._room.give_back(one.place)
         if report is not None:
-            return PointEnded(cell=one.cell, exit_code=report[0], refusal=report[1])
+            return PointResult(cell=one.cell, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
         why = f"its process ended without a report ({describe_status(status)}){see}"
-        return PointEnded(cell=one.cell, exit_code=EXIT_FAILED, refusal=why)
+        return PointResult(cell=one.cell, exit_code=EXIT_FAILED, refusal=why)
 
 
 def _run_point(
@@ -304,7 +304,7 @@ TIMED = ("accumulation", "cluster", "engine", "transport")
 """Sections whose values people compare by time and memory."""
 
 
-def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEnded]:
+def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointResult]:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
 
@@ -316,7 +316,7 @@ def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointEn
     alone = room.at_once(shares) == 1
     waiting = list(cells)
     names = _names(cells)
-    ended: dict[Path, PointEnded] = {}
+    ended: dict[Path, PointResult] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
         while True:
             for cell in list(waiting):
@@ -370,7 +370,7 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
     return 1
 
 
-def _outcome(one: PointEnded) -> str:
+def _outcome(one: PointResult) -> str:
     """Return how a point ended and what it measured, in short."""
     result = one.cell.run.read_result() or {}
     if result.get("culprit"):

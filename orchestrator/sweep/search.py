@@ -59,7 +59,7 @@ from orchestrator.sweep.cells import (
     replaced_folder,
     submit,
 )
-from orchestrator.sweep.local import LocalQueue, PointEnded, Room
+from orchestrator.sweep.local import LocalQueue, PointResult, Room
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
 from orchestrator.units import plural
@@ -258,9 +258,9 @@ class TrialRuns:
         """Wait for a run that an earlier start of the search has left."""
         self.followed.append(cell)
 
-    def wait(self) -> list[PointEnded]:
+    def wait(self) -> list[PointResult]:
         """Wait for a moment; return the runs that have ended."""
-        ended: list[PointEnded] = []
+        ended: list[PointResult] = []
         if self._queue is not None and self._queue.running:
             one = self._queue.wait_one(POLL_S)
             ended += [one] if one is not None else []
@@ -268,7 +268,7 @@ class TrialRuns:
             time.sleep(POLL_S)
         return ended + self._poll_followed()
 
-    def _poll_followed(self) -> list[PointEnded]:
+    def _poll_followed(self) -> list[PointResult]:
         if not self.followed or time.monotonic() < self._next_poll:
             return []
         found = statuses(RunDir(cell.run.path) for cell in self.followed)[0]
@@ -278,7 +278,7 @@ class TrialRuns:
         ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
         self.followed = [cell for cell in self.followed if cell not in ended]
         self._full = self._full and not ended
-        return [PointEnded(cell=cell, exit_code=0) for cell in ended]
+        return [PointResult(cell=cell, exit_code=0) for cell in ended]
 
     def stop(self, cell: Cell) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
@@ -482,7 +482,7 @@ class Searcher:
                 self._storage.set_trial_intermediate_value(trial_id, update, float(value))
                 yield update
 
-    def _end(self, ended: PointEnded) -> None:
+    def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.cell.run.path)
         if trial.over:
             return

@@ -45,7 +45,7 @@ from orchestrator.sweep.points import Point, checked, shared_output
 from orchestrator.units import plural
 
 if TYPE_CHECKING:
-    from orchestrator.sweep.local import PointEnded
+    from orchestrator.sweep.local import PointResult
 
 
 def require_optuna() -> None:
@@ -93,7 +93,7 @@ def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
     alone = [cell for cell in todo if not class_for(cell.point.config).attended]
     if alone:
         submit(alone, output)
-    ended: dict[Path, PointEnded] = {}
+    ended: dict[Path, PointResult] = {}
     here = [cell for cell in todo if cell not in alone]
     if here:
         from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
@@ -124,7 +124,7 @@ def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
     return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=EXIT_FINISHED)
 
 
-def _refusal(one: PointEnded | None) -> dict[str, Any] | None:
+def _refusal(one: PointResult | None) -> dict[str, Any] | None:
     """Return a substitute for the result of a point that could not start."""
     if one is None or one.refusal is None:
         return None

@@ -305,7 +305,7 @@ class Recorder(Callback):
         Raises:
             RunFolderError: it is finished, but its last checkpoint or its metrics are not written.
         """
-        self._checkpoints.settle()
+        self._checkpoints.wait()
         if late := self._warned(now=True):
             self._line({"update": self._update, "time": time.time(), **late})
         unwritten = self._checkpoints.unsaved

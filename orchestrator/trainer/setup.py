@@ -111,7 +111,7 @@ class Training:
         Args:
             rank: this one's in the present group.
         """
-        self.checkpoints.settle()  # one that is being written counts
+        self.checkpoints.wait()  # one that is being written counts
         before = self.progress.updates
         if not self.restore(rank):
             return None

@@ -247,7 +247,7 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
 
 def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
     """Return the content of restart.json for an attempt that begins after `updates` updates."""
-    queued = topology.scheduled and not run.read_submission().get("held")
+    queued = topology.scheduled and not run.read_submission().get("attended")
     why = RESUMED
     in_place = run.started_again(os.environ.get("SLURM_JOB_ID", "")).exists()
     if topology.restarts or in_place or not queued:  # else a person submitted it again

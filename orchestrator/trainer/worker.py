@@ -125,7 +125,7 @@ class WorkerProcess:
 
     def why_for_good(self) -> str | None:
         """Return why a stop ends the run for good; None if a person asked for its end."""
-        queued = self.topology.scheduled and not self.run.read_submission().get("held")
+        queued = self.topology.scheduled and not self.run.read_submission().get("attended")
         if not queued or self.run.cancel.exists():
             return None
         return f"{self.stop.description}; with cluster.requeue=false it does not start again"

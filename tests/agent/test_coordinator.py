@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from orchestrator.agent.coordinator import GRACE_S, MOST_IN_VAIN, REST_S, SETTLE_S, Coordinator
+from orchestrator.agent.coordinator import GRACE_S, LOSSES_S, MOST_IN_VAIN, REST_S, Coordinator
 from orchestrator.agent.generations import GenerationRecord
 from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import Seen
@@ -15,7 +15,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
-MOMENT_S = 2 * SETTLE_S
+MOMENT_S = 2 * LOSSES_S
 SEEN = asdict(Seen())
 
 

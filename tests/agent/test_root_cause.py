@@ -7,7 +7,7 @@ import pytest
 from orchestrator.agent.liveness import Seen
 from orchestrator.agent.root_cause import (
     TAIL_BYTES,
-    End,
+    AbnormalEnd,
     Straggler,
     find_root_cause,
     tail,
@@ -19,7 +19,7 @@ NOWHERE = Path("/nowhere/node.log")
 
 
 def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
-    return End(time=time, node=node, log=log, rank=rank, status=status, why=why)
+    return AbnormalEnd(time=time, node=node, log=log, rank=rank, status=status, why=why)
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ NODE = """
 import json, os, random, selectors, signal, sys, time
 from pathlib import Path
 from orchestrator.agent.workers import BecomeWorker, Workers
-from orchestrator.agent.processes import ending
+from orchestrator.agent.processes import exit_after
 from orchestrator.agent.worker import reseed_generators
 from tests.agent.specs import node_spec
 
@@ -56,7 +56,7 @@ def report(event):
 what, restarts = sys.argv[1], []
 if what == "tells":
     import numpy, torch
-with ending() as end:
+with exit_after() as result:
     selector = selectors.DefaultSelector()
     spec = node_spec(Path("run"), nodes=2, ranks_per_node=4, index=1)
     workers = Workers(spec=spec, selector=selector, report=report)
@@ -69,9 +69,9 @@ with ending() as end:
             while restarts:
                 workers.start({restarts.pop(): 1})
         workers.kill_all()
-        end.code = 0
+        result.code = 0
     except BecomeWorker as worker:
-        end.code = globals()[what](worker.rank)
+        result.code = globals()[what](worker.rank)
 """
 
 

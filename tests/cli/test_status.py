@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.follow import settle_submissions
+from orchestrator.cli.follow import resolve_submissions
 from orchestrator.cli.status import expand, statuses
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
@@ -147,7 +147,7 @@ def test_a_damaged_run_says_which_file_and_why(tmp_path):
 def test_of_a_damaged_note_of_a_submission_nobody_says_more_than_is_known(tmp_path, content):
     run = make_run(tmp_path / "sweep" / "3", cluster="slurm")
     RunDir(tmp_path / "sweep").submitting.write_text(content)
-    said, unknown = settle_submissions([run])
+    said, unknown = resolve_submissions([run])
     assert said == []
     assert "submitting.json is damaged" in unknown[run.path]
     assert unknown[run.path].endswith("then remove the file")

@@ -2,7 +2,7 @@
 
 import subprocess
 
-from orchestrator.rundir.outcome import State, write_end
+from orchestrator.rundir.outcome import State, write_result
 from tests.helpers import command, environment, verb
 from tests.rundir.test_files import made
 
@@ -29,7 +29,7 @@ def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
 def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
     run = made(tmp_path / "run")
     run.rank_log(0).write_bytes(b"early\n" * 10_000 + b"late\nlast\n")
-    write_end(run, State.FINISHED)
+    write_result(run, State.FINISHED)
     for more in ((), ("-f",)):
         assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
 

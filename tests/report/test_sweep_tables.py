@@ -128,7 +128,7 @@ def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
     def point(name, *ends, held=True):
         run = RunDir(tmp_path / name)
         run.path.mkdir()
-        write_json(run.submission, {"held": held})
+        write_json(run.submission, {"attended": held})
         updates = [
             {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
             for n, end in enumerate(ends)

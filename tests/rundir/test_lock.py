@@ -10,16 +10,16 @@ import pytest
 
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held, is_held, signal_holder
+from orchestrator.rundir.lock import is_locked, locked, signal_holder
 from tests.helpers import until
 
 HOLD = """
 import signal, sys, time
 from pathlib import Path
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held
-with held(RunDir(Path(sys.argv[1]))):
-    print("held", flush=True)
+from orchestrator.rundir.lock import locked
+with locked(RunDir(Path(sys.argv[1]))):
+    print("locked", flush=True)
     time.sleep(600)
 """
 
@@ -44,16 +44,16 @@ def test_the_holder_of_a_run_gets_the_signal(run):
         [sys.executable, "-c", HOLD, str(run.path)], stdout=subprocess.PIPE, text=True
     )
     with process:
-        assert process.stdout.readline() == "held\n"
+        assert process.stdout.readline() == "locked\n"
         with (
             pytest.raises(RunFolderError, match=f"in progress .process {process.pid} on"),
-            held(run),
+            locked(run),
         ):
-            raise AssertionError("it was held twice")
-        assert is_held(run)
+            raise AssertionError("it was locked twice")
+        assert is_locked(run)
         signal_holder(run, signal.SIGTERM)
         assert process.wait(60) == -signal.SIGTERM
-    until(lambda: not is_held(run))
+    until(lambda: not is_locked(run))
     with pytest.raises(ClusterError, match="nothing to cancel"):
         signal_holder(run, signal.SIGTERM)
 
@@ -73,7 +73,7 @@ def of(pid, host=None):
     ],
 )
 def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, words):
-    """The lock itself is held, by this test: as by somebody who wants another process ended."""
+    """The lock itself is locked, by this test: as by somebody who wants another process ended."""
     run.lock.write_text(words(bystander.pid))
     with run.lock.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -13,8 +13,8 @@ from orchestrator.config.composer import Composer
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held
-from orchestrator.rundir.outcome import State, write_end
+from orchestrator.rundir.lock import locked
+from orchestrator.rundir.outcome import State, write_result
 from orchestrator.sweep.cells import REPLACED, Action, cells_of, ready_of, refuse_replacing
 from orchestrator.sweep.points import checked
 
@@ -55,7 +55,7 @@ class Sweep:
         for cell in cells:
             with ready_of(cell, QUIET) as ready:
                 ready.run.begin_attempt()
-                write_end(ready.run, state)
+                write_result(ready.run, state)
 
     def run_of(self, number):
         return RunDir(self.folder / str(number))
@@ -75,13 +75,13 @@ def of_another_version(run):
     write_json(run.submission, noted | {"inputs": noted["inputs"] | {"versions": {"torch": "0.1"}}})
 
 
-def write_end_again(run, state):
+def write_result_again(run, state):
     run.result.unlink()
-    write_end(run, state)
+    write_result(run, state)
 
 
 def ended_as(state):
-    return lambda run: write_end_again(run, state)
+    return lambda run: write_result_again(run, state)
 
 
 HAPPENED = [  # to a point, what is done with it then, and why; is what lay there kept?
@@ -125,8 +125,8 @@ def test_code_and_data_that_changed_are_named_and_run_again_if_that_is_accepted(
     with pytest.raises(ConfigError, match=r"all points: finished, and changed: .*\n--changed"):
         refuse_replacing(cells)
     refuse_replacing(sweep.cells(force=True))
-    write_end_again(sweep.run_of(0), State.FAILED)
-    write_end_again(sweep.run_of(1), State.FAILED)
+    write_result_again(sweep.run_of(0), State.FAILED)
+    write_result_again(sweep.run_of(1), State.FAILED)
     refuse_replacing(sweep.cells())
 
 
@@ -191,7 +191,7 @@ def test_values_more_leave_the_other_points_where_they_are_and_force_runs_all(sw
 def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
     run = sweep.run_of(1)
     run.result.unlink()
-    with held(run):
+    with locked(run):
         assert [cell.action for cell in sweep.cells()] == [Action.NOTHING, Action.WAIT]
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):

@@ -41,7 +41,7 @@ def build(tmp_path):
 
 def save(saving, updates):
     saving.on_checkpoint(updates, 10 * updates)
-    saving.settle()
+    saving.wait()
 
 
 def test_training_goes_on_until_it_waits_and_each_end_is_reported_once(build):
@@ -51,8 +51,8 @@ def test_training_goes_on_until_it_waits_and_each_end_is_reported_once(build):
     saving.on_boundary(None)
     assert written == []
     state.go.set()
-    saving.settle()
-    saving.settle()
+    saving.wait()
+    saving.wait()
     assert (written, saving.unsaved, saving.has(4)) == ([4], None, True)
     assert saving.save_s > 0
 

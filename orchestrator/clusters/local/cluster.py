@@ -110,7 +110,7 @@ class LocalHandle(Handle):
         if self._state.ended:
             return self._state
         if select.select([self._ended], [], [], timeout_s)[0]:
-            self._settle()
+            self._finish()
         return self._state
 
     @property
@@ -131,7 +131,7 @@ class LocalHandle(Handle):
             self._process.wait(END_S)
         except subprocess.TimeoutExpired:
             self._process.kill()  # agents die with it, and workers with them
-        self._settle()
+        self._finish()
 
     def _close_control(self) -> None:
         if self._control >= 0:
@@ -148,7 +148,7 @@ class LocalHandle(Handle):
         written = read_outcome(self._run, self._request.attempt)
         return outcome_from_json(json.loads(reported)) if written is None and reported else written
 
-    def _settle(self) -> None:
+    def _finish(self) -> None:
         if self._state.ended:
             return
         self._process.wait()

@@ -5,7 +5,7 @@ submitit's own script has no --requeue, no --kill-on-bad-exit and no --cpus-per-
 always sets a wckey, and cannot run anything after srun; so submitit only places this script and
 starts its task: one on each node, the parent of the node's agent (`task.py`).
 
-The script survives signals, because it settles what the agents leave (`outcome.py`). If it is
+The script survives signals, because it finalizes what the agents leave (`outcome.py`). If it is
 killed itself, the coordinator or the next `resume` or `status` does that.
 """
 
@@ -117,7 +117,7 @@ srun=$!
 second() { read -rt 1 <> <(:); kill -0 $$ || exit; }
 (
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do second; done
-    : >"$run/attempts/$attempt/settling"  # the script lives, and settles the run
+    : >"$run/attempts/$attempt/finalizing"  # the script lives, and finalizes the run
     for name in USR2 TERM KILL; do
         for _ in {1..@{LATE_S}}; do second; done
         kill -$name "$srun"
@@ -131,7 +131,7 @@ wait "$srun"
 code=$?
 kill "$watcher" 2>/dev/null
 """)
-SETTLE = Shell("""\
+FINALIZE = Shell("""\
 trap '' @{STOP_SIGNALS}
 @{starter} after "$run" "$attempt" "$code" "$stop_signal"
 code=$?
@@ -280,7 +280,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
         *_from_environment(config, run, here),
         "",
         *_step(config, run, attempt, here),
-        *SETTLE.lines(starter=starter, START_AGAIN=START_AGAIN),
+        *FINALIZE.lines(starter=starter, START_AGAIN=START_AGAIN),
     ]
     return "\n".join(lines) + "\n"
 
@@ -291,7 +291,7 @@ def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Se
     Args:
         shape: options of srun for the ranks' part of the allocation.
     """
-    step = _step(config, run, attempt, here, shape, held=True)
+    step = _step(config, run, attempt, here, shape, attended=True)
     return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
 
 
@@ -302,7 +302,7 @@ def _step(
     here: Here,
     shape: Sequence[str] = ("--ntasks-per-node=1",),
     *,
-    held: bool = False,
+    attended: bool = False,
 ) -> Iterator[str]:
     """Yield the lines from the node's checks to srun's `code`."""
     containers = config.cluster.container is not None  # it has its own Python
@@ -311,7 +311,7 @@ def _step(
         yield f"export {OUTER_UMASK_VARIABLE}=${{{OUTER_UMASK_VARIABLE}:-$(umask)}}"
     yield "umask 077"
     yield f"export {BATCH_PID_VARIABLE}=$$"
-    yield from TRAPS.lines(forwarded="$1" if held else "USR2")
+    yield from TRAPS.lines(forwarded="$1" if attended else "USR2")
     yield from CHECKS.lines(run=quoted(run.path))
     yield from () if containers else PYTHON_CHECK.lines(python=quoted(here.python))
     yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
@@ -330,7 +330,7 @@ def _step(
     for number, argv in enumerate(_srun(config, here, run, shape)):
         yield f"{'    ' if number else ''}{_quoted(argv)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
-    yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if held else "USR2")
+    yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if attended else "USR2")
 
 
 def _quoted(argv: Sequence[str]) -> str:

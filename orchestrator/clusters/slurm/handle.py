@@ -16,13 +16,13 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
-from orchestrator.clusters.slurm.root_cause import ending
+from orchestrator.clusters.slurm.root_cause import diagnose
 from orchestrator.clusters.slurm.submission import is_element
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import describe_stop, write_end
+from orchestrator.rundir.outcome import describe_stop, write_result
 from orchestrator.slurm_client import (
     Job,
     SchedulerDown,
@@ -133,7 +133,7 @@ def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
         known = queued(client, [job.id for job in left.values()])
         for run, job in list(left.items()):
             if job.id not in known or not known[job.id].alive:
-                write_end(run, State.STOPPED)
+                write_result(run, State.STOPPED)
                 del left[run]
         if left:
             time.sleep(LOOK_S)
@@ -187,7 +187,7 @@ class SlurmHandle(Handle):
         self._ended_at = self._ended_at or time.monotonic()
         if time.monotonic() - self._ended_at < RESULT_GRACE_S:
             return State.RUNNING
-        state, self.culprit = ending(self._run, self.job)  # not written: not ours
+        state, self.culprit = diagnose(self._run, self.job)  # not written: not ours
         return state
 
     def _ask(self) -> None:

@@ -38,7 +38,7 @@ def node(folder: str) -> None:
 
 
 def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
-    """Settle the attempt after srun; exit with 1 if the run has failed.
+    """Finalize the attempt after srun; exit with 1 if the run has failed.
 
     Args:
         stop_signal: the first signal that the script got, or "".

@@ -4,7 +4,7 @@ The batch script calls this on the first node, outside any container, when srun 
 agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a job
 that was already requeued or cancelled must not be touched, and a script that outlived its slurmd
 must not act for a restarted job. If the script was killed, the coordinator does the same work
-(`settle_without_script`), or `status`, under the run's lock, once the job has ended.
+(`finalize_without_script`), or `status`, under the run's lock, once the job has ended.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from orchestrator.clusters.slurm.root_cause import (
     SRUN_ENDED,
     SRUN_KILLED,
     culprit_of,
-    srun_ended,
+    describe_srun_end,
 )
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
@@ -35,8 +35,8 @@ from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import held
-from orchestrator.rundir.outcome import State, departure_note, read_outcome, rule, write_end
+from orchestrator.rundir.lock import locked
+from orchestrator.rundir.outcome import State, departure_note, read_outcome, rule, write_result
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
@@ -81,7 +81,7 @@ def ask_job(client: SlurmClient, job_id: str) -> Job | None:
 
 
 def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
-    """Settle what the ranks could not.
+    """Finalize what the ranks could not.
 
     Args:
         code: srun's exit code.
@@ -143,7 +143,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
 
 
 def _count_new_srun(run: RunDir) -> None:
-    """Count one more attempt of this start of the job, for the script and for who settles it."""
+    """Count one more attempt of this start of the job, for the script and `finalize_ended`."""
     counted = run.started_again(os.environ["SLURM_JOB_ID"])
     before = int(counted.read_text("ascii")) if counted.exists() else 0
     write_atomically(counted, f"{before + 1}\n")
@@ -160,10 +160,10 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
         return None
     if stop_signal:
         return f"its batch script was sent SIG{stop_signal}"
-    return "stopped before it began" if code in STOP_CODES else srun_ended(run, attempt)
+    return "stopped before it began" if code in STOP_CODES else describe_srun_end(run, attempt)
 
 
-def settle_without_script(run: RunDir, attempt: int, why: str) -> None:
+def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     """Do the batch script's work after it was killed or lost; end a job that would not end.
 
     Args:
@@ -201,20 +201,20 @@ def conclude(
     """
     if job.cancelled:
         cause = CAUSES["CANCELLED"]
-        write_end(run, State.STOPPED, Culprit(rank=None, node="scheduler", cause=cause))
+        write_result(run, State.STOPPED, Culprit(rank=None, node="scheduler", cause=cause))
         return False
     outcome = read_outcome(run, attempt)
     state = None if outcome is None else outcome.state
     well = state in (State.FINISHED, State.STOPPED)
     if run.cancel.exists() and (departure is not None or well):
-        write_end(run, State.STOPPED)
+        write_result(run, State.STOPPED)
         return False
     program = is_program(run.read_config()["job"])
     if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
-        write_end(run, state)  # no worker of a program could know that all had ended
+        write_result(run, state)  # no worker of a program could know that all had ended
         return False
     if not program and (stuck := _stuck(run, attempt)):
-        write_end(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
+        write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
     if job.requeue and departure is not None:
         _note(run, attempt, departure, job, job.restarts)
@@ -227,7 +227,7 @@ def conclude(
     if ruling.again:
         again()
     else:
-        write_end(run, State.FAILED, found, remark=ruling.message)
+        write_result(run, State.FAILED, found, remark=ruling.message)
     return ruling.again
 
 
@@ -257,7 +257,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     )
 
 
-def settle_ended(run: RunDir, job: Job) -> str | None:
+def finalize_ended(run: RunDir, job: Job) -> str | None:
     """Requeue an ended job if its ranks left in order, else write the run's end.
 
     Does nothing while the job lives, while another process holds the run, when its end is written,
@@ -272,15 +272,15 @@ def settle_ended(run: RunDir, job: Job) -> str | None:
     if not os.access(run.path, os.W_OK | os.X_OK):
         return None
     try:
-        with held(run):
-            said = _settle(run, job)
+        with locked(run):
+            said = _finalize(run, job)
             Notifier(run).send()
             return said
     except RunFolderError:  # its holder sees to it
         return None
 
 
-def _settle(run: RunDir, seen: Job) -> str | None:
+def _finalize(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
     job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None

@@ -15,7 +15,7 @@ from orchestrator.errors import describe_status
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import Culprit, State, read_outcome
-from orchestrator.slurm_client import Job, task_ends
+from orchestrator.slurm_client import Job, task_exits
 
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was told to end the job"
@@ -47,12 +47,12 @@ def describe_code(code: int) -> str:
     return f"was {describe_status(128 - code)}" if code > 128 else f"ended with code {code}"
 
 
-def srun_ended(run: RunDir, attempt: int) -> str | None:
+def describe_srun_end(run: RunDir, attempt: int) -> str | None:
     """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
     said = "\n".join(tail(run.srun_log(attempt), SAID_LINES))
     if "srun: forcing job termination" in said:
         return SRUN_ENDED
-    return None if task_ends(said) else SRUN_KILLED
+    return None if task_exits(said) else SRUN_KILLED
 
 
 def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None) -> Culprit:
@@ -61,7 +61,7 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
 
     Args:
         code: srun's exit code, as a shell gives it.
-        job: the ended job, where the batch script could not settle the attempt.
+        job: the ended job, where the batch script could not finalize the attempt.
     """
     if job is not None and (found := _of_job(run, attempt, job)):
         return found
@@ -96,7 +96,7 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
     if not said and not any(run.attempt(attempt).glob("node-*")):
         cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
         return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
-    first = next(iter(task_ends("\n".join(said))), None)
+    first = next(iter(task_exits("\n".join(said))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
         cause = f"the agent of node {first.node} {first.description}: {_last_error(log)}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
@@ -134,7 +134,7 @@ def _how(job: Job) -> str:
     return "ended" if job.exit_code is None else f"ended with code {job.exit_code}"
 
 
-def ending(run: RunDir, job: Job) -> tuple[State, Culprit]:
+def diagnose(run: RunDir, job: Job) -> tuple[State, Culprit]:
     """Return the state and culprit of a job that ended without a result. Reads only."""
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
     return state, culprit_of(run, max(0, run.attempts_made() - 1), job=job)

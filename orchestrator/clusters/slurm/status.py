@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.outcome import settle_ended
-from orchestrator.clusters.slurm.root_cause import ending
+from orchestrator.clusters.slurm.outcome import finalize_ended
+from orchestrator.clusters.slurm.root_cause import diagnose
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.report.status_tables import UNREADABLE
@@ -94,7 +94,7 @@ def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[s
     over = not _open(found[run.path])
     if not job.alive and not over:
         try:
-            sentence = settle_ended(run, job)
+            sentence = finalize_ended(run, job)
         except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
             yield f"{run.path}: {error}"
         else:
@@ -115,7 +115,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         cancelled = status.state == "stopped" and job.state == "CANCELLED"
         return replace(status, state="cancelled") if cancelled else status
     if not job.alive:
-        state, culprit = ending(run, job)
+        state, culprit = diagnose(run, job)
         name = "cancelled" if job.state == "CANCELLED" else state.value
         who = None if culprit.rank is None else f"rank {culprit.rank} on {culprit.node}"
         return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)

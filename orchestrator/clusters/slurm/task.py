@@ -60,17 +60,17 @@ class Task:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
         from orchestrator.agent.node import run_node
-        from orchestrator.agent.processes import ending
+        from orchestrator.agent.processes import exit_after
         from orchestrator.agent.topology import attempt_of
 
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
 
         def agent_of(spec: NodeSpec) -> Agent:
             watch = _Watch(run, attempt, spec)
-            return Agent(spec, on_beat=watch.beat, settle=watch.settle)
+            return Agent(spec, on_beat=watch.beat, on_outcome=watch.on_outcome)
 
-        with ending() as end:
-            end.code = run_node(run.path, attempt, agent_of)
+        with exit_after() as result:
+            result.code = run_node(run.path, attempt, agent_of)
 
 
 class _Watch:
@@ -87,9 +87,9 @@ class _Watch:
         write_beat(self._run.heartbeat(self._attempt, self._spec.index), self._beats)
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
-    def settle(self, first_node_gone: bool) -> None:
+    def on_outcome(self, first_node_gone: bool) -> None:
         """Do the batch script's work if it was killed or lost with its node."""
-        from orchestrator.clusters.slurm.outcome import settle_without_script
+        from orchestrator.clusters.slurm.outcome import finalize_without_script
 
         pid = os.environ.get(BATCH_PID_VARIABLE)
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
@@ -97,8 +97,8 @@ class _Watch:
         if first_node_gone and not gone:
             deadline = time.monotonic() + SCRIPT_S
             while not (gone := time.monotonic() > deadline):
-                if self._run.settling(self._attempt).exists():
+                if self._run.finalizing(self._attempt).exists():
                     break
                 time.sleep(LOOK_S)
         if gone:
-            settle_without_script(self._run, self._attempt, why)
+            finalize_without_script(self._run, self._attempt, why)

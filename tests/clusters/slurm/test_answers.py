@@ -9,11 +9,11 @@ from orchestrator.slurm_client import (
     NoClient,
     SchedulerDown,
     SlurmClient,
-    TaskEnd,
+    TaskExit,
     accounted,
     explained,
     read_queue,
-    task_ends,
+    task_exits,
 )
 from tests.clusters.slurm.queue_lines import queue_line
 
@@ -134,9 +134,9 @@ def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():
         "srun: error: vm: task 9: Segmentation fault (core dumped)\n"
         "slurmstepd: error: task 5: nothing of srun's\n"
     )
-    exited = [TaskEnd(rank=n, node="gpu-7", what="Exited with exit code 1") for n in (0, 2, 3, 4)]
-    crashed = TaskEnd(rank=9, node="vm", what="Segmentation fault (core dumped)")
-    assert task_ends(log) == [*exited, crashed]
+    exited = [TaskExit(rank=n, node="gpu-7", what="Exited with exit code 1") for n in (0, 2, 3, 4)]
+    crashed = TaskExit(rank=9, node="vm", what="Segmentation fault (core dumped)")
+    assert task_exits(log) == [*exited, crashed]
 
 
 @pytest.mark.parametrize(
@@ -150,4 +150,4 @@ def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():
     ],
 )
 def test_the_end_of_a_task_is_described_by_its_code_or_signal(what, words):
-    assert TaskEnd(rank=0, node="vm", what=what).description == words
+    assert TaskExit(rank=0, node="vm", what=what).description == words

@@ -94,8 +94,8 @@ class Script:
         return told.read_text() if told.exists() else ""
 
 
-def settle_with(folder: Path, code: int) -> Callable[[RunDir], None]:
-    """Have what settles the run end with `code`."""
+def finalize_with(folder: Path, code: int) -> Callable[[RunDir], None]:
+    """Have what finalizes the run end with `code`."""
 
     def change(run: RunDir) -> None:
         program = folder / "python"
@@ -111,7 +111,7 @@ def test_srun_ends_no_node_for_another_and_the_jobs_code_is_that_of_its_end(
 ):
     config = slurm_config(requeue=True)
     config.run.survive = survive
-    script = Script(tmp_path, config, code=137, before=settle_with(tmp_path, code))
+    script = Script(tmp_path, config, code=137, before=finalize_with(tmp_path, code))
     assert script.done.returncode == code, script.done.stderr
     assert "<--kill-on-bad-exit=0><--wait=0>" in script.words("srun")
     assert ("<--no-kill>" in script.words("srun")) == survive
@@ -169,7 +169,7 @@ def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
         (["python() { exit 1; }", "export -f python", "alias srun=false"], 0, True),
     ],
 )
-def test_whatever_a_preamble_does_the_run_is_settled_and_its_code_comes_first(
+def test_whatever_a_preamble_does_the_run_is_finalized_and_its_code_comes_first(
     tmp_path, preamble, code, starts
 ):
     script = Script(tmp_path, slurm_config(preamble=preamble), PYTHONPATH="/login/python")
@@ -356,7 +356,7 @@ def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
         until(lambda: kinds() == ["bash", "sleep"], what="srun and its watcher")
         [watcher] = [child for child in own.children() if child.name() == "bash"]
         (tmp_path / "attempts" / "000" / "outcome.json").touch()
-        until((tmp_path / "attempts" / "000" / "settling").exists, what="a look at the outcome")
+        until((tmp_path / "attempts" / "000" / "finalizing").exists, what="a look at the outcome")
         script.kill()
         script.wait()
         until(lambda: not alive(watcher.pid), what="the watcher's end")

@@ -247,7 +247,7 @@ def job_status(**values):
 
 
 @pytest.fixture
-def settled(run, monkeypatch):
+def finalized(run, monkeypatch):
     """Finishes attempt 0 of job 77: (its end, what scontrol was asked, the pauses).
 
     Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
@@ -271,25 +271,25 @@ def settled(run, monkeypatch):
 REQUEUED = [("scontrol", "requeue", "77")]
 
 
-def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, settled):
-    assert settled(job_status()) == (None, REQUEUED, [])
+def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, finalized):
+    assert finalized(job_status()) == (None, REQUEUED, [])
     noted = read_json(run.departure(0))
     assert (noted["why"], noted["updates"]) == ("its batch script was sent SIGTERM", None)
     assert noted["time"] > 0
 
 
-def test_what_the_ranks_noted_of_their_leaving_stands(run, settled):
+def test_what_the_ranks_noted_of_their_leaving_stands(run, finalized):
     write_json(run.departure(0), LEFT)
-    assert settled(job_status(), code=1, told="") == (None, REQUEUED, [])
+    assert finalized(job_status(), code=1, told="") == (None, REQUEUED, [])
     assert read_json(run.departure(0)) == LEFT
 
 
 def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_reason_is_noted(
-    run, settled
+    run, finalized
 ):
     write_json(run.departure(0), LEFT)
     taken_back = job_status(State="COMPLETING", RestartCnt="1")
-    assert settled(taken_back) == (None, [], [])
+    assert finalized(taken_back) == (None, [], [])
     assert read_json(run.departure(0))["why"].startswith("requeued (scontrol requeue")
 
 
@@ -307,41 +307,41 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
     ],
 )
 def test_a_job_is_handed_back_unless_the_scheduler_has_taken_it_back(
-    run, settled, values, restarts, asked
+    run, finalized, values, restarts, asked
 ):
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
     answer = gone if values is None else job_status(**values)
-    assert settled(answer, restarts=restarts) == (None, asked, [])
+    assert finalized(answer, restarts=restarts) == (None, asked, [])
     assert (read_json(run.departure(0)) is None) == (not asked)
 
 
 @pytest.mark.parametrize("state", ["CANCELLED", "COMPLETING"])
-def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(settled, state):
-    end, asked, _ = settled(job_status(State=state))
+def test_a_job_that_a_person_cancelled_through_the_scheduler_is_stopped(finalized, state):
+    end, asked, _ = finalized(job_status(State=state))
     assert (end["state"], asked) == ("stopped", [])
     assert (end["culprit"]["node"], end["culprit"]["cause"]) == ("scheduler", CAUSES["CANCELLED"])
     assert end["culprit"]["rank"] is None
 
 
-def test_an_attempt_with_a_newer_one_or_an_end_is_not_settled(run, settled):
+def test_an_attempt_with_a_newer_one_or_an_end_is_not_finalized(run, finalized):
     run.newest_attempt.write_text("1")
-    assert settled(job_status()) == (None, [], [])
+    assert finalized(job_status()) == (None, [], [])
     run.newest_attempt.write_text("0")
     write_json(run.result, {"state": "finished", "updates": 4})
-    assert settled(job_status())[0]["state"] == "finished"
+    assert finalized(job_status())[0]["state"] == "finished"
 
 
-def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(settled, capsys):
+def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(finalized, capsys):
     down = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller")
-    _, asked, pauses = settled(*[down] * 7, job_status())
+    _, asked, pauses = finalized(*[down] * 7, job_status())
     assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7
     assert said[1].endswith("asking again in 2 s")
 
 
-def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, settled):
+def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, finalized):
     run.cancel.touch()
     ended(run, 0, "stopped")
-    end, asked, _ = settled(job_status(), code=0, told="")
+    end, asked, _ = finalized(job_status(), code=0, told="")
     assert (end["state"], asked) == ("stopped", [])

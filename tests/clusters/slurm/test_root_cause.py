@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.root_cause import culprit_of, ending
+from orchestrator.clusters.slurm.root_cause import culprit_of, diagnose
 from orchestrator.rundir.files import write_json
 from orchestrator.slurm_client import Job
 
@@ -38,7 +38,7 @@ def test_of_the_failures_the_first_that_is_its_own_is_blamed(run):
     ],
 )
 def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words):
-    found, culprit = ending(run, Job(id="1", state=state, nodes="n0"))
+    found, culprit = diagnose(run, Job(id="1", state=state, nodes="n0"))
     assert found.value == ends
     assert words in culprit.cause
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.root_cause import ending, srun_ended
+from orchestrator.clusters.slurm.root_cause import describe_srun_end, diagnose
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
@@ -11,13 +11,13 @@ from orchestrator.slurm_client import Job
 
 
 def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
-    assert srun_ended(run, 0) == "srun was killed"
+    assert describe_srun_end(run, 0) == "srun was killed"
     run.srun_log(0).write_text("srun: error: vm: task 1: Killed\n")
-    assert srun_ended(run, 0) is None
+    assert describe_srun_end(run, 0) is None
     run.srun_log(0).write_text(
         "srun: forcing job termination\nsrun: error: vm: tasks 0-1: Killed\n"
     )
-    assert srun_ended(run, 0) == "srun was told to end the job"
+    assert describe_srun_end(run, 0) == "srun was told to end the job"
 
 
 def test_the_rank_and_node_that_failed_are_in_the_status(run):
@@ -30,13 +30,13 @@ def test_the_rank_and_node_that_failed_are_in_the_status(run):
 def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks_left(run):
     failed = Job(id="1", state="FAILED", nodes="n[0-1]", exit_signal=9)
     run.srun_log(0).touch()
-    cause = ending(run, failed)[1].cause
+    cause = diagnose(run, failed)[1].cause
     assert cause.endswith("its batch script was killed by signal 9 (SIGKILL)")
     blamed = {"rank": 1, "node": "n1", "cause": "x", "log_tail": []}
     write_json(run.outcome(0), {"state": "failed", "culprit": blamed, "lost": None})
-    assert ending(run, failed)[1].rank == 1
+    assert diagnose(run, failed)[1].rank == 1
     write_json(run.departure(0), {"why": "asked to stop by SIGTERM", "updates": 3})
-    assert "left in order (asked to stop by SIGTERM)" in ending(run, failed)[1].cause
+    assert "left in order (asked to stop by SIGTERM)" in diagnose(run, failed)[1].cause
     assert not run.result.exists()
 
 

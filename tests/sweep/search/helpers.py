@@ -8,7 +8,7 @@ from orchestrator.config.composer import Composer
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.cells import alone_in, ready_of
-from orchestrator.sweep.local import PointEnded
+from orchestrator.sweep.local import PointResult
 from orchestrator.sweep.search import Search, Searcher
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
@@ -87,7 +87,7 @@ class AtOnce:
     def wait(self):
         cell = self.running.pop(0)
         write_result(cell.run, cell.point.config.job["arguments"])
-        return [PointEnded(cell=cell, exit_code=0)]
+        return [PointResult(cell=cell, exit_code=0)]
 
 
 def write_result(run: RunDir, arguments):

@@ -5,7 +5,7 @@ import random
 import signal
 
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.lock import is_held
+from orchestrator.rundir.lock import is_locked
 from orchestrator.sweep.cells import alone_in
 from tests.helpers import begin, call, result, until, verb
 from tests.sweep.search.helpers import line_of, loss_of
@@ -34,7 +34,7 @@ def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_b
         until(lambda least=over: over_in(folder) >= least)
         begun.send_signal(signal.SIGKILL)
         begun.communicate()
-    until(lambda: not is_held(RunDir(folder)))  # the kernel ends what the search had forked
+    until(lambda: not is_locked(RunDir(folder)))  # the kernel ends what the search had forked
     with alone_in(folder):  # as another shell would
         refused = call(*line)
     assert refused.returncode == 2
