@@ -329,7 +329,7 @@ def _remove(files: Sequence[Path]) -> None:
 
 
 class OrchestratorJobEnvironment(SlurmJobEnvironment):
-    """Where a function finds itself: in SLURM's variables, which our agents set for each rank.
+    """Rank and node of a function, from SLURM's variables, which our agents set for each rank.
 
     The agents start the job again, so a requeue only ends the ranks.
     """

@@ -29,7 +29,7 @@ def _is_cuda(value: Any) -> bool:
 
 
 class CudaOnCpu(TorchFunctionMode):
-    """Run on the CPU what names a CUDA device."""
+    """Mode in which calls that name a CUDA device run on the CPU."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None

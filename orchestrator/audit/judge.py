@@ -50,7 +50,7 @@ OF_GRADIENT = 0.9
 
 @dataclass(frozen=True)
 class Finding:
-    """What one row says of one update, or of the run where `update` is None."""
+    """The result of one check of one update, or of the run where `update` is None."""
 
     row: str
     state: str
@@ -82,7 +82,7 @@ class Window:
 
 @dataclass
 class Trace:
-    """What was observed on one rank."""
+    """The observations of one rank."""
 
     windows: dict[tuple[int, int], Window] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)

@@ -63,7 +63,7 @@ class Reduction:
 
 @dataclass
 class Loss:
-    """What one backward pass differentiates.
+    """The loss of one backward pass.
 
     Attributes:
         factors: constants that the script multiplied by, from the root on; no divisors.

@@ -96,7 +96,7 @@ interrupts = Interrupts()  # signals are the whole process's
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ready:
-    """Its folder is written, its lock is held, its signals are counted.
+    """A launch that may start: its folder is written, its lock held, its signals counted.
 
     Attributes:
         attempt: the number of the start that a person asked for.

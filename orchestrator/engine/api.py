@@ -315,7 +315,7 @@ class BoundaryReport:
 
 
 class Engine(Protocol):
-    """Interface that turns windows into updates; all that the loop knows of a framework.
+    """Interface by which the loop uses a framework: it turns windows into updates.
 
     An engine that derives from it has the usual answers where every rank holds the whole state.
     """

@@ -104,7 +104,7 @@ class Action(Enum):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cell:
-    """A point, and what is to be done with it.
+    """A point, and the next step for it.
 
     Attributes:
         why: for people: in which state its run is, or what has changed.

@@ -43,7 +43,7 @@ LINES = 200  # about so many while the interval grows by a given factor
 
 
 class UpdateLines:
-    """One attempt's.
+    """Lines of the log on the updates of one attempt.
 
     Args:
         total: updates that are planned.
@@ -155,9 +155,9 @@ def result_of(
 
 
 class Tracker(ABC):
-    """One attempt's, on rank 0. Somebody else's is found through `orchestrator.trackers`.
+    """Base of the trackers, for one attempt on rank 0. Packages add kinds: `orchestrator.trackers`.
 
-    What it raises is said once, and then it is left alone for the rest of the attempt. The training
+    The first error is reported, and the tracker is not called again in that attempt. The training
     waits while it writes.
 
     Attributes:

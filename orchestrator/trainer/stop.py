@@ -109,7 +109,7 @@ class GracePeriods:
 
 
 class LeaveInTime(Callback):
-    """Rank 0's: leave a window whose boundary would come after the scheduler's kill.
+    """Callback of rank 0 that leaves a window whose boundary would come after the kill.
 
     It also reads `cancel.json`, which works without the scheduler, and writes nothing once a newer
     attempt has begun.
@@ -200,7 +200,7 @@ class LeaveInTime(Callback):
 
 
 class Follower(Callback):
-    """Every other rank's: leave inside a window once rank 0 has."""
+    """Callback of the other ranks that leaves inside a window once rank 0 has."""
 
     def __init__(self, stop: StopFlag, departure: Path) -> None:
         self._stop, self._departure = stop, departure

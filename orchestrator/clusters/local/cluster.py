@@ -49,7 +49,7 @@ def node_address(index: int) -> str:
 
 
 class LocalHandle(Handle):
-    """The simulated nodes of a local run, as their launcher holds them.
+    """The launcher's handle of a local run on simulated nodes.
 
     One child, the parent of all agents (`agent/local_nodes.py`), starts with the nodes'
     environments. The agents decide how the attempt continues, and write how it ended.

@@ -37,7 +37,7 @@ END_S = 60.0  # srun waits for its ended tasks, and the scheduler for their node
 
 
 class StepHandle(Handle):
-    """The nodes of an attempt, as their launcher holds them.
+    """The launcher's handle of an attempt inside an existing allocation.
 
     Args:
         script: starts srun, and ends with its code.
