@@ -86,8 +86,8 @@ def verb(function: Verb) -> Verb:
         except BrokenPipeError:
             raise
         except (OrchestratorError, OSError) as error:
-            told = error if isinstance(error, OrchestratorError) else unreadable(error)
-            raise typer.Exit(print_error(told, verbose=kwargs.get("verbose", False))) from error
+            shown = error if isinstance(error, OrchestratorError) else unreadable(error)
+            raise typer.Exit(print_error(shown, verbose=kwargs.get("verbose", False))) from error
 
     _add(guarded)
     return function

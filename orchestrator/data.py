@@ -20,7 +20,7 @@ class ShardedDataset:
 
     A job's `dataset()` may return one; `run.windows(len(data), shards=data.shards)` takes its
     shards. The order of an epoch is then along the shards (`Shards`), a function of the seed alone,
-    and a run that resumes opens each shard where it stood.
+    and a run that resumes opens each shard where it stopped.
 
     Args:
         lengths: samples of each shard.

@@ -97,7 +97,7 @@ class StateLost(PeerLost):
     """
 
     def __init__(self, ranks: Sequence[int]) -> None:
-        super().__init__(f"nobody has the part of rank {ranks[0]} of the optimizer's state")
+        super().__init__(f"no rank has the part of rank {ranks[0]} of the optimizer's state")
         self.ranks = tuple(ranks)
 
 
@@ -214,10 +214,10 @@ MOST_SAID = 4000
 """Characters of what an error says; the rank's log has the rest."""
 
 
-def words_of(error: BaseException) -> str:
+def text_of(error: BaseException) -> str:
     """Return an error's message, shortened. A third party's `__str__` may raise itself.
 
-    >>> words_of(ValueError("x" * 5000)).strip("x")
+    >>> text_of(ValueError("x" * 5000)).strip("x")
     ' … (1,000 more characters in the log)'
     """
     try:

@@ -91,7 +91,7 @@ class Notifier:
         self._run = run
         try:
             self._notify: dict[str, Any] = run.read_config().get("notify") or {}
-        except RunFolderError:  # damaged: whoever trains or ends the run says so
+        except RunFolderError:  # damaged: the process that trains or ends the run says so
             self._notify = {}
 
     def send(self, *, wait: bool = False) -> None:

@@ -59,7 +59,7 @@ class PluginKind:
         return f"{self.key} must be one of {', '.join(known)}, but is {shortened(name)!r}{end}"
 
     def load(self, name: str, base: type[Base]) -> type[Base]:
-        """Return the class that `name` stands for, a `base`.
+        """Return the class that `name` names, a `base`.
 
         Raises:
             ConfigError: no plug-in has that name, or its package cannot provide it.
@@ -70,23 +70,21 @@ class PluginKind:
         if sentence := self.refusal(name):
             raise ConfigError(sentence)
         if name in self.besides:
-            raise ConfigError(
-                f"{self.key}={name} stands for no class; there is {', '.join(self.ours)}"
-            )
+            raise ConfigError(f"{self.key}={name} names no class; known are {', '.join(self.ours)}")
         entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
-        told = f"{self.key}={name}: {entry.value} of {_package(entry)}"
+        source = f"{self.key}={name}: {entry.value} of {_package(entry)}"
         try:
             found = _imported(entry.value)
         except (Exception, SystemExit) as error:
-            raise ConfigError(f"{told} cannot be imported: {_words(error)}") from error
+            raise ConfigError(f"{source} cannot be imported: {_describe(error)}") from error
         if not (isinstance(found, type) and issubclass(found, base)):
-            raise ConfigError(f"{told} is no subclass of {base.__module__}.{base.__qualname__}")
+            raise ConfigError(f"{source} is no subclass of {base.__module__}.{base.__qualname__}")
         if lacking := sorted(getattr(found, "__abstractmethods__", ())):
-            raise ConfigError(f"{told} has no {' and no '.join(lacking)}")
+            raise ConfigError(f"{source} has no {' and no '.join(lacking)}")
         return found
 
     def make(self, name: str, base: type[Base], *arguments: Any) -> Base:
-        """Return an object of the class that `name` stands for. Raises `ConfigError`."""
+        """Return an object of the class that `name` names. Raises `ConfigError`."""
         chosen: Any = self.load(name, base)
         with self.wrap_errors(name, "at its start"):
             return chosen(*arguments)
@@ -110,7 +108,7 @@ class PluginKind:
             place = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
                 f"{self.key}={name}: {entry.value} of {_package(entry)} failed {doing}: "
-                f"{_words(error)} ({place.filename}, line {place.lineno})"
+                f"{_describe(error)} ({place.filename}, line {place.lineno})"
             ) from error
 
 
@@ -166,5 +164,5 @@ def _imported(where: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -64,7 +64,7 @@ SAVE_S = 30.0
 LOSSES_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
-"""Within which the other agents come to a new coordinator."""
+"""Time for the other agents to connect to a new coordinator."""
 ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S

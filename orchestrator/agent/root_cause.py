@@ -36,7 +36,7 @@ OUT_OF_MEMORY = re.compile(
 )
 NODE_WENT_AWAY = "the node went away: "
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|(NCCL|HCCL) watchdog")
-LAST_WORD = "error: "
+ERROR_PREFIX = "error: "
 """Prefix of the last line of a rank whose main thread was stuck in the framework."""
 
 
@@ -105,7 +105,7 @@ def find_root_cause(
     Args:
         records: failing ranks' own reports of their failures.
         ends: observed ends, at least one.
-        behind: ranks that stood still meanwhile.
+        behind: ranks that made no progress meanwhile.
         finished: ranks that had completed.
 
     A killed rank, or one that ended without a message, wrote nothing. Its peers fail an instant
@@ -175,7 +175,7 @@ def _gave_up(run: RunDir, end: AbnormalEnd) -> bool:
     if end.status == -signal.SIGABRT:
         return any(WATCHDOG.search(line) for line in tail(run.rank_log(end.rank)))
     last = tail(run.rank_log(end.rank), 1)
-    return bool(last) and last[0].startswith(LAST_WORD)
+    return bool(last) and last[0].startswith(ERROR_PREFIX)
 
 
 def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
@@ -189,8 +189,10 @@ def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
         cause += f"; {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
         cause += NO_EXIT_REPORT
-    elif end.status > 0 and log and log[-1].startswith(LAST_WORD):  # it could say no more than that
-        cause = log[-1].removeprefix(LAST_WORD)
+    elif (
+        end.status > 0 and log and log[-1].startswith(ERROR_PREFIX)
+    ):  # it could say no more than that
+        cause = log[-1].removeprefix(ERROR_PREFIX)
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
 
 

@@ -492,7 +492,7 @@ class _Update:
             yield from window.steps
 
     def times(self) -> dict[str, float]:
-        """Return how long the update is beside that of a mean, by what the mean may count."""
+        """Return the length of the update divided by that of a mean, by what the mean may count."""
         level = self.level or 0.0
         found = {"units": level * float(self._flat(self._units("units")).sum())}
         if not self._reductions()[0][0]["is_mean"]:

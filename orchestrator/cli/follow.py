@@ -265,7 +265,7 @@ def run_to_end(ready: Ready) -> LaunchResult:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
             say(output.console, ruling.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
-            # Nobody asked for this start, so nobody is there to accept it, as with `resume`.
+            # No person asked for this start, and could accept it, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
     if interrupted:

@@ -71,7 +71,7 @@ def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]
 @contextlib.contextmanager
 def working_directory(home: Path, asked: Path) -> Generator[None]:
     """Change to `home`, for what lies in `asked`. Raises `RunFolderError` if it is gone."""
-    stood = Path.cwd()
+    cwd = Path.cwd()
     try:
         os.chdir(home)
     except OSError as error:
@@ -82,14 +82,14 @@ def working_directory(home: Path, asked: Path) -> Generator[None]:
     before = list(sys.path)
     # Python's path as if it had been started at `home`: entries that mean the working directory.
     sys.path[:] = [
-        str(home) if entry == "" or (place == 0 and entry == str(stood)) else entry
+        str(home) if entry == "" or (place == 0 and entry == str(cwd)) else entry
         for place, entry in enumerate(before)
     ]
     try:
         yield
     finally:
         sys.path[:] = before
-        os.chdir(stood)
+        os.chdir(cwd)
 
 
 def initial_weights(config: Config) -> Path | None:

@@ -250,8 +250,8 @@ def resumed(
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
-        told = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
-        for sentence in told:
+        notes = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
+        for sentence in notes:
             say(output.console, f"warning: {sentence}", "yellow")
         if asked.changes:
             prepare(config, new=False)

@@ -117,7 +117,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         What happens, a sentence for all points that it happens to.
 
     Raises:
-        ClusterError: there is nothing to stop, or the scheduler cannot be told.
+        ClusterError: there is nothing to stop, or the scheduler does not answer.
         RunFolderError: there is no run in the folder, and no command is about to begin one.
     """
     sweep, said = RunDir(folder), list[str]()
@@ -155,12 +155,12 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     here = [run for run in runs if _is_here(run)]
     if here:
         how = "ends at once" if now else describe_stop(here[0])
-        return f"the command that runs the sweep was told to end; what it runs {how}"
+        return f"the command that runs the sweep was asked to end; what it runs {how}"
     give_up = time.monotonic() + HOLDER_S
     while is_locked(sweep) and time.monotonic() < give_up:
         time.sleep(CANCEL_POLL_S)
     still = "; it has not yet: what it may still submit, the same again ends" * is_locked(sweep)
-    return f"the command that is at work in {sweep.path} was told to end{still}"
+    return f"the command that is at work in {sweep.path} was asked to end{still}"
 
 
 def _is_here(run: RunDir) -> bool:

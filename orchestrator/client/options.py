@@ -140,13 +140,13 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     try:
         return Plan.of(config, Known(dataset_samples=samples, shards=options.shards))
     except PlanError as error:
-        raise ConfigError(f"run.windows(): {in_its_words(str(error))}") from None
+        raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 
 
-def in_its_words(sentence: str) -> str:
+def as_options(sentence: str) -> str:
     """Turn a sentence about keys of the configuration into one about arguments.
 
-    >>> in_its_words("accumulation.steps=0: it must be 1 or more")
+    >>> as_options("accumulation.steps=0: it must be 1 or more")
     'steps=0: it must be 1 or more'
     """
     return _SECTIONS.sub("", sentence)

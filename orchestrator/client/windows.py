@@ -28,8 +28,8 @@ from orchestrator.client.loop import (
 )
 from orchestrator.client.options import (
     WindowOptions,
+    as_options,
     decided_by,
-    in_its_words,
     plan_of,
     whole_number,
 )
@@ -120,7 +120,7 @@ class Windows:
             )
         if rank == 0:
             for sentence in plan.warnings:
-                warn(in_its_words(sentence))
+                warn(as_options(sentence))
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)

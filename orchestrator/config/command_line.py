@@ -133,7 +133,7 @@ def check_overrides(overrides: Iterable[str]) -> None:
             way = f"to look at runs: python -m orchestrator {override}"
         elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
             way = (
-                f"a program stands after --, and its arguments after it: python -m orchestrator "
+                f"a program comes after --, and its arguments after it: python -m orchestrator "
                 f"run cluster.nodes=2 -- {override} --lr 0.1"
             )
         else:
@@ -173,7 +173,7 @@ def program_overrides(argv: Sequence[str], before: Sequence[str] = ()) -> tuple[
             raise ConfigError(f"{override} says what to run, and so does -- …; leave one out")
     given = without_python(argv)
     if not given:
-        raise ConfigError("after -- stands the program to run, as in -- train.py --lr 0.1")
+        raise ConfigError("after -- comes the program to run, as in -- train.py --lr 0.1")
     return "job=program", f"job.command=[{','.join(map(literally, given))}]"
 
 
@@ -192,7 +192,7 @@ def literally(argument: str) -> str:
 
 
 def escape_interpolations(text: str) -> str:
-    """Return a text that OmegaConf reads as it stands, with `${` as two letters."""
+    """Return a text that OmegaConf reads literally, with `${` as two letters."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
@@ -206,7 +206,7 @@ def key_of(override: str) -> str:
 
 
 # Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
-SCHEDULERS_WORDS = re.compile(
+SCHEDULER_OPTIONS = re.compile(
     r"cluster\.(?:partition|account|qos|constraint|exclude|gpus_per_node|interface"
     r"|slurm_flags\.[^=]+|srun_flags\.[^=]+)=([^'\"\[{$\s][^'\"$]*)"
 )
@@ -231,7 +231,7 @@ def spelled(override: str, *, sweep: bool = False) -> str:
         return override
     if bare in FREE_SECTIONS and value == "null":
         return f"~{bare}"  # Hydra's way to choose none of a group
-    found = None if sweep else SCHEDULERS_WORDS.fullmatch(f"{bare}={value}")
+    found = None if sweep else SCHEDULER_OPTIONS.fullmatch(f"{bare}={value}")
     value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
     section, _, inner = bare.partition(".")
     free = section in FREE_SECTIONS and (inner or value.lstrip().startswith("{"))

@@ -227,7 +227,7 @@ def _wrong_command(command: Any) -> Iterator[str]:
     elif not first or first.startswith("-"):
         yield f"job.command must begin with a program, a script or -m, but begins with '{first}'"
     elif "=" in first:
-        yield f"there is no program {first}; KEY=VALUE of ours stands before --"
+        yield f"there is no program {first}; KEY=VALUE of ours comes before --"
     elif (starter := PurePath(first).name) in LAUNCHERS:
         yield (
             f"{starter} starts ranks itself, and would do so in each of ours; name the script "

@@ -217,10 +217,10 @@ def _traffic(config: Config, known: Known, split: Split) -> Traffic:
     known_ahead = asked.reduction == "fast" and engine.shard_model == "none"
     summed = parameters if known_ahead else None
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
-    beside = known.extra_collectives
-    beside = int(known.coupled and split.ranks > 1) if beside is None else beside
-    if collectives is not None and beside:
-        collectives, sent = collectives + beside, None  # only the job knows its embeddings' size
+    extra = known.extra_collectives
+    extra = int(known.coupled and split.ranks > 1) if extra is None else extra
+    if collectives is not None and extra:
+        collectives, sent = collectives + extra, None  # only the job knows its embeddings' size
     return Traffic(
         parameters=parameters,
         collectives=collectives,

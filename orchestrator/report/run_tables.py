@@ -311,9 +311,12 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
-    told = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
+    text = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
     why = [f"{_named(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
-    return [("survived", told, "yellow"), *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:])]
+    return [
+        ("survived", text, "yellow"),
+        *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:]),
+    ]
 
 
 def _named(numbers: Sequence[int]) -> str:
@@ -351,17 +354,17 @@ def _collectives(
         return format_count(summary.collectives_per_update), ""
     # Exchanges in which ranks agree on the used parameters are needed in some windows only.
     exchanges = sum(r.get("exchanges", 0) for r in measured)
-    beside = f", and {plural(exchanges, 'exchange')} of used parameters" if exchanges else ""
+    extra = f", and {plural(exchanges, 'exchange')} of used parameters" if exchanges else ""
     counts = [_regular(r) for r in measured]
     low, high = min(counts), max(counts)
     text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
     if planned is None:
         why = ": they depend on each rank's leaves" if plan.get("reduction") == TREE else ""
-        return f"{text} (planned: unknown{why}){beside}", ""
+        return f"{text} (planned: unknown{why}){extra}", ""
     of_updates = zip(measured, _planned(measured, planned, plan), strict=True)
     wrong = [r["update"] for r, due in of_updates if _regular(r) != due]
     if not wrong:
-        return f"{text}, as planned{beside}", "green"
+        return f"{text}, as planned{extra}", "green"
     where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
     return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
 

@@ -83,7 +83,7 @@ class RunDir:
     wandb = _below("wandb")
     attempts = _below("attempts")
     lock = _below(".lock")
-    # A run on a scheduler: where it was placed, the code that it runs, and what it was told.
+    # A run on a scheduler: where it was placed, the code that it runs, and the requests to it.
     handle = _below("handle.json")
     submitting = _below("submitting.json")  # for as long as it may become a job
     code = _below("code")

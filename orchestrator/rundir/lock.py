@@ -19,7 +19,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 
-WORDS_BYTES = 256
+HOLDER_BYTES = 256
 LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
 
 
@@ -87,7 +87,7 @@ def _is_locked(descriptor: int) -> bool:
 
 def _read_holder(descriptor: int) -> tuple[int, str] | None:
     """Return the holder's pid and host; None if the lock's file names none."""
-    text = os.pread(descriptor, WORDS_BYTES, 0).decode("utf-8", errors="replace")
+    text = os.pread(descriptor, HOLDER_BYTES, 0).decode("utf-8", errors="replace")
     found = re.fullmatch(r"([0-9]+) (\S+)", text)
     return (int(found[1]), found[2]) if found else None
 

@@ -208,11 +208,13 @@ def unknown(run: RunDir, error: BaseException) -> RunStatus:
         why = f"{refused.filename or run.path} may be read by its owner only"
         return RunStatus(folder=run.path, state="private", cluster="", reason=why)
     known = isinstance(error, RunFolderError | ClusterError)
-    why = str(error) if known else f"a file of it has content that no run writes ({_words(error)})"
+    why = (
+        str(error) if known else f"a file of it has content that no run writes ({_describe(error)})"
+    )
     return RunStatus(folder=run.path, state="damaged", cluster="", reason=why)
 
 
-def _words(error: BaseException) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, OSError):
         return f"{error.filename}: {error.strerror}"
     return f"{type(error).__name__}: {error}"

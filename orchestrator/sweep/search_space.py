@@ -202,7 +202,7 @@ def _interval(key: str, value: IntervalSweep) -> Axis:
         raise ConfigError(f"cannot be drawn: its lower end and its upper end are both {low:g}")
     if low > high:
         raise ConfigError(
-            f"cannot be drawn: its lower end, {low:g}, stands above its upper end, {high:g}; the "
+            f"cannot be drawn: its lower end, {low:g}, is above its upper end, {high:g}; the "
             f"lower one comes first, as in interval({high:g},{low:g})"
         )
     if log and low <= 0:

@@ -128,7 +128,7 @@ class Started:
     def _beats(self) -> dict[str, int]:
         return {path.name: path.stat().st_size for path in sorted(self.signs.glob("rank-?"))}
 
-    def told(self) -> dict[int, Any]:
+    def reports(self) -> dict[int, Any]:
         """Return each rank's own report of where it is."""
         paths = sorted(self.signs.glob("*.json"))
         return {int(p.stem[5:]): json.loads(p.read_text(encoding="utf-8")) for p in paths}
@@ -146,7 +146,7 @@ def _blamed(started: Started, rank: int) -> str:
     expect(result["state"], "failed", "state of the run")
     culprit = result["culprit"] or {}
     expect(culprit.get("rank"), rank, "rank that is blamed")
-    expect(culprit["node"], started.told()[rank]["node"], "node that is blamed")
+    expect(culprit["node"], started.reports()[rank]["node"], "node that is blamed")
     return str(culprit["cause"])
 
 
@@ -167,22 +167,22 @@ class ClusterSuite:
         more = ("cluster.ranks_per_node=2", "+cluster.environment.TRIAL=seen")
         started = Started.program(cluster, tmp_path, "end", *more)
         started.ends_with(EXIT_FINISHED)
-        told = started.told()
+        reports = started.reports()
         expect(started.result()["state"], "finished", "state of the run")
-        expect([told[rank]["local_rank"] for rank in range(4)], [0, 1, 0, 1], "local ranks")
-        nodes = [told[rank]["node"] for rank in range(4)]
+        expect([reports[rank]["local_rank"] for rank in range(4)], [0, 1, 0, 1], "local ranks")
+        nodes = [reports[rank]["node"] for rank in range(4)]
         expect((nodes[0], nodes[2]), (nodes[1], nodes[3]), "node of both of its ranks")
         expect(len(set(nodes)), 2, "nodes with names of their own")
-        expect({one["mark"] for one in told.values()}, {"seen"}, "cluster.environment in ranks")
+        expect({one["mark"] for one in reports.values()}, {"seen"}, "cluster.environment in ranks")
         expect(started.run.ranks_with_logs(), [0, 1, 2, 3], "ranks with logs")
 
-    def test_a_rank_that_fails_is_named_with_its_own_words(
+    def test_a_rank_that_fails_is_named_with_its_own_message(
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:
         started = Started.program(cluster, tmp_path, "raise")
         started.ends_with(EXIT_FAILED)
         cause = _blamed(started, 1)
-        expect("the trial was told to fail" in cause, True, f"the rank's own message in {cause!r}")
+        expect("the trial was asked to fail" in cause, True, f"the rank's own message in {cause!r}")
 
     def test_a_rank_that_is_killed_is_named(self, cluster: Sequence[str], tmp_path: Path) -> None:
         started = Started.program(cluster, tmp_path, "kill")

@@ -78,12 +78,12 @@ class TrackerSuite(ABC):
         run, config = _begun(tracker, tmp_path)
         scalars = Scalars(run, config)
         shutil.rmtree(run.path)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as given:
             warnings.simplefilter("always")
             for step in range(3):
                 scalars.write(step, {LOSS: 1.0})
             scalars.close()
-        expect(len(told) <= 1, True, f"at most one warning, of {[str(one) for one in told]}")
+        expect(len(given) <= 1, True, f"at most one warning, of {[str(one) for one in given]}")
 
     def test_an_option_that_it_does_not_have_is_refused(
         self, tracker: Sequence[str], tmp_path: Path

@@ -150,7 +150,7 @@ def _without_the_last(group: BaseGroup) -> str:
     try:
         group.all_reduce_sum(TorchArrays().make([1.0], [1]).to(group.device))
     except PeerLost:
-        return "told"
+        return "lost"
     return "nothing was raised"
 
 
@@ -172,4 +172,4 @@ class TransportSuite:
         found = run_ranks(
             2, tmp_path, _without_the_last, transport=transport, collective_timeout_s=LOST_AFTER_S
         )
-        expect(found, ["told", "left"], "what becomes of the ranks")
+        expect(found, ["lost", "left"], "what becomes of the ranks")

@@ -21,13 +21,13 @@ BEAT_S = 0.05
 def main(folder: Path, act: str) -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the parent ends it at once when needed
     rank = os.environ["SLURM_PROCID"]
-    told = {
+    facts = {
         "node": os.environ["SLURMD_NODENAME"],
         "local_rank": int(os.environ["SLURM_LOCALID"]),
         "mark": os.environ.get("TRIAL"),
     }
     path = folder / f"rank-{rank}.json"
-    path.with_suffix(".new").write_text(json.dumps(told), encoding="utf-8")
+    path.with_suffix(".new").write_text(json.dumps(facts), encoding="utf-8")
     path.with_suffix(".new").rename(path)
     until = 0.0 if act == "end" else float("inf")
     while time.monotonic() < until:
@@ -35,7 +35,7 @@ def main(folder: Path, act: str) -> None:
             file.write(".")
         time.sleep(BEAT_S)
         if rank == "1" and act == "raise":
-            raise ValueError("the trial was told to fail")
+            raise ValueError("the trial was asked to fail")
         if rank == "1" and act == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
 

@@ -419,7 +419,7 @@ class Survivors(Callback):
         if self._me not in newer.members:
             raise Evicted(
                 f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the others "
-                f"have gone on without it (generation {newer.number})"
+                f"have continued without it (generation {newer.number})"
             ) from error
         return newer
 

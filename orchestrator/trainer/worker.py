@@ -35,7 +35,7 @@ from orchestrator.trainer.agent_link import AgentLink
 from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames
 from orchestrator.trainer.stop import GracePeriods, StopFlag, note_lost_nodes
 
-END_WORDS = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
+FINAL_STATES = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
 
 
 def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]) -> int:
@@ -59,7 +59,7 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
     except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
         code = worker.fail(error)
     finally:
-        worker.link.send_end(END_WORDS.get(code, FAILED), worker.failure)
+        worker.link.send_end(FINAL_STATES.get(code, FAILED), worker.failure)
     return code
 
 

@@ -41,10 +41,10 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
 
 
 REFUSED = {
-    ("train.py", "--lr", "0.1"): "a program stands after --",
-    ("cluster.nodes=2", "./train.sh"): "a program stands after --",
-    ("bash", "train.sh"): "a program stands after --",
-    ("--",): "after -- stands the program",
+    ("train.py", "--lr", "0.1"): "a program comes after --",
+    ("cluster.nodes=2", "./train.sh"): "a program comes after --",
+    ("bash", "train.sh"): "a program comes after --",
+    ("--",): "after -- comes the program",
     ("--", "tran.py"): "did you mean train.py?",
     ("--", "nowhere/train.py"): "there is no folder nowhere",
     ("--", "folder"): "folder is a folder; to run a package of Python: -m folder",
@@ -57,7 +57,7 @@ REFUSED = {
     ("--", "-m", "nothing.at.all"): "there is no module 'nothing.at.all'",
     ("--", "-m", "tests"): "has no __main__",
     ("--", "--lr", "train.py"): "must begin with a program",
-    ("--", "cluster.nodes=2", "train.py"): "KEY=VALUE of ours stands before --",
+    ("--", "cluster.nodes=2", "train.py"): "KEY=VALUE of ours comes before --",
     ("--", "torchrun", "train.py"): "torchrun starts ranks itself",
     ("--", "accelerate", "launch", "train.py"): "accelerate starts ranks itself",
     ("job=digits", "--", "train.py"): "job=digits says what to run, and so does --",

@@ -18,7 +18,7 @@ from orchestrator.rundir.outcome import Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_exits
 
 KILLED = 128 + signal.SIGKILL
-SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was told to end the job"
+SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
 SAID_LINES = 400
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3

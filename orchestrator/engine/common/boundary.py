@@ -104,8 +104,8 @@ class Trailer:
     """Sums and flags of one rank's window, or after the reduction of all ranks'.
 
     Attributes:
-        sums: in units; see `WEIGHT` and those beside it, then one for each metric.
-        flags: see `STOP` and those beside it.
+        sums: in units; see `WEIGHT` and the following, then one for each metric.
+        flags: see `STOP` and the following.
         first_bad_weight, first_non_finite: this rank's first micro-steps with unusable values.
     """
 

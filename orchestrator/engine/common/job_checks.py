@@ -235,7 +235,7 @@ MOST_NAMED = 5
 
 
 def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
-    """Check initial weights. Not collective; every rank comes to the same end.
+    """Check initial weights. Not collective; every rank gets the same result.
 
     Args:
         found: tensors of the file; wanted: those of the model.
@@ -256,10 +256,12 @@ def misfits(found: Kinds, wanted: Kinds) -> str:
         elif name not in wanted:
             wrong.append(f"it has {name}, which this model has not{did_you_mean(name, wanted)}")
         elif found[name] != wanted[name]:
-            wrong.append(f"{name} is {_words(*found[name])}, but must be {_words(*wanted[name])}")
+            wrong.append(
+                f"{name} is {_describe(*found[name])}, but must be {_describe(*wanted[name])}"
+            )
     more = len(wrong) - MOST_NAMED
     return "; ".join(wrong[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
 
 
-def _words(dtype: str, shape: tuple[int, ...]) -> str:
+def _describe(dtype: str, shape: tuple[int, ...]) -> str:
     return f"{dtype}[{', '.join(map(str, shape))}]"

@@ -30,7 +30,7 @@ LEAST_SHARE, EACH_PIECE = 256 * 1024, 32 * 1024
 LARGEST_PIECE = 2**16
 """Numbers of a piece at the most, so that what is computed from it stays in the cache."""
 
-WORD_BITS = 48
+VALUE_BITS = 48
 """Of a piece's digest: a float64 carries it exactly."""
 
 
@@ -71,7 +71,7 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece
     return shares
 
 
-def folded(values: Sequence[float], bits: int = WORD_BITS) -> int:
+def folded(values: Sequence[float], bits: int = VALUE_BITS) -> int:
     """Return one digest of `bits` bits of several digests and other numbers."""
     digest = hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)

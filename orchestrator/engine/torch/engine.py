@@ -541,7 +541,7 @@ class TorchEngine:
         earlier, self._group = self.accumulator, group
         earlier.close(release=True)
         if self._incomplete and self._sharded is None:
-            # A step may have come to some; all are to load a checkpoint's anyway.
+            # Some may have stepped; all are to load a checkpoint's anyway.
             broadcast_tensors(group, [parameter.detach() for parameter in self.model.parameters()])
         # Some ranks have begun the next window already, with its rate.
         if base := earlier.optimizer.defaults.get("lr"):

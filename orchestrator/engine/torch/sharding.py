@@ -336,7 +336,7 @@ class OptimizerShard:
     def state_on_first(self) -> dict[str, Any] | None:
         """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
 
-        Collective. Beside the result it takes one bucket of memory on each rank.
+        Collective. Besides the result it takes one bucket of memory on each rank.
         """
         layout, first = self._gather_layout(self._group), self._group.rank == 0
         whole: dict[_Kind, Tensor] = {}

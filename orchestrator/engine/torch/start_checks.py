@@ -43,7 +43,7 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
         raise ConfigError(
             "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
             "init_process_group(), or TorchGroup.alone() for one process; but it is "
-            f"{_words(group)}"
+            f"{_describe(group)}"
         )
     if group.size > MOST_RANKS:
         raise ConfigError(f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}")
@@ -58,15 +58,15 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
     if isinstance(model, Module):
         return model
     if isinstance(model, Optimizer):
-        raise ConfigError(f"{_MODEL}, and comes before the optimizer; but it is {_words(model)}")
+        raise ConfigError(f"{_MODEL}, and comes before the optimizer; but it is {_describe(model)}")
     if isinstance(model, (type, str, Mapping)) or not isinstance(model, Iterable):
-        raise ConfigError(f"{_MODEL}; but it is {_words(model)}")
+        raise ConfigError(f"{_MODEL}; but it is {_describe(model)}")
     items: list[Any] = list(cast("Iterable[Any]", model))
     for item in items:
         pair: Any = item
         named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
         if not (named or isinstance(item, Tensor)):
-            raise ConfigError(f"{_MODEL}; but it holds {_words(item)}")
+            raise ConfigError(f"{_MODEL}; but it holds {_describe(item)}")
     return items
 
 
@@ -91,7 +91,7 @@ def _is_number(value: Any) -> bool:
     return False if isinstance(plain, bool) else isinstance(plain, Real)
 
 
-def _words(value: Any) -> str:
+def _describe(value: Any) -> str:
     if value is None or isinstance(value, (int, float, str)):
         return repr(value)
     return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
@@ -222,8 +222,8 @@ def _check_optimizer(optimizer: Optimizer, parameters: Named) -> None:
 # ------------------------------------------------------------------ Equal machines
 
 
-_WORD_BITS = 48  # float64 carries 53 exactly
-_WORDS = 5
+_DIGIT_BITS = 48  # float64 carries 53 exactly
+_FLOATS = 5
 KERNEL_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO",
     "NCCL_PROTO", "NCCL_NVLS_ENABLE",
@@ -255,8 +255,8 @@ def versions() -> dict[str, str]:
 
 def digest_to_floats(hexadecimal: str) -> list[float]:
     """Return the first 240 bits of a digest as numbers that survive a float64."""
-    digits = _WORD_BITS // 4
-    return [float(int(hexadecimal[n * digits : (n + 1) * digits], 16)) for n in range(_WORDS)]
+    digits = _DIGIT_BITS // 4
+    return [float(int(hexadecimal[n * digits : (n + 1) * digits], 16)) for n in range(_FLOATS)]
 
 
 def machine_digest() -> str:

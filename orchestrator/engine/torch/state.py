@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 WEIGHTS, OPTIMIZER = "weights.safetensors", "optimizer.safetensors"
-BESIDE = "beside"  # metadata entry: aliases and complex tensors
+EXTRA = "extra"  # metadata entry: aliases and complex tensors
 
 
 Held = Callable[[str], Tensor | None]
@@ -302,7 +302,7 @@ def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
         for name, t in kept.items()
     }
     # One entry: of several the order is the library's, another one in each process.
-    return plain, {BESIDE: json.dumps({"aliases": aliases, "complex": complexes})}
+    return plain, {EXTRA: json.dumps({"aliases": aliases, "complex": complexes})}
 
 
 def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
@@ -319,7 +319,7 @@ def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
             # Files of other writers have no such entry.
-            extra = json.loads((file.metadata() or {}).get(BESIDE, "{}"))
+            extra = json.loads((file.metadata() or {}).get(EXTRA, "{}"))
             tensors: dict[str, Tensor] = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a mapping
     except (SafetensorError, FileNotFoundError) as error:
         raise RunFolderError(f"{path} cannot be read: {error}") from error

@@ -17,7 +17,7 @@ def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
     run.srun_log(0).write_text(
         "srun: forcing job termination\nsrun: error: vm: tasks 0-1: Killed\n"
     )
-    assert describe_srun_end(run, 0) == "srun was told to end the job"
+    assert describe_srun_end(run, 0) == "srun was asked to end the job"
 
 
 def test_the_rank_and_node_that_failed_are_in_the_status(run):

@@ -324,7 +324,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
 
     def again(group, whole):
         engine = engines[left[group.rank]]
-        with pytest.raises(StateLost, match="nobody has the part of rank"):
+        with pytest.raises(StateLost, match="no rank has the part of rank"):
             engine.catch_up(group, 2, "")
         engine.regroup(group)
         if whole or group.rank:  # the first time somebody is lost before all have loaded it

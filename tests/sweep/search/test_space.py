@@ -53,7 +53,7 @@ def test_alternatives_are_drawn_in_the_words_of_the_line():
 @pytest.mark.parametrize(
     ("text", "why"),
     [
-        ("a=interval(2,1)", r"lower end, 2, stands above its upper end, 1; .* interval\(1,2\)"),
+        ("a=interval(2,1)", r"lower end, 2, is above its upper end, 1; .* interval\(1,2\)"),
         ("a=interval(1,1)", "its lower end and its upper end are both 1"),
         ("a=int(interval(1.2,1.9))", "its lower end and its upper end are both 1"),
         ("a=interval(-inf,1)", "finite"),
