@@ -1,14 +1,16 @@
 """Messages about a run to a command or a web hook: `notify.command` and `notify.webhook`.
 
-What there is to say is read from the run's folder (`news`). The coordinator's agent looks once a
-second, and the process that finalizes an attempt looks once more; a file for each message, which
-exactly one of them creates, keeps messages from being sent twice. A process of its own sends each
-(`main`): it outlives an agent, and neither delays nor fails a training. What it cannot send is in
-notify.log.
+What there is to say is read from the run's folder (`news`). A local launcher looks several times a
+second, elsewhere the coordinator's agent once a second, and the process that finalizes an attempt
+looks once more. A process of its own sends each message to each recipient (`main`), which neither
+delays nor fails a training. Exactly one process creates a message's marker in `notified`, so none
+is sent twice. The marker is removed if the message certainly was not sent, as notify.log says: the
+next process that looks sends it.
 """
 
 from __future__ import annotations
 
+import http.client
 import json
 import logging
 import os
@@ -19,8 +21,11 @@ import subprocess
 import sys
 import time
 import urllib.request
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from subprocess import CalledProcessError
 from typing import IO, Any, cast
+from urllib.error import URLError
 
 from orchestrator.config.schema import NotifyConfig
 from orchestrator.errors import ConfigError, RunFolderError
@@ -31,7 +36,12 @@ from orchestrator.rundir.outcome import describe_culprit, read_outcome
 log = logging.getLogger(__name__)
 
 SEND_S = 20.0
-"""For a command or a web hook; how long the end of a run waits for the last message."""
+"""For a command or a web hook."""
+WAIT_S = SEND_S + 5.0
+"""How long the end of an agent or of a batch script waits for the last message."""
+UNSENT = (FileNotFoundError, PermissionError, CalledProcessError, URLError, ValueError)
+"""A command that is not started or fails, an address that is not reached or refuses. After other
+errors, a lost connection or a timeout, the message may have been sent."""
 
 
 def check_recipients(notify: NotifyConfig) -> None:
@@ -90,93 +100,110 @@ class Notifier:
     def __init__(self, run: RunDir) -> None:
         self._run = run
         try:
-            self._notify: dict[str, Any] = run.read_config().get("notify") or {}
+            notify: dict[str, Any] = run.read_config().get("notify") or {}
         except RunFolderError:  # damaged: the process that trains or ends the run says so
-            self._notify = {}
+            notify = {}
+        self._recipients = {kind: str(named) for kind, named in notify.items() if named}
+        self._tried: set[Path] = set()
+        self._senders: list[subprocess.Popen[str]] = []
 
-    def send(self, *, wait: bool = False) -> None:
-        """Send each message that was not sent yet.
+    @property
+    def senders(self) -> Collection[int]:
+        """Return the processes that send now; each leads the session of those that it starts."""
+        return [process.pid for process in self._senders if process.poll() is None]
 
-        Args:
-            wait: for the messages to be sent, at most `SEND_S`: whoever ends now would take the
-                processes that send them with it.
-        """
-        if not any(self._notify.values()):
-            return
+    def send(self) -> None:
+        """Begin to send each message that no process has sent; what fails is not tried again."""
+        self._senders = [process for process in self._senders if process.poll() is None]
         try:
-            new = [item for item in news(self._run) if _is_new(self._run, item[0])]
-            sending = [self._start(event, sentence) for _, event, sentence in new]
+            for name, event, sentence in news(self._run) if self._recipients else ():
+                for kind in self._recipients:
+                    marker = self._run.path / "notified" / f"{name}.{kind}"
+                    if marker not in self._tried and _claim(marker):
+                        self._tried.add(marker)
+                        self._start(kind, marker, event, sentence)
         except (OSError, RunFolderError) as error:  # a full disk, say, which fails training itself
             log.warning("no message is sent: %s", error)
-            return
-        deadline = time.monotonic() + SEND_S
-        for process in sending if wait else ():
+
+    def wait(self) -> None:
+        """Wait for messages that are being sent, at most `WAIT_S`: the end of the caller's job
+        ends the processes that send them.
+        """
+        deadline = time.monotonic() + WAIT_S
+        for process in self._senders:
             try:
                 process.wait(max(0.0, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
                 return
 
-    def _start(self, event: str, sentence: str) -> subprocess.Popen[str]:
-        """Start the process that sends a message."""
-        path = self._run.path
+    def _start(self, kind: str, marker: Path, event: str, sentence: str) -> None:
+        """Start the process that sends a message to a recipient."""
+        path, recipient = self._run.path, self._recipients[kind]
         message = {"event": event, "run": str(path), "text": f"{path.name}: {sentence}"}
-        output = open_nofollow(self._run.logs / "notify.log", APPENDING)
-        process = subprocess.Popen(
-            [sys.executable, "-m", "orchestrator.notify", json.dumps(self._notify)],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=output,
-            text=True,
-            start_new_session=True,  # no signal that ends the run ends it
-        )
-        os.close(output)
-        with cast("IO[str]", process.stdin) as pipe:
-            pipe.write(json.dumps(message))
-        return process
+        try:
+            with os.fdopen(open_nofollow(self._run.logs / "notify.log", APPENDING)) as output:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "orchestrator.notify", kind, recipient, str(marker)],
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=output,
+                    text=True,
+                    start_new_session=True,  # no signal that ends the run ends it
+                )
+            self._senders.append(process)
+            with cast("IO[str]", process.stdin) as pipe:
+                pipe.write(json.dumps(message))
+        except OSError:
+            marker.unlink(missing_ok=True)
+            raise
 
 
-def _is_new(run: RunDir, name: str) -> bool:
+def _claim(marker: Path) -> bool:
     """Return True to the first caller, of all processes, that asks about a message."""
-    folder = run.path / "notified"
-    folder.mkdir(mode=0o700, exist_ok=True)
+    marker.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        os.close(os.open(folder / name, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
     except FileExistsError:
         return False
     return True
 
 
-def main(notify: Mapping[str, Any], message: Mapping[str, str]) -> int:
-    """Send one message; what fails is printed."""
-    failed = 0
-    if notify.get("command"):
-        names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
-        try:
-            subprocess.run(
-                shlex.split(notify["command"]),
-                input=json.dumps(message),
-                text=True,
-                env={**os.environ, **names},
-                timeout=SEND_S,
-                check=True,
-            )
-        except (OSError, subprocess.SubprocessError) as error:
-            print(f"notify.command: {error}", file=sys.stderr)  # noqa: T201  # notify.log
-            failed = 1
-    if name := notify.get("webhook"):
-        request = urllib.request.Request(  # noqa: S310  # `check_recipients` has seen its scheme
-            os.environ.get(name, ""),
-            json.dumps(message).encode(),
-            {"Content-Type": "application/json"},
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=SEND_S):  # noqa: S310
-                pass
-        except (OSError, ValueError) as error:
-            print(f"notify.webhook={name}: {error}", file=sys.stderr)  # noqa: T201  # notify.log
-            failed = 1
-    return failed
+def main(kind: str, recipient: str, marker: Path, message: Mapping[str, str]) -> int:
+    """Send one message to one recipient. A failure is printed, and `marker` removed if `UNSENT`."""
+    key = f"notify.{kind}" if kind == "command" else f"notify.{kind}={recipient}"
+    try:
+        if kind == "command":
+            _run_command(recipient, message)
+        else:
+            _post(os.environ.get(recipient, ""), message)
+    except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
+        print(f"{key}: {error}", file=sys.stderr)  # noqa: T201  # notify.log
+        if isinstance(error, UNSENT):
+            marker.unlink(missing_ok=True)
+        return 1
+    return 0
+
+
+def _run_command(command: str, message: Mapping[str, str]) -> None:
+    names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
+    subprocess.run(
+        shlex.split(command),
+        input=json.dumps(message),
+        text=True,
+        env={**os.environ, **names},
+        timeout=SEND_S,
+        check=True,
+    )
+
+
+def _post(address: str, message: Mapping[str, str]) -> None:
+    content = json.dumps(message).encode()
+    request = urllib.request.Request(  # noqa: S310  # `check_recipients` has seen its scheme
+        address, content, {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=SEND_S):  # noqa: S310
+        pass
 
 
 if __name__ == "__main__":
-    sys.exit(main(json.loads(sys.argv[1]), json.loads(sys.stdin.read())))
+    sys.exit(main(sys.argv[1], sys.argv[2], Path(sys.argv[3]), json.loads(sys.stdin.read())))

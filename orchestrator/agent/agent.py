@@ -52,8 +52,8 @@ class Agent:
     """Agent of one node.
 
     Args:
-        control: a pipe that closes when the launcher ends or wants all processes ended; None on a
-            cluster whose scheduler does that.
+        control: a pipe that closes when the launcher, which sends the run's messages, ends or wants
+            all processes ended; None on a cluster whose scheduler does that.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second; returns whether a newer attempt has replaced this one.
         on_outcome: called by the coordinator after the outcome is written, with whether the first
@@ -88,7 +88,7 @@ class Agent:
         self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
-        self._over = False
+        self._dying = self._over = False
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._pipe = os.pipe()  # written to by signals
         for end in self._pipe:
@@ -141,7 +141,9 @@ class Agent:
                     raise
                 log.warning("%s; trying again", error)
                 time.sleep(LOOK_S)
-        self._workers.kill_all()
+        self._workers.kill_all(self._notifier.senders)
+        self._notifier.wait()
+        self._workers.end_all()
         if self._coordinator is not None and self._coordinator.outcome is not None:
             for link in self._links():
                 link.close()  # the others are done
@@ -152,6 +154,8 @@ class Agent:
         self._follow()
         for key, _ in self._selector.select(self._pause_s()):
             key.data(key.fileobj)
+        if self._dying:
+            self._workers.kill_all(self._notifier.senders)
         self._workers.reap()
         self._workers.check_programs()
         now = self._clock()
@@ -210,7 +214,7 @@ class Agent:
             self._over = True
             return
         self._workers.report_unresponsive()
-        if self._coordinator is not None:
+        if self._coordinator is not None and self._control is None:
             self._notifier.send()
         for link in self._links():
             if link.rank is not None:
@@ -265,9 +269,10 @@ class Agent:
         elif kind == "keep places":
             self._workers.keep_places(stacks=command["stacks"])
         elif kind == "die":
-            self._workers.kill_all()
+            self._dying = True
         elif kind == "end":
             self._end_rendezvous()
+            self._notifier.wait()
             self._workers.await_leftovers()
             self._over = True
 

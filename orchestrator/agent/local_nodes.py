@@ -35,7 +35,7 @@ from orchestrator.agent.processes import (
 )
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.worker import import_for, preload, run_worker
-from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, kill_descendants
+from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, end_descendants
 from orchestrator.rundir.folder import RunDir
 
 REST_S = 0.3
@@ -117,7 +117,7 @@ class NodeProcesses:
             if kill_at is not None and now >= kill_at:
                 for pid in self._pids:
                     os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
-        kill_descendants()  # what a killed agent's workers had started
+        end_descendants()  # what a killed agent's workers had started
         return None
 
     def _is_over(self) -> bool:

@@ -16,7 +16,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -345,10 +345,15 @@ class Workers:
                 return
             time.sleep(0.01)
 
-    def kill_all(self) -> None:
-        """Kill all descendants, adopted ones included, and wait until none is left."""
+    def kill_all(self, spare: Collection[int] = ()) -> None:
+        """Kill all descendants, adopted ones included, except those in the sessions `spare`."""
         self._killing = True
-        kill_descendants(self.reap)
+        kill_descendants(spare)
+
+    def end_all(self) -> None:
+        """Kill all descendants, and wait until none is left."""
+        self._killing = True
+        end_descendants(self.reap)
 
 
 def cpus_in_order() -> list[int]:
@@ -380,7 +385,15 @@ def kills_for_memory() -> int:
     )
 
 
-def kill_descendants(reap: Callable[[], bool] | None = None) -> None:
+def kill_descendants(spare: Collection[int] = ()) -> None:
+    """Kill all descendants of this process, except those in the sessions `spare`."""
+    for pid in descendants(os.getpid()):
+        with contextlib.suppress(ProcessLookupError):
+            if os.getsid(pid) not in spare:
+                os.kill(pid, signal.SIGKILL)
+
+
+def end_descendants(reap: Callable[[], bool] | None = None) -> None:
     """Kill all descendants of this process, which adopts orphans, and wait until none is left.
 
     Args:
@@ -391,9 +404,7 @@ def kill_descendants(reap: Callable[[], bool] | None = None) -> None:
     # Only the kernel can say that none is left: a list read from /proc misses a process whose
     # parent ends meanwhile.
     while (reap or _reap_all)() and time.monotonic() < deadline:
-        for pid in descendants(os.getpid()):
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
+        kill_descendants()
         time.sleep(0.005)  # between two looks at processes that were just killed
 
 

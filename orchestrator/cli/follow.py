@@ -298,10 +298,11 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     """
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to start the ranks"):
         handle = ready.cluster.submit(ready.cluster.request(ready.run.path, number))
-    stopping = False
+    stopping, notifier = False, Notifier(ready.run)
 
     def stop() -> bool:
         nonlocal stopping
+        notifier.send()
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()

@@ -68,7 +68,7 @@ with exit_after() as result:
             workers.reap()
             while restarts:
                 workers.start({restarts.pop(): 1})
-        workers.kill_all()
+        workers.end_all()
         result.code = 0
     except BecomeWorker as worker:
         result.code = globals()[what](worker.rank)

@@ -71,7 +71,7 @@ def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     log = run / "logs" / "notify.log"
-    until(lambda: log.read_text().count("notify.webhook=HOOK: ") == 2, 20, "both failures")
+    until(lambda: log.read_text().count("notify.webhook=HOOK: ") >= 2, 20, "both failures")
     assert "notify.command: " in log.read_text()
     assert "/secret" not in log.read_text()
 

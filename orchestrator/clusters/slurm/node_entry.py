@@ -49,7 +49,9 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     from orchestrator.rundir.folder import RunDir
 
     follows = finish(Path(run), int(attempt), int(code), stop_signal)
-    Notifier(RunDir(Path(run))).send(wait=True)
+    notifier = Notifier(RunDir(Path(run)))
+    notifier.send()
+    notifier.wait()
     if follows is Next.NEW_SRUN:
         sys.exit(START_AGAIN)
     ended = RunDir(Path(run)).read_result()
