@@ -77,7 +77,8 @@ class NodeProcesses:
         self._left = self._specs[0].replacements
         self._pids: dict[int, int] = {}  # of running agents: pid -> index in the list
         self._again: dict[int, float] = {}  # when to restart an agent
-        self._stop: int | None = None
+        self._signals: list[int] = []  # stop signals that are not yet forwarded
+        self._stop: int | None = None  # the newest one that is
         self.status = 0
 
     def serve(self) -> int | None:
@@ -85,7 +86,7 @@ class NodeProcesses:
         adopt_orphans()
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._pass_on)
+            signal.signal(number, lambda number, _: self._signals.append(number))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         wake, woken = os.pipe()
         for end in (wake, woken):
@@ -101,6 +102,7 @@ class NodeProcesses:
             ready = select.select(watched, [], [], LOOK_S)[0]
             if wake in ready:
                 os.read(wake, 4096)
+            self._forward_stops()
             now = time.monotonic()
             if self._control is None:  # its scheduler ends what remains
                 pass
@@ -123,18 +125,20 @@ class NodeProcesses:
     def _is_over(self) -> bool:
         return os.path.lexists(self._run.outcome(self._specs[0].attempt))
 
-    def _pass_on(self, number: int, frame: Any) -> None:
-        """Forward a stop signal to the agents, which alone act on it."""
-        del frame
-        self._stop = number
-        for pid in list(self._pids):
-            os.kill(pid, number)
+    def _forward_stops(self) -> None:
+        """Forward stop signals to the agents, which alone act on them."""
+        while self._signals:
+            self._stop = self._signals.pop(0)
+            for pid in self._pids:
+                os.kill(pid, self._stop)  # not reaped, so the pid is its own
 
     def _start(self, index: int) -> int | None:
         """Fork an agent. Return the rank in a worker's process."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the agent unblocks its own
         pid = fork_session()
         if not pid:
             return self._become(index)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._pids[pid] = index
         if self._stop is not None:
             os.kill(pid, self._stop)
@@ -143,7 +147,6 @@ class NodeProcesses:
     def _become(self, index: int) -> int:
         """Run an agent until this process ends; return the rank in a worker's process."""
         signal.set_wakeup_fd(-1)
-        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
         spec = self._specs[index]
         send_output_to(spec.log_of(spec.index), spec.name)
         os.environ.update(self._environments[index])
