@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, settings
 from tests import helpers
 from tests.order import place_of
 
-TESTS = Path(__file__).parent / "tests"
+ROOT = Path(__file__).parent
 NO_MINDSPORE = sys.version_info >= (3, 13)  # there is no build for Python 3.13 yet
 collect_ignore_glob = (
     ["*/engine/mindspore/*", "tests/slurm/test_mindspore.py"] if NO_MINDSPORE else []
@@ -38,12 +38,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_ignore_collect(collection_path: Path) -> bool | None:
-    """Leave out modules that only tests import, unless they have examples: each worker would import
-    them at its start, and MindSpore with one of them.
-    """
+    """Leave out modules without tests and examples: each worker would import them at its start."""
     path = collection_path
-    helps = TESTS in path.parents and path.suffix == ".py" and not path.name.startswith("test_")
-    return True if helps and ">>> " not in path.read_text("utf-8") else None
+    if path.suffix != ".py" or path.name.startswith("test_") or ROOT not in path.parents:
+        return None
+    return True if ">>> " not in path.read_text("utf-8") else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
