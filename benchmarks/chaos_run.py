@@ -128,9 +128,11 @@ class Disturbed:
             return False
 
     def _let_go(self) -> None:
-        """Release the job, as a user would who sees in `status` that it is held."""
+        """Release the job, as a user would who sees that it is held; it ends at once if its run has
+        ended.
+        """
         self._state()
-        if self._held() and not (self._run / "result.json").exists():
+        if self._held():
             self._cluster.command("scontrol", "release", self._job)
 
     def _attempt(self) -> int:
