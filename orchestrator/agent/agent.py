@@ -264,8 +264,7 @@ class Agent:
         elif kind == "kill":
             self._workers.kill(command["rank"])
         elif kind == "tell":
-            ranks = None if command["rank"] is None else [command["rank"]]
-            self._workers.send(ranks, **command["message"])
+            self._workers.send(command["rank"], **command["message"])
         elif kind == "keep places":
             self._workers.keep_places(stacks=command["stacks"])
         elif kind == "die":

@@ -16,7 +16,7 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -165,7 +165,7 @@ class Workers:
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
         self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
         for name in self._stops:
-            self.send([rank], stop=name)
+            self.send(rank, stop=name)
 
     def _become(self, rank: int, process: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""
@@ -315,10 +315,10 @@ class Workers:
 
     # ------------------------------------------------------------------ send and end
 
-    def send(self, ranks: Iterable[int] | None = None, **message: Any) -> None:
-        """Send a message to these workers, or to all."""
-        for worker in self.alive if ranks is None else [self.all[rank] for rank in ranks]:
-            if worker.link.socket.fileno() >= 0:
+    def send(self, rank: int | None = None, **message: Any) -> None:
+        """Send a message to a worker, if it is of this node and alive, or to all."""
+        for worker in self.alive:
+            if rank in (None, worker.rank) and worker.link.socket.fileno() >= 0:
                 worker.link.send(**message)
 
     def stop(self, name: str) -> None:

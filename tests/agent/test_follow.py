@@ -1,4 +1,8 @@
-"""Which agent follows which, at the start."""
+"""Which agent follows which, at the start; and what reaches it through another one."""
+
+import json
+
+import pytest
 
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.node_spec import publish_agent, secret_of
@@ -7,20 +11,41 @@ from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 
 
-def test_an_agent_waits_for_the_first_nodes_agent_whoever_else_comes_earlier(tmp_path):
+@pytest.fixture
+def agent(tmp_path):
+    """The third node's agent, without workers."""
     run = RunDir(tmp_path / "run")
     run.create()
     run.begin_attempt()
     secret_of(run, 0)
     agent = Agent(node_spec(run.path, index=2))
+    yield agent
+    agent._close_in_fork()
+
+
+def test_an_agent_waits_for_the_first_nodes_agent_whoever_else_comes_earlier(agent):
     listeners = {index: listen("127.0.0.1") for index in (1, 0)}
     for index, listener in listeners.items():
         assert agent._up is None
-        publish_agent(node_spec(run.path, index=index), listener.getsockname()[1])
+        publish_agent(node_spec(agent._spec.run, index=index), listener.getsockname()[1])
         agent._follow()
     assert agent._up is not None
     assert agent._up.rank == 0
-    agent._up.close()
     for listener in listeners.values():
         listener.close()
-    agent._close_in_fork()
+
+
+def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
+        agent._follow()
+        with listener.accept()[0] as senior:
+            for command in (
+                {"command": "tell", "rank": 1, "message": {"newcomers": True}},
+                {"command": "kill", "rank": 1},
+                {"command": "start", "rank": 1, "process": 1},
+            ):
+                senior.sendall(json.dumps(command).encode() + b"\n")
+                agent._hear_coordinator(agent._up.socket)
+    assert agent._up is not None
+    assert not agent._workers.all
