@@ -166,16 +166,22 @@ def add_finished_peers(culprit: Culprit, finished: Sequence[int]) -> Culprit:
 
 
 def _gave_up(run: RunDir, end: AbnormalEnd) -> bool:
-    """Return whether a rank ended since it had waited for others while stuck in the framework.
+    """Return whether a rank ended itself since it had waited for others, stuck in the framework.
 
     Its last line says so, or NCCL's or HCCL's watchdog has ended it with SIGABRT.
     """
     if end.rank is None:
         return False
+    log = tail(run.rank_log(end.rank))
     if end.status == -signal.SIGABRT:
-        return any(WATCHDOG.search(line) for line in tail(run.rank_log(end.rank)))
-    last = tail(run.rank_log(end.rank), 1)
-    return bool(last) and last[0].startswith(ERROR_PREFIX)
+        return any(WATCHDOG.search(line) for line in log)
+    return bool(_last_message(end, log))
+
+
+def _last_message(end: AbnormalEnd, log: Sequence[str]) -> str:
+    """Return the error with which a rank ended itself, from its log's last line; "" without one."""
+    last = log[-1] if log and end.status > 0 else ""  # one that was killed may write errors, too
+    return last.removeprefix(ERROR_PREFIX) if last.startswith(ERROR_PREFIX) else ""
 
 
 def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
@@ -189,10 +195,8 @@ def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
         cause += f"; {MEMORY_REMEDY}"
     elif end.status in (EXIT_FINISHED, EXIT_STOPPED):
         cause += NO_EXIT_REPORT
-    elif (
-        end.status > 0 and log and log[-1].startswith(ERROR_PREFIX)
-    ):  # it could say no more than that
-        cause = log[-1].removeprefix(ERROR_PREFIX)
+    elif message := _last_message(end, log):  # it could say no more than that
+        cause = message
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
 
 

@@ -93,6 +93,16 @@ def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
     assert find_root_cause(begun, [], ends, [straggler(1, 90.0)]).rank == 0
 
 
+def test_a_rank_that_was_killed_is_blamed_though_its_logs_last_line_is_an_error(begun):
+    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    begun.logs.mkdir(exist_ok=True)
+    begun.rank_log(1).write_text("update 3\nerror: shard 3 cannot be read; trying another\n")
+    for status in (-9, -6):
+        ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, 2.0)]
+        culprit = find_root_cause(begun, begun.failures(0), ends, [straggler(2, 0.5)])
+        assert (culprit.rank, culprit.cause.split(" (")[0]) == (1, f"killed by signal {-status}")
+
+
 def test_a_node_that_went_away_is_named_without_a_rank(begun):
     begun.node_log("node1").write_text("last\n")
     culprit = find_root_cause(
