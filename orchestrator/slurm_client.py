@@ -412,8 +412,7 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
 
 
 EXITED = re.compile(r"Exited with exit code (\d+)")
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
-STOP_CODES = frozenset(128 + number for number in STOP_SIGNALS)
+STOP_CODES = frozenset(128 + n for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 

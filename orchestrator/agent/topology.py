@@ -52,8 +52,7 @@ class Topology:
         job_id: the scheduler's (or the local launcher's) id of the run.
         restarts: how often the scheduler restarted this job.
         replaces: how many processes had this rank before in this attempt.
-        base_attempt: the run's attempt that this job's first start was; None without a
-            scheduler.
+        scheduled: a scheduler placed this rank, and can restart the job by itself.
     """
 
     rank: int
@@ -66,17 +65,7 @@ class Topology:
     job_id: str
     restarts: int = 0
     replaces: int = 0
-    base_attempt: int | None = None
-
-    @property
-    def scheduled(self) -> bool:
-        """Return whether a scheduler placed this rank, and can restart the job by itself."""
-        return self.base_attempt is not None
-
-    @property
-    def attempt(self) -> int:
-        """Return this start's number among all of the run. For scheduled ranks."""
-        return (self.base_attempt or 0) + self.restarts
+    scheduled: bool = False
 
     @classmethod
     def from_env(cls, env: Mapping[str, str]) -> Topology:
@@ -103,7 +92,7 @@ class Topology:
             job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
             replaces=number(REPLACES_VARIABLE, 0),
-            base_attempt=(number(BASE_ATTEMPT_VARIABLE) if BASE_ATTEMPT_VARIABLE in env else None),
+            scheduled=BASE_ATTEMPT_VARIABLE in env,
         )
 
 

@@ -163,7 +163,7 @@ class Workers:
         theirs.close()
         self.all[rank] = Worker(rank, process, WorkerSigns(pid), Link(ours, rank=rank))
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
-        self._report({"event": "started", "rank": rank, "process": process, "pid": pid})
+        self._report({"event": "started", "rank": rank, "process": process})
         for name in self._stops:
             self.send(rank, stop=name)
 

@@ -43,6 +43,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
     EXIT_CODES,
+    NO_RESULT,
     LaunchResult,
     Ruling,
     describe_culprit,
@@ -237,9 +238,6 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
 
 
 INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
-NO_RESULT = Culprit(
-    rank=None, node="launcher", cause="all ranks ended in order, but none wrote a result"
-)
 
 
 def run_to_end(ready: Ready) -> LaunchResult:
@@ -321,7 +319,7 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     # Rank 0 records the end of the training; a program records nothing.
     said = (ready.run.read_result() or {}).get("state")
     if state is State.FINISHED and said != state.value and not is_program(ready.config.job):
-        return State.FAILED, False, NO_RESULT
+        return State.FAILED, False, Culprit(rank=None, node="launcher", cause=NO_RESULT)
     return state, False, handle.culprit
 
 

@@ -33,6 +33,7 @@ class State(enum.Enum):
         return self in (State.FINISHED, State.STOPPED, State.FAILED)
 
 
+NO_RESULT = "all ranks ended in order, but none wrote a result"
 EXIT_CODES = {
     State.FINISHED: EXIT_FINISHED,
     State.FAILED: EXIT_FAILED,

@@ -21,8 +21,8 @@ from orchestrator.rundir.metrics import (
 )
 from orchestrator.rundir.warnings import read_warnings
 
-BEAT_S = 2.0
-LOOK_TWICE_S = BEAT_S + 0.5
+LOOK_TWICE_S = 2.5
+"""Longer than two heartbeats of a node take."""
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
 # Exceptions of reading a file whose content no run writes.

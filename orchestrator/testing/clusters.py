@@ -31,11 +31,11 @@ from orchestrator.engine.conformance import expect
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_INTERRUPTED, EXIT_STOPPED
 from orchestrator.rundir.checkpoints import folder_of
 from orchestrator.rundir.folder import RunDir
-from orchestrator.testing.trial_program import BEAT_S
+from orchestrator.testing.trial_program import INTERVAL_S
 
 WAIT_S = 120.0
 LAUNCHER_GONE_S = 15.0
-SILENT_S = 10 * BEAT_S
+SILENT_S = 10 * INTERVAL_S
 TRAINED = (
     "job._target_=orchestrator.testing.trial_job.Trial", "job.pause_s=0.05", "tracker=none",
     "transport=gloo", "accumulation.global_batch=8", "accumulation.steps=2", "train.updates=100000",

@@ -15,7 +15,7 @@ import sys
 import time
 from pathlib import Path
 
-BEAT_S = 0.05
+INTERVAL_S = 0.05
 
 
 def main(folder: Path, act: str) -> None:
@@ -33,7 +33,7 @@ def main(folder: Path, act: str) -> None:
     while time.monotonic() < until:
         with path.with_suffix("").open("a", encoding="ascii") as file:
             file.write(".")
-        time.sleep(BEAT_S)
+        time.sleep(INTERVAL_S)
         if rank == "1" and act == "raise":
             raise ValueError("the trial was asked to fail")
         if rank == "1" and act == "kill":

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.agent.topology import Topology
+from orchestrator.agent.topology import Topology, attempt_of
 from orchestrator.errors import UsageError
 
 ENVIRONMENT = {
@@ -23,8 +23,13 @@ def test_the_variables_of_slurm_say_who_a_rank_is():
     assert (who.node, who.address, who.job_id, who.restarts) == ("node1", "127.0.1.2", "77", 0)
 
 
-def test_a_restart_is_counted():
-    assert Topology.from_env({**ENVIRONMENT, "SLURM_RESTART_COUNT": "2"}).restarts == 2
+@pytest.mark.parametrize("base", [0, 5])
+def test_attempts_count_on_over_requeues_and_resubmissions(base):
+    env = {**ENVIRONMENT, "SLURM_RESTART_COUNT": "2", "ORCHESTRATOR_BASE_ATTEMPT": str(base)}
+    assert Topology.from_env(env).restarts == 2
+    assert Topology.from_env(env).scheduled
+    assert attempt_of(env) == base + 2
+    assert not Topology.from_env(ENVIRONMENT).scheduled
 
 
 @pytest.mark.parametrize("name", ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NODEID"])

@@ -4,7 +4,6 @@ import signal
 
 import pytest
 
-from orchestrator.agent.topology import Topology
 from orchestrator.client.loop import Done, TrainingProgress
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
@@ -188,19 +187,6 @@ def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), (
         "where the scheduler was not asked"
     )
-
-
-def topology(base):
-    return Topology(
-        rank=0, size=2, local_rank=0, node_index=0, nodes=2, node="n0", address="127.0.0.1",
-        job_id="1", restarts=2, base_attempt=base,
-    )  # fmt: skip
-
-
-def test_attempts_count_on_over_requeues_and_resubmissions():
-    assert topology(0).attempt == 2
-    assert topology(5).attempt == 7
-    assert not topology(None).scheduled
 
 
 def test_an_earlier_reason_for_a_departure_stays(run):

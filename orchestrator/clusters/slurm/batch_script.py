@@ -32,10 +32,10 @@ from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_ra
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
-STOP_SIGNALS = "TERM INT HUP USR1 USR2"
+TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
-LATE_S = 10  # between the signals to an srun that does not end
+SRUN_GRACE_S = 10  # between the signals to an srun that does not end
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
     "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
@@ -50,7 +50,7 @@ class Shell(Template):
 
     def lines(self, **values: object) -> list[str]:
         """Return the text's lines with these values."""
-        return self.substitute(STOP_SIGNALS=STOP_SIGNALS, SRUN_LOG=SRUN_LOG, **values).splitlines()
+        return self.substitute(TRAPPED=TRAPPED, SRUN_LOG=SRUN_LOG, **values).splitlines()
 
 
 # What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
@@ -64,7 +64,7 @@ forward_stop() {
     stop_signal=${stop_signal:-$1}
     [ -z "$srun" ] || kill -@{forwarded} "$srun" 2>/dev/null
 }
-for name in @{STOP_SIGNALS}; do
+for name in @{TRAPPED}; do
     trap "forward_stop $name" "$name"
 done
 """)
@@ -119,7 +119,7 @@ second() { read -rt 1 <> <(:); kill -0 $$ || exit; }
     until [ -e "$run/attempts/$attempt/outcome.json" ]; do second; done
     : >"$run/attempts/$attempt/finalizing"  # the script lives, and finalizes the run
     for name in USR2 TERM KILL; do
-        for _ in {1..@{LATE_S}}; do second; done
+        for _ in {1..@{SRUN_GRACE_S}}; do second; done
         kill -$name "$srun"
     done
 ) @{SRUN_LOG}>&- 2>/dev/null &
@@ -132,11 +132,11 @@ code=$?
 kill "$watcher" 2>/dev/null
 """)
 FINALIZE = Shell("""\
-trap '' @{STOP_SIGNALS}
+trap '' @{TRAPPED}
 @{starter} after "$run" "$attempt" "$code" "$stop_signal"
 code=$?
 if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is there
-    trap - @{STOP_SIGNALS}
+    trap - @{TRAPPED}
     exec "$BASH" "$0"
 fi
 exit $code
@@ -330,7 +330,7 @@ def _step(
     for number, argv in enumerate(_srun(config, here, run, shape)):
         yield f"{'    ' if number else ''}{_quoted(argv)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
-    yield from WAIT.lines(LATE_S=LATE_S, first="$stop_signal" if attended else "USR2")
+    yield from WAIT.lines(SRUN_GRACE_S=SRUN_GRACE_S, first="$stop_signal" if attended else "USR2")
 
 
 def _quoted(argv: Sequence[str]) -> str:

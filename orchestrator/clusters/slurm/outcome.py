@@ -48,7 +48,7 @@ from orchestrator.slurm_client import (
 )
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
-LATE_S = 90.0
+MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_TRIES = 20
 LOOK_S = 0.5
@@ -335,7 +335,7 @@ def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | Non
         return "requeued (scontrol requeue, or a node that was set down)"
     # The end time of an ended or ending job is no limit.
     left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
-    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + LATE_S):
+    if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):
         return "near its time limit"
     return None
 

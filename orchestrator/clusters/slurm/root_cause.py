@@ -14,7 +14,7 @@ from orchestrator.agent.root_cause import TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import Culprit, State, read_outcome
+from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_exits
 
 KILLED = 128 + signal.SIGKILL
@@ -22,9 +22,6 @@ SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
 SAID_LINES = 400
 EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3
-IN_ORDER = Culprit(
-    rank=None, node="batch", cause="all ranks ended in order, but none wrote a result"
-)
 SAID = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
@@ -72,7 +69,9 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
         return from_failure(run, failures[0])
     if job is not None:
         return _of_script(run, job)
-    return IN_ORDER if outcome is not None else _of_srun(run, attempt, code)
+    if outcome is None:
+        return _of_srun(run, attempt, code)
+    return Culprit(rank=None, node="batch", cause=NO_RESULT)
 
 
 def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:

@@ -454,7 +454,6 @@ class FrameworkEngine(MindSporeEngine):
         self._batches: list[Any] = []
         self._cell: Any = None
         self._shape: tuple[int, int] | None = None
-        self._first_s = 0.0
         super().__init__(job, settings, group)
         self._loss_of = compiled_loss(job)
         self._python_loss = python_loss(job)

@@ -121,7 +121,7 @@ def test_srun_ends_no_node_for_another_and_the_jobs_code_is_that_of_its_end(
 
 def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_path, monkeypatch):
     # Long enough for bash to run a trap on a busy machine before the signal that none can catch.
-    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.LATE_S", 2)
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.SRUN_GRACE_S", 2)
 
     def hang(run: RunDir) -> None:
         outcome = f'"{run.attempts}/003/outcome.json"'
@@ -344,7 +344,7 @@ def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
     text = "\n".join([
         f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
         "(  # in the place of srun", "exec sleep 300",
-        *WAIT.lines(LATE_S=300, first="USR2"),
+        *WAIT.lines(SRUN_GRACE_S=300, first="USR2"),
     ])  # fmt: skip
     script = subprocess.Popen(["bash", "-c", text], start_new_session=True)
     own = psutil.Process(script.pid)

@@ -9,7 +9,7 @@ from orchestrator.clusters.slurm.outcome import (
     CAUSES,
     FRUITLESS,
     KILLED,
-    LATE_S,
+    MARGIN_S,
     _cut_short,
     conclude,
     finish,
@@ -148,8 +148,8 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
         (Job(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
         (Job(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
         (Job(id="77", state="RUNNING", reason="NodeFail"), None),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + LATE_S - 1), "near its time limit"),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + LATE_S), None),
+        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S - 1), "near its time limit"),
+        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S), None),
         (Job(id="77", state="RUNNING"), None),
         (Job(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
@@ -174,7 +174,7 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
     configure(run, cluster={"signal_ahead_s": stated})
     attempts(run, 2)
     for attempt, short in ((0, 1), (1, 0)):
-        ends_at = 1000.0 + stated + LATE_S - short
+        ends_at = 1000.0 + stated + MARGIN_S - short
         concluded(run, attempt, job=Job(id="77", state="RUNNING", ends_at=ends_at))
     assert read_json(run.departure(0))["why"] == "near its time limit"
     assert read_json(run.departure(1))["why"] == "told to stop"
