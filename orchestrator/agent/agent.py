@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSSES_S, Coordinator
-from orchestrator.agent.generations import GenerationRecord, message_of
 from orchestrator.agent.links import Link, Peer, authenticate, connect
 from orchestrator.agent.liveness import BEAT_S, AwakeClock
 from orchestrator.agent.node_spec import (
@@ -36,6 +35,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.generations import GenerationRecord, message_of
 
 log = logging.getLogger(__name__)
 

@@ -16,14 +16,6 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from orchestrator.agent.generations import (
-    GenerationRecord,
-    member_of,
-    message_of,
-    process_of,
-    rank_of,
-    to_blame,
-)
 from orchestrator.agent.links import closed_ports
 from orchestrator.agent.liveness import (
     ASLEEP,
@@ -51,6 +43,14 @@ from orchestrator.agent.root_cause import (
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.generations import (
+    GenerationRecord,
+    member_of,
+    message_of,
+    process_of,
+    rank_of,
+    to_blame,
+)
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import Culprit, State
 from orchestrator.rundir.warnings import warn_of

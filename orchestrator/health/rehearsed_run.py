@@ -12,7 +12,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
-from orchestrator.agent.generations import GenerationRecord
 from orchestrator.config.command_line import literally
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
@@ -31,6 +30,7 @@ from orchestrator.health.faults import (
     inject,
 )
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import Tail, is_change, updates_of
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 

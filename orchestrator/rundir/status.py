@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from typing import Any
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import (
     Record,
@@ -157,7 +158,7 @@ def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> 
 def _attempts(run: RunDir) -> dict[str, Any]:
     """Return the fields about attempts, restarts and warnings."""
     made, notes = run.attempts_made(), run.restarts()
-    generations = list(_generations(run, made - 1)) if made else []
+    generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
     return {
         "attempts": made,
         "restarts": _restarts(run, notes, made),
@@ -167,14 +168,6 @@ def _attempts(run: RunDir) -> dict[str, Any]:
         "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
         "warnings": _warnings(run, made),
     }
-
-
-def _generations(run: RunDir, attempt: int) -> Iterator[dict[str, Any]]:
-    """Yield the memberships of an attempt after the first."""
-    number = 1
-    while found := read_json(run.attempt(attempt) / f"generation-{number:04d}.json"):
-        yield found
-        number += 1
 
 
 def _named(culprit: dict[str, Any]) -> str | None:

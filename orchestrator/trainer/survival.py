@@ -17,7 +17,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, cast
 
-from orchestrator.agent.generations import GenerationRecord, member_of, rank_of
 from orchestrator.agent.node_spec import SILENCE_S
 from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.config.schema import ClusterConfig, node_range
@@ -34,6 +33,7 @@ from orchestrator.errors import (
     StopRequested,
     Unrecoverable,
 )
+from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.failure import describe

@@ -5,13 +5,13 @@ from dataclasses import asdict
 import pytest
 
 from orchestrator.agent.coordinator import GRACE_S, LOSSES_S, MOST_IN_VAIN, REST_S, Coordinator
-from orchestrator.agent.generations import GenerationRecord
 from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import Seen
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
