@@ -7,6 +7,7 @@ value that works. Anything that is *not* one of these is a defect and keeps its 
 from __future__ import annotations
 
 import os
+import re
 import signal
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -75,6 +76,17 @@ class RanksMissing(RendezvousError):
 
 class PeerLost(OrchestratorError):
     """A collective that ended because another rank was lost. Never the root cause of a failure."""
+
+
+PEER_LOST = re.compile(
+    r"connection (?:closed|reset) by peer|connection reset|broken pipe|connection refused|"
+    r"socket (?:closed|timeout)|pair closure|failed to recv, got 0 bytes|"
+    r"recvvalue failed|remote process exited|ncclremoteerror|nccl.*network error|"
+    r"collective operation timeout|client socket has (?:timed out|failed to connect)|"
+    r"timed out waiting \d+ms for (?:recv|send) operation|the other (?:end|side) closed",
+    re.IGNORECASE,
+)
+"""Messages of frameworks for a rank that was lost, or never came."""
 
 
 class Unrecoverable(PeerLost):

@@ -39,10 +39,11 @@ from orchestrator.agent.liveness import (
 )
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import descendants, processor_s, state_of
+from orchestrator.agent.root_cause import RAISED
 from orchestrator.agent.stacks import describe_processes
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port, publish
-from orchestrator.errors import OrchestratorError, describe_status
+from orchestrator.errors import PEER_LOST, OrchestratorError, describe_status
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, write_json
 from orchestrator.rundir.folder import RunDir
@@ -323,9 +324,6 @@ def has_joined(pids: list[int], port: int) -> bool:
 LOOKED_AT_BYTES = 64 * 1024
 MESSAGE_LINES = 3
 LONGEST_LINE = 500
-RAISED = re.compile(
-    r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
-)
 LOGGED = re.compile(
     r"\[?(?:rank\d+\]:\[)?(?:(?:DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)\b|[IWEF]\d{4} \d\d:)"
 )
@@ -333,15 +331,6 @@ LOGGED = re.compile(
 RANK_OF_TORCH = re.compile(r"^\[rank[0-9]+\]: ?")  # before each line, once its group is formed
 TRACEBACK = "Traceback (most recent call last):"
 BY_SHELL = 128
-PEER_LOST = re.compile(
-    r"connection (?:closed|reset) by peer|connection reset|broken pipe|connection refused|"
-    r"socket (?:closed|timeout)|pair closure|failed to recv, got 0 bytes|"
-    r"recvvalue failed|remote process exited|ncclremoteerror|nccl.*network error|"
-    r"collective operation timeout|client socket has (?:timed out|failed to connect)|"
-    r"timed out waiting \d+ms for (?:recv|send) operation|the other (?:end|side) closed",
-    re.IGNORECASE,
-)
-"""Messages of frameworks for a rank that was lost, or never came."""
 
 
 def cause_of(status: int, output: str, error_file: Path) -> tuple[str, bool]:

@@ -35,6 +35,10 @@ OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
 NODE_WENT_AWAY = "the node went away: "
+RAISED = re.compile(
+    r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
+)
+"""Beginning of the line with which Python prints an exception."""
 WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|(NCCL|HCCL) watchdog")
 ERROR_PREFIX = "error: "
 """Prefix of the last line of a rank whose main thread was stuck in the framework."""

@@ -7,10 +7,9 @@ before. Then the workers' failure records remain, and the logs of srun and the s
 
 from __future__ import annotations
 
-import re
 import signal
 
-from orchestrator.agent.root_cause import TAIL_LINES, from_failure, tail
+from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -20,7 +19,6 @@ from orchestrator.slurm_client import Job, task_exits
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
 SAID_LINES = 400
-EXCEPTION = re.compile(r"[\w.]+(?:Error|Exception|Exit|Interrupt)\b")
 EXCEPTION_LINES = 3
 SAID = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
@@ -107,7 +105,7 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
 def _last_error(log: tuple[str, ...]) -> str:
     """Return the last message of a process that could not begin, with an exception's lines."""
     said = [line.strip() for line in log if line.strip()]
-    raised = [place for place, line in enumerate(said) if EXCEPTION.match(line)]
+    raised = [place for place, line in enumerate(said) if RAISED.match(line)]
     lines = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
     return " ".join(lines).removeprefix(SAID)
 

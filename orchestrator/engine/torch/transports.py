@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import Store
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.engine.torch.group import BaseGroup, CompletedWork, Work, sum_into
-from orchestrator.errors import ConfigError, PeerLost, TransportError
+from orchestrator.errors import PEER_LOST, ConfigError, PeerLost, TransportError
 from orchestrator.plugins import TRANSPORTS
 from orchestrator.rundir.program_link import WORLD as RUN_RANKS
 
@@ -65,11 +65,12 @@ def _wait_for_gloo() -> None:
 # ------------------------------------------------------------------ Collectives in flight
 
 
-# What gloo and NCCL say when a peer is gone or silent. Anything else is a defect, left as it is.
+# What gloo and NCCL say when a peer is gone or silent: in a collective, any timeout or broken
+# connection is due to a peer. Anything else is a defect, left as it is.
 _LOST = re.compile(
-    r"reset by peer|closed by peer|broken pipe|connection (was )?(reset|closed|aborted|refused)|"
-    r"time[sd]? ?out|timing out|unhandled system error|remote process exited|"
-    r"socket closed|communicator was aborted|connection terminated|no route to host",
+    rf"{PEER_LOST.pattern}|(reset|closed) by peer|no route to host|"
+    r"connection (was )?(reset|closed|aborted|refused|terminated)|"
+    r"time[sd]? ?out|timing out|unhandled system error|communicator was aborted",
     re.IGNORECASE,
 )
 _TAG = 0
