@@ -67,9 +67,8 @@ def new_folder(config: Config) -> Path:
     return candidate
 
 
-DISK_ERRORS = (
-    errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EIO, errno.ENOENT, errno.ENOTDIR,
-)  # fmt: skip
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+FOLDER_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.ENOENT, errno.ENOTDIR)
 
 
 def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
@@ -102,7 +101,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
 
 @contextlib.contextmanager
 def writing(run: RunDir) -> Generator[None]:
-    """Put a disk's refusals (full, read-only) into a message.
+    """Put a disk's refusals (full, read-only) of the run's files into a message.
 
     Raises:
         RunFolderError: nothing was trained yet. RunFailed: something was.
@@ -110,7 +109,7 @@ def writing(run: RunDir) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.errno not in DISK_ERRORS:
+        if not _is_of_folder(run, error):
             raise
         sentence = f"{run.path} cannot be written: {error.strerror}"
         if run.metrics.exists():
@@ -118,6 +117,16 @@ def writing(run: RunDir) -> Generator[None]:
                 f"{sentence}; the last good checkpoint is kept, to resume from"
             ) from error
         raise RunFolderError(sentence) from error
+
+
+def _is_of_folder(run: RunDir, error: OSError) -> bool:
+    """Return whether a file of the run could not be written, or perhaps one: writing to an open
+    file gives no name.
+    """
+    if error.filename is None:
+        return error.errno in DISK_ERRORS
+    path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # links stay
+    return error.errno in FOLDER_ERRORS and path.is_relative_to(run.path.absolute())
 
 
 def _admitted(

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from orchestrator.cli.resume import record, resumption, submission_directory
+from orchestrator.cli.start import writing
 from orchestrator.config.changes import Kind, changes, flat
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
@@ -201,3 +202,17 @@ def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
         submission_directory(run),
     ):
         raise AssertionError
+
+
+def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(tmp_path):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    (run.path / "file").touch()
+    unwritable = pytest.raises(RunFolderError, match="run cannot be written: Not a directory")
+    with unwritable, writing(run):
+        (run.path / "file" / "config.yaml").write_text("")
+    with pytest.raises(FileNotFoundError, match="my-data"), writing(run):
+        Path("/my-data/train.bin").read_bytes()
+    full = pytest.raises(RunFolderError, match="run cannot be written: No space left")
+    with full, writing(run), Path("/dev/full").open("w") as file:
+        file.write("a line")
