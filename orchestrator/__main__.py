@@ -29,7 +29,6 @@ from orchestrator.errors import (
     RunFolderError,
     UsageError,
     require_cwd,
-    unreadable,
 )
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, say
 
@@ -86,8 +85,7 @@ def verb(function: Verb) -> Verb:
         except BrokenPipeError:
             raise
         except (OrchestratorError, OSError) as error:
-            shown = error if isinstance(error, OrchestratorError) else unreadable(error)
-            raise typer.Exit(print_error(shown, verbose=kwargs.get("verbose", False))) from error
+            raise typer.Exit(print_error(error, verbose=kwargs.get("verbose", False))) from error
 
     _add(guarded)
     return function

@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             require_cwd()
             with exit_on_broken_pipe():
                 return run_app(given)
-        except OrchestratorError as error:
+        except (OrchestratorError, OSError) as error:
             return print_error(error, verbose=not {"-v", "--verbose"}.isdisjoint(given))
     finally:
         signal.signal(signal.SIGINT, before)  # the caller of this continues

@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.errors import OrchestratorError, UsageError
+from orchestrator.errors import OrchestratorError, UsageError, unreadable
 from orchestrator.rundir.files import blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
@@ -153,14 +153,17 @@ def new_table(
     return table
 
 
-def print_error(error: OrchestratorError, *, verbose: bool = False) -> int:
+def print_error(error: OrchestratorError | OSError, *, verbose: bool = False) -> int:
     """Print an error as one message, cut where a value in it is endless; return its exit code.
 
     Args:
+        error: ours, or the file system's on a path that the user named.
         verbose: print the traceback before it, unless it would say nothing more.
     """
     if verbose and not (isinstance(error, UsageError) and error.__cause__ is None):
         traceback.print_exception(error)
+    if isinstance(error, OSError):
+        error = unreadable(error)
     text = str(error)
     if len(text) > LONGEST_MESSAGE:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"
