@@ -137,6 +137,12 @@ def agent_file(run: RunDir, attempt: int, index: int) -> Peer | None:
     return None if found is None else Peer(**found)
 
 
+def published_agents(run: RunDir, attempt: int) -> list[Peer]:
+    """Return what agents of an attempt have published; some nodes may have none yet."""
+    found = map(read_json, run.attempt(attempt).glob("agent-*.json"))
+    return [Peer(**one) for one in found if one is not None]
+
+
 def secret_of(run: RunDir, attempt: int) -> str:
     """Return the secret that authenticates an attempt's agents; the first caller creates it.
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import is_port_closed
-from orchestrator.agent.node_spec import agent_file
+from orchestrator.agent.node_spec import published_agents
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.root_cause import (
     CAUSES,
@@ -130,14 +130,13 @@ def _await_agents(run: RunDir, attempt: int) -> None:
     """Wait for the end of agents that outlive a killed srun."""
     if run.outcome(attempt).exists():
         return
-    nodes = len(list(run.attempt(attempt).glob("agent-*.json")))
-    peers = [one for n in range(nodes) if (one := agent_file(run, attempt, n)) is not None]
+    peers = published_agents(run, attempt)
     reported = False
     while not run.outcome(attempt).exists():
         if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
-            print("srun has ended, but agents go on; waiting for them", flush=True)  # noqa: T201  # batch.log
+            print("srun has ended, but agents continue; waiting for them", flush=True)  # noqa: T201  # batch.log
             reported = True
         time.sleep(LOOK_S)
 

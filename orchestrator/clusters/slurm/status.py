@@ -69,18 +69,17 @@ def _query(
     gone = sorted(still - jobs.keys())
     silent = False
     try:
-        past = accounted(client, gone) if gone else {}
+        jobs |= accounted(client, gone) if gone else {}
     except ClusterError as error:
         yield str(error)
-        past, silent = {}, True
-    jobs |= past
+        silent = True
+        forgotten = [run for run in runs if str(found[run.path].job_id) not in jobs]
+        infer_from_heartbeats(forgotten, found)
     for run in runs:
         job_id = str(found[run.path].job_id)
         if job_id in jobs:
             yield from _with_job(run, jobs[job_id], found)
-        elif _open(found[run.path]) and silent:
-            infer_from_heartbeats([run], found)
-        elif _open(found[run.path]):
+        elif _open(found[run.path]) and not silent:
             reason = f"job {job_id} has left the queue without a result"
             found[run.path] = replace(found[run.path], state="lost", reason=reason)
 

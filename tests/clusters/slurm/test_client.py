@@ -11,6 +11,7 @@ from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.submission import queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.status import LOOK_TWICE_S
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.rundir.test_files import made
 
@@ -85,6 +86,30 @@ class Clock:
 
     def sleep(self, seconds):
         self.now += seconds
+
+
+def test_runs_that_only_their_heartbeats_tell_of_are_looked_at_together(
+    submitted, say, tmp_path, monkeypatch
+):
+    say("squeue", queue_line(JobArrayID="9"))
+    say("sacct", "")
+    (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\nexit 1\n")
+    other = made(tmp_path / "other")
+    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
+    for run in (submitted, other):
+        run.begin_attempt()
+        (run.attempt(0) / "heartbeat-00000").write_text("1")
+
+    class Pauses(Clock):
+        def sleep(self, seconds):
+            super().sleep(seconds)
+            (other.attempt(0) / "heartbeat-00000").write_text("2")
+
+    clock = Pauses()
+    monkeypatch.setattr("orchestrator.rundir.status.time", clock)
+    found, _ = statuses([submitted, other])
+    assert [one.state for one in found] == ["unknown", "running"]
+    assert clock.now == Clock().now + LOOK_TWICE_S
 
 
 def test_a_follower_asks_at_most_four_times_a_minute_and_never_waits(submitted, say, monkeypatch):

@@ -1,15 +1,19 @@
 """What follows an attempt that ended, by what it left: another start, or an end and its culprit."""
 
 import json
+import socket
+import threading
 
 import pytest
 
+from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.outcome import (
     CAUSES,
     FRUITLESS,
     KILLED,
     MARGIN_S,
+    _await_agents,
     _cut_short,
     conclude,
     finish,
@@ -19,6 +23,7 @@ from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import Answer, Job, SlurmClient
+from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
@@ -345,3 +350,16 @@ def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, finalized):
     ended(run, 0, "stopped")
     end, asked, _ = finalized(job_status(), code=0, told="")
     assert (end["state"], asked) == ("stopped", [])
+
+
+def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothing(run):
+    run.begin_attempt()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        publish_agent(node_spec(run.path, index=1), listener.getsockname()[1])
+        waiting = threading.Thread(target=_await_agents, args=(run, 0), daemon=True)
+        waiting.start()
+        listener.settimeout(20)
+        listener.accept()[0].close()  # it asks whether somebody listens there
+        assert waiting.is_alive()
+    waiting.join(20)
+    assert not waiting.is_alive()
