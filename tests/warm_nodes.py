@@ -4,15 +4,18 @@ A local run's start is mostly one import of torch, in a process of its own, and 
 start hundreds of runs. The launcher of `warm.call` has torch already, so that process can be its
 fork: all that `subprocess.Popen` does, with the module's run in the place of an exec. It looks like
 what it stands for: its command line, environment, signals and files are those of the new
-interpreter. What `helpers.begin_anew` starts, and all jobs but torch's, are new interpreters.
+interpreter. An audited script's rank is a fork, too, and runs the script in the place of its exec.
+What `helpers.begin_anew` starts, all other programs and MindSpore's jobs are new interpreters.
 """
 
 import ctypes
 import functools
 import logging
 import os
+import runpy
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 
 from orchestrator.agent.local_nodes import become
@@ -22,6 +25,7 @@ from orchestrator.config.reading import read_config
 from orchestrator.rundir.folder import RunDir
 
 MODULE = "orchestrator.agent.local_nodes"
+OBSERVER = "orchestrator.audit"
 ROOM = " " * 4000
 """An argument that makes room for the command lines of forks."""
 
@@ -29,23 +33,45 @@ ROOM = " " * 4000
 class Popen(subprocess.Popen):
     """The standard library's, but for one command."""
 
-    def __init__(self, command, **how):
-        if isinstance(command, list) and command[1:3] == ["-m", MODULE] and _is_torchs(command[3]):
+    def __init__(self, args, **how):
+        if isinstance(args, list) and args[1:3] == ["-m", MODULE] and _has_torch(args[3]):
             environment, keep = how.get("env"), how.get("pass_fds", ())
-            how["preexec_fn"] = functools.partial(_be, command, environment, keep)
-        super().__init__(command, **how)
+            how["preexec_fn"] = functools.partial(_be, args, environment, keep)
+        super().__init__(args, **how)
 
 
-def _is_torchs(run):
+def _has_torch(run):
+    """Return whether torch in its nodes serves a run, or does no harm."""
     job = read_config(RunDir(Path(run)).read_config()).job
-    return not is_program(job) and check_target(job).framework == "torch"
+    if is_program(job):
+        return OBSERVER in job["command"]
+    return check_target(job).framework in ("torch", "numpy")
 
 
 def _be(command, environment, keep):
     """In the child, in the place of its exec: be what the command would be."""
     logging.getLogger().handlers.clear()
     name_after([sys.executable, *command[1:]])
+    os.execvpe = _observe
     become(environment, keep)
+
+
+def _observe(_, argv, environment):
+    """In a rank, in the place of the exec of its observed script: run the script to its end."""
+    module, *sys.argv[1:] = argv[argv.index("-m") + 1 :]
+    os.environ.clear()
+    os.environ.update(environment)
+    status = 0
+    try:
+        runpy.run_module(module, run_name="__main__", alter_sys=True)
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(bool(end.code))
+    except BaseException:  # noqa: BLE001  # as the interpreter does at its end
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def name_after(words):

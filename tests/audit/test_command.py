@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.helpers import begin, until, verb
+from tests.helpers import ROOT, begin_anew, until, verb
 
 ALONE = "cluster.ranks_per_node=1"  # where more than one would prove no more
 LOOP = str(Path(__file__).with_name("loop.py"))
@@ -48,7 +48,9 @@ def script(folder, name="train.py", **parts):
 
 
 def test_a_wrong_loop_is_told_with_what_would_fix_it(tmp_path):
-    done = verb("audit", "cluster.ranks_per_node=2", "--", LOOP, "padded-tokens", cwd=tmp_path)
+    line = ("cluster.ranks_per_node=2", "--", LOOP, "padded-tokens")
+    # In new interpreters, as a person types it; other audits' ranks are forks (warm_nodes.py).
+    done = verb("audit", *line, cwd=tmp_path, PYTHONPATH=str(ROOT))
     assert done.returncode == 1, done.stdout + done.stderr
     first, *_ = (line for line in done.stdout.splitlines() if "weights" in line)
     assert first.startswith("WRONG")
@@ -148,8 +150,8 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     script(tmp_path, body="import time; open('/dev/null'); time.sleep(1)")
     temporary = tmp_path / "temporary"
     temporary.mkdir()
-    process = begin("audit", "--", "train.py", module="orchestrator", cwd=tmp_path,
-                    TMPDIR=str(temporary))  # fmt: skip
+    line = ("audit", ALONE, "--", "train.py")
+    process = begin_anew(*line, module="orchestrator", cwd=tmp_path, TMPDIR=str(temporary))
     until(lambda: list(temporary.glob("audit-*/traces/rank-*")), what="the script")
     os.kill(process.pid, signal.SIGINT)
     process.communicate(timeout=60)

@@ -1,13 +1,11 @@
 """The scripts in the documentation, run as a reader would."""
 
-import os
 import re
-import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
 from tests import warm
+from tests.helpers import call
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -54,17 +52,9 @@ def torchrun(page, name, processes, folder, changed=("", "")):
     `changed`: words of it, and what stands there instead.
     """
     (folder / name).write_text(script(page, name).replace(*changed), encoding="utf-8")
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc-per-node={processes}", name,
-        ],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=150,
-        env={
-            **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1",
-            "GLOO_SOCKET_IFNAME": "lo",
-        },
-    )  # fmt: skip
+    line = ("--standalone", f"--nproc-per-node={processes}", name)
+    how = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = call(*line, module="torch.distributed.run", cwd=folder, timeout=150, **how)
     assert done.returncode == 0, done.stderr[-3000:]
     return _numbers(done.stdout)
 
