@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import json
 import os
 import shlex
 import sys
@@ -30,7 +29,7 @@ from orchestrator.errors import (
     UsageError,
     require_cwd,
 )
-from orchestrator.report.terminal import exit_on_broken_pipe, print_error, say
+from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.rundir.checkpoints import Checkpoint
@@ -95,10 +94,6 @@ def _add(function: Callable[..., Any], **settings: Any) -> None:
     """Add a verb, with an example at the end of its help."""
     example = f"As in: python -m orchestrator {EXAMPLES[function.__name__]}"
     app.command(epilog=example, **settings)(function)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
@@ -240,7 +235,7 @@ def status(
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
     if as_json:
         rows = [status.to_json() for status in found]
-        _print_json(tables.with_trials(rows, search) if search else rows)
+        print_json(tables.with_trials(rows, search) if search else rows)
         return
     if len(asked) == 1 and [status.folder for status in found] == asked:
         tables.print_run(found[0], console)
@@ -360,7 +355,7 @@ def compare(
 
     found = comparing.compare(_final_weights(a), _final_weights(b))
     if as_json:
-        _print_json(found.as_dict())
+        print_json(found.as_dict())
     else:
         print_comparison(found, Console(), tensors=tensors)
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())
@@ -491,7 +486,7 @@ def doctor(
             if finding.do:
                 say(console, f"{'':<18} -> {finding.do}")
     if as_json:
-        _print_json([asdict(finding) for finding in found])
+        print_json([asdict(finding) for finding in found])
     if any(finding.state == "bad" for finding in found):
         raise typer.Exit(EXIT_FAILED)
 
@@ -536,7 +531,7 @@ def rehearse(
         to_play, folder, seed=seed, faults=faults, say=lambda line: say(console, line, "dim")
     )
     if as_json:
-        _print_json({**asdict(found), "folder": str(folder)})
+        print_json({**asdict(found), "folder": str(folder)})
     else:
         print_rehearsal(found, console)
     if found.wrong:
@@ -587,7 +582,7 @@ def audit(
         output=output,
     )
     if as_json:
-        _print_json({"runs": [made.to_json() for made in found]})
+        print_json({"runs": [made.to_json() for made in found]})
     else:
         for made in found:
             auditing.print_audit(made, console)

@@ -42,7 +42,6 @@ SECRET_NAMES = (
     "api_key*", "apikey*", "password*.txt",
 )  # fmt: skip
 _SECRET = re.compile("|".join(translate(name) for name in SECRET_NAMES), re.IGNORECASE)
-NAMED_AT_MOST = 3
 
 
 def is_secret(name: str) -> bool:
@@ -62,17 +61,6 @@ def git_without_secrets() -> list[str]:
     wide = "top,exclude,icase,glob"
     names = [f":({wide})**/{name}" for name in SECRET_NAMES]
     return ["--", ":/", *names, *(f":({wide})**/{folder}/**" for folder in SECRET_FOLDERS)]
-
-
-def shorten(left_out: Iterable[str]) -> str:
-    """Return a few of the names, and how many more there are.
-
-    >>> shorten(["c", "a", "b", "d", "e"])
-    'a, b, c and 2 more'
-    """
-    names = sorted(left_out)
-    more = f" and {len(names) - NAMED_AT_MOST} more" if len(names) > NAMED_AT_MOST else ""
-    return ", ".join(names[:NAMED_AT_MOST]) + more
 
 
 GIT_TIMEOUT_S = 60

@@ -468,14 +468,19 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
 def queue(folder: Path, runs: Sequence[Path], arguments: Sequence[str]) -> int:
     """Submit runs to SLURM; if one is refused, cancel those before it."""
     from orchestrator.cli.status import cancel
+    from orchestrator.errors import OrchestratorError
     from orchestrator.launch import main as launch
+    from orchestrator.report.terminal import print_error
     from orchestrator.rundir.folder import RunDir
 
     for number, run in enumerate(runs):
         line = ["-q", *arguments, *_of_run(run), "--", "-m", MODULE, "call", str(folder)]
         if code := launch(line):
             for queued in runs[:number]:
-                cancel(RunDir(queued), now=True)
+                try:
+                    cancel(RunDir(queued), now=True)
+                except OrchestratorError as error:  # the others are cancelled all the same
+                    print_error(error)
             return code
     return 0
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Sequence
 
 UNKNOWN = "unknown"
 FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
@@ -53,6 +54,16 @@ def plural(count: float | None, noun: str) -> str:
     ('1 node', '1,200 ranks', 'unknown samples')
     """
     return f"{format_count(count)} {noun}{'' if count == 1 else 's'}"
+
+
+def first_few(texts: Sequence[str], most: int, *, noun: str = "", separator: str = ", ") -> str:
+    """Join the first texts, and say how many more there are.
+
+    >>> first_few(["a", "b", "c"], 3), first_few(["a", "b", "c", "d"], 2, noun="ranks")
+    ('a, b, c', 'a, b and 2 more ranks')
+    """
+    shown, beyond = separator.join(texts[:most]), len(texts) - most
+    return f"{shown} and {beyond} more {noun}".rstrip() if beyond > 0 else shown
 
 
 def format_seconds(seconds: float | None) -> str:

@@ -37,15 +37,14 @@ class Composed:
         overrides: that it was composed with, as typed.
         flags: that choose the configuration's files, for the same line in this folder.
         sweeps: whether a sweep is asked for, by -m or by the configuration itself.
-        sweep_folder: where its points are gathered, unless `run.dir` says otherwise.
-        point_folder: in it, this point's.
+        point_folder: of this point in the sweep's folder, or that folder, unless `run.dir` says
+            otherwise.
     """
 
     values: dict[str, Any]
     overrides: tuple[str, ...]
     flags: tuple[str, ...]
     sweeps: bool
-    sweep_folder: Path
     point_folder: Path
 
     def config(self) -> Config:
@@ -340,7 +339,6 @@ class Composer:
             overrides=tuple(overrides),
             flags=self.line.flags,
             sweeps=sweeps,
-            sweep_folder=Path(sweep.dir),
             point_folder=Path(
                 sweep.dir, "" if OmegaConf.is_missing(found.hydra.job, "num") else str(sweep.subdir)
             ),

@@ -16,6 +16,7 @@ from typing import Any, Protocol
 
 from orchestrator.errors import ConfigError, SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
+from orchestrator.rundir.checkpoints import WEIGHTS
 
 _RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
 
@@ -482,7 +483,7 @@ class Framework(ABC):
         del extra
         if form != "safetensors":
             raise ConfigError(f"--{form} is for checkpoints of torch; use --safetensors")
-        shutil.copyfile(checkpoint / "weights.safetensors", to)
+        shutil.copyfile(checkpoint / WEIGHTS, to)
 
     def ahead(self, spec: GroupSpec) -> None:  # most have nothing to start
         """Start what takes time and need not wait for the job's import."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import json
 import os
 import re
 import shlex
@@ -18,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.console import Console
@@ -169,6 +171,10 @@ def print_error(error: OrchestratorError | OSError, *, verbose: bool = False) ->
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"
     say(Console(stderr=True), f"error: {text}", "bold red")
     return error.exit_code
+
+
+def print_json(value: Any) -> None:
+    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def command(verb: str, *paths: Path) -> str:

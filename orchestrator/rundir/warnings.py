@@ -21,6 +21,7 @@ from typing import Any
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.units import first_few
 
 PATTERN = "warnings-*.jsonl"
 MOST_KINDS = 50  # of one rank
@@ -49,10 +50,9 @@ class RunWarning:
     @property
     def text(self) -> str:
         """The sentence with its ranks, unless it is rank 0's about the run."""
-        named = ", ".join(map(str, self.ranks[:MOST_NAMED]))
-        more = f" and {len(self.ranks) - MOST_NAMED} more" if len(self.ranks) > MOST_NAMED else ""
+        named = first_few([*map(str, self.ranks)], MOST_NAMED)
         about_run = 0 in self.ranks and not self.sentence.startswith(ABOUT_RANK)
-        who = "" if about_run else f"rank{'s' * (len(self.ranks) > 1)} {named}{more}: "
+        who = "" if about_run else f"rank{'s' * (len(self.ranks) > 1)} {named}: "
         return f"{who}{self.sentence}"
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +18,12 @@ from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.run_tables import print_plan
 from orchestrator.report.sweep_tables import only_varying
-from orchestrator.report.terminal import literal, new_table, say
+from orchestrator.report.terminal import (
+    literal,
+    new_table,
+    print_json,
+    say,
+)
 from orchestrator.sweep.cells import Action, Cell, cells_of
 from orchestrator.sweep.points import checked
 from orchestrator.units import plural
@@ -57,7 +61,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
     if any(cell.replaces for cell in cells):
         sentences.append("finished points run again only with --changed")
     if as_json:
-        _print_json([
+        print_json([
             {"overrides": list(cell.point.overrides), "cell": _row_of(cell), **plan}
             for cell, plan in zip(cells, plans, strict=True)
         ])  # fmt: skip
@@ -76,7 +80,7 @@ def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> Non
     plan = with_notes(prepare(config), config)
     request, said = describe(config)
     if as_json:
-        _print_json({**plan, **({"request": {**request.details, **said}} if said else {})})
+        print_json({**plan, **({"request": {**request.details, **said}} if said else {})})
         return
     _print_plan(plan, console)
     if said and request.text:
@@ -85,10 +89,6 @@ def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> Non
         say(console, f"the scheduler would say: {answer}", "red" if said["refused"] else "")
     if warning := said.get("warning"):
         say(console, f"warning: {warning}", "yellow", prose=True)
-
-
-def _print_json(value: Any) -> None:
-    sys.stdout.write(json.dumps(value, indent=1) + "\n")
 
 
 def _print_plan(plan: dict[str, Any], console: Console) -> None:

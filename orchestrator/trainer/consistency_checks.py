@@ -24,6 +24,7 @@ from orchestrator.job import has_own_rate
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
+from orchestrator.units import first_few
 
 # ----------------------------------------------------------------------
 # The data set must be the same on every rank, since each derives the same order from it.
@@ -54,9 +55,8 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
     most = max(counts, key=lambda count: (Counter(counts)[count], count == counts[0]))
     odd = [f"{count} on rank {rank}" for rank, count in enumerate(counts) if count != most]
     if odd:
-        more = f" and {len(odd) - 3} more" if len(odd) > 3 else ""
         raise JobError(
-            f"dataset() has {most} samples on most ranks, but {', '.join(odd[:3])}{more}; every "
+            f"dataset() has {most} samples on most ranks, but {first_few(odd, 3)}; every "
             "rank needs the whole data set, of which the plan gives it its part"
         )
     places = _places_of(samples)

@@ -111,11 +111,11 @@ def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp
 
 def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
     composer = Composer(read_command_line(["-m", "train.seed=1,2,3"]))
-    folder = composer.compose().sweep_folder
+    folder = composer.compose().point_folder
     assert [point.point_folder for point in composer.all_points()] == [folder / n for n in "012"]
 
     def folder_of(*line):
-        return Composer(read_command_line(["-m", *line])).compose().sweep_folder
+        return Composer(read_command_line(["-m", *line])).compose().point_folder
 
     assert folder_of("train.seed=4,5", "run.watch=true", "--force") == folder
     assert folder_of("train.seed=1,2", "train.updates=3") != folder

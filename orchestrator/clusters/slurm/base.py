@@ -28,7 +28,7 @@ from orchestrator.config.program import target_of
 from orchestrator.config.schema import node_range
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import shorten
+from orchestrator.units import first_few
 
 
 class BaseSlurmCluster(Cluster):
@@ -98,5 +98,5 @@ class BaseSlurmCluster(Cluster):
         if left_out:
             self.tell(
                 f"the copy of the code leaves out what holds secrets by its name, and links "
-                f"that lead elsewhere: {shorten(left_out)}"
+                f"that lead elsewhere: {first_few(sorted(left_out), 3)}"
             )

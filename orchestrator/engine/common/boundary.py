@@ -22,6 +22,7 @@ from typing import Any
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.plan.wire import FLAGS, LIMBS, SUMS
+from orchestrator.units import first_few
 
 UNIT_BITS = 96
 """Sums count in units of 2**-96."""
@@ -315,8 +316,7 @@ class UpdatePolicy:
             self._scale.overflowed()
         elif self._policy == "stop":
             names = named()
-            more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
-            places = f", in {', '.join(names[:_NAMED])}{more}" if names else ""
+            places = f", in {first_few(names, _NAMED)}" if names else ""
             raise NonFiniteError(
                 f"the loss of update {update} is finite, but the gradient became NaN or "
                 f"infinite{places}; {_REMEDIES}"
@@ -327,5 +327,4 @@ class UpdatePolicy:
         """Return the ranks and their micro-steps, as text, equal on all ranks. Collective."""
         rows = self._gather([-1.0 if step is None else float(step)])
         places = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
-        more = f" and {len(places) - _NAMED} more ranks" if len(places) > _NAMED else ""
-        return "; ".join(places[:_NAMED]) + more
+        return first_few(places, _NAMED, noun="ranks", separator="; ")

@@ -10,6 +10,7 @@ from typing import Any
 
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 from orchestrator.rundir.warnings import warn
+from orchestrator.units import first_few
 
 
 def checked_figures(found: Any, job: Any) -> dict[str, float]:
@@ -189,11 +190,9 @@ def optimizer_class(
 _SHOWN = 5
 
 
-def first_few(layers: Collection[str]) -> str:
+def name_layers(layers: Collection[str]) -> str:
     """Return the first few of some layers' names, as text."""
-    names = [name or "the model itself" for name in layers]
-    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
+    return first_few([name or "the model itself" for name in layers], _SHOWN)
 
 
 def norm_advice(layers: Collection[str], *, apart: bool) -> str:
@@ -202,7 +201,7 @@ def norm_advice(layers: Collection[str], *, apart: bool) -> str:
     """
     differ = ", and running statistics differ between ranks" * apart
     return (
-        f"batch norm in {first_few(layers)} sees one micro-batch at a time, so the update is not "
+        f"batch norm in {name_layers(layers)} sees one micro-batch at a time, so the update is not "
         f"that of one big batch{differ}. Use "
         "engine.norm=group (GroupNorm in its place), engine.norm=frozen (freeze the statistics "
         "that it has), or take one micro-step of the whole batch on one rank"
@@ -215,7 +214,7 @@ def replaced_norms(choice: str, layers: Collection[str]) -> str:
         "frozen": "keeps the statistics that it has (load trained ones in model())",
         "group": "was replaced by group norm",
     }[choice]
-    return f"engine.norm={choice}: batch norm in {first_few(layers)} {what}"
+    return f"engine.norm={choice}: batch norm in {name_layers(layers)} {what}"
 
 
 def norm_groups(channels: int, *, vectors: bool) -> int:

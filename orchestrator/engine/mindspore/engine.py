@@ -51,6 +51,7 @@ from orchestrator.engine.mindspore.model import (
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
 from orchestrator.job import Job
 from orchestrator.plan.wire import trailer_numbers
+from orchestrator.rundir.checkpoints import WEIGHTS
 
 # ------------------------------------------------------------------ Batches
 # One for each micro-batch, in order, fetched ahead by threads. Samples are numpy arrays or numbers
@@ -132,7 +133,6 @@ class Loader:
 # Weights and optimizer as safetensors, which every framework reads.
 
 
-WEIGHTS = "weights.safetensors"
 OPTIMIZER = "optimizer.safetensors"
 
 
@@ -163,7 +163,11 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
     found = load_file(str(path))
     if wrong := misfits(_kinds_in(found), _kinds_of(parameters)):
         raise RunFolderError(f"{path} does not fit this model: {wrong}")
-    for name, array in found.items():
+    _assign(parameters, found)
+
+
+def _assign(parameters: Mapping[str, Parameter], arrays: Mapping[str, Any]) -> None:
+    for name, array in arrays.items():
         ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `set_rate`
 
 
@@ -387,8 +391,9 @@ class MindSporeEngine(Engine):
         self._hyperparameters.keep()
 
     def load_weights(self, path: Path) -> None:
-        check_fits(path, _kinds_in(load_file(str(path))), _kinds_of(self._model.parameters_dict()))
-        load(path, self._model.parameters_dict())
+        arrays, parameters = load_file(str(path)), self._model.parameters_dict()
+        check_fits(path, _kinds_in(arrays), _kinds_of(parameters))
+        _assign(parameters, arrays)
 
     def weights_sha256(self) -> str:
         return digest(self._model.parameters_dict())

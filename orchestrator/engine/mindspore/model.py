@@ -16,7 +16,7 @@ from mindspore.experimental import optim
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
-    first_few,
+    name_layers,
     norm_advice,
     norm_groups,
     optimizer_class,
@@ -68,7 +68,7 @@ def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) 
     ]
     if dropouts:
         found.append(
-            f"dropout in {first_few(dropouts)} draws from a state inside MindSpore's operator, "
+            f"dropout in {name_layers(dropouts)} draws from a state inside MindSpore's operator, "
             f"which cannot be set: a resumed run draws other numbers, so it will not have the bits "
             f"of an undisturbed one. Regularise by weight decay, or draw masks in the data set"
         )

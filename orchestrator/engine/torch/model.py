@@ -19,7 +19,7 @@ from torch.utils.data import get_worker_info
 
 from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
-    first_few,
+    name_layers,
     norm_advice,
     norm_groups,
     optimizer_class,
@@ -265,8 +265,8 @@ def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -
     ]
     if sparse:
         found.append(
-            f"sparse gradients of {first_few(sparse)} are accumulated as dense ones; sparse=False "
-            "says so and is faster"
+            f"sparse gradients of {name_layers(sparse)} are accumulated as dense ones; "
+            "sparse=False says so and is faster"
         )
     return found
 

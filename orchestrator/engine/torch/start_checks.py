@@ -29,6 +29,7 @@ from orchestrator.engine.torch.group import (
 from orchestrator.engine.torch.window_checks import digest_of
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.plan_warnings import named_ranks
+from orchestrator.units import first_few
 
 _MODEL = "model must be a torch.nn.Module, or its parameters (with or without names)"
 
@@ -212,9 +213,8 @@ def _check_optimizer(optimizer: Optimizer, parameters: Named) -> None:
                 )
     lacking = [name for name, parameter in parameters if id(parameter) not in theirs]
     if lacking:
-        more = f" and {len(lacking) - 1} more" if len(lacking) > 1 else ""
         raise ConfigError(
-            f"the {kind} lacks {lacking[0]}{more}, which no step would change: add it to the "
+            f"the {kind} lacks {first_few(lacking, 1)}, which no step would change: add it to the "
             "optimizer, or freeze it with requires_grad_(False) before the accumulator is built"
         )
 
