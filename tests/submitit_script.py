@@ -69,7 +69,7 @@ def ended(job):
 def main(folder):
     executor = submitit.AutoExecutor(folder=folder)
     executor.update_parameters(timeout_min=5, nodes=1, tasks_per_node=1, name="array")
-    jobs = executor.map_array(add, range(6), range(6))
+    jobs = executor.map_array(add, range(3), range(3))
     say(results=[job.result() for job in jobs], states=[ended(job) for job in jobs])
     say(stdout=jobs[2].stdout(), stderr=jobs[2].stderr(), path=str(jobs[2].paths.stdout))
     job = executor.submit(fail)

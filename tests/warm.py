@@ -159,7 +159,7 @@ def _ask(kind, order, out, err):
 
 
 def _may_train(module, arguments):
-    if module == "torch.distributed.run" or arguments[:1] == ["audit"]:
+    if module in {"torch.distributed.run", "pytest"} or arguments[:1] == ["audit"]:
         return True
     trains = module == "orchestrator.launch" or arguments[:1] in ([verb] for verb in TRAINING)
     return trains and not any("slurm" in word or word.startswith("--") for word in arguments)

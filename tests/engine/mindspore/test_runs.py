@@ -6,13 +6,12 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 
 import psutil
 import pytest
 
 from tests import helpers
+from tests.docs.printed import typed
 from tests.docs.scripts import shell_block
 from tests.engine.mindspore.under_msrun import TRAIN, under_msrun
 from tests.hold import Hold
@@ -26,13 +25,10 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     """The block of docs/how-to/mindspore.md, with a narrower net."""
     block = shell_block("mindspore.md", "orchestrator compare")
     assert "layers=[784,512,512,10]" in block
-    commands = block.replace("784,512,512,10", "784,48,10").replace("python -m", "$PYTHON -m")
-    done = subprocess.run(
-        ["bash", "-eu", "-c", commands],
-        cwd=tmp_path, capture_output=True, text=True, check=False, timeout=390,
-        env=helpers.environment(PYTHON=sys.executable),
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    (tmp_path / "typed").mkdir()
+    for _, _, module, *words in typed(block.replace("512,512", "48"), tmp_path / "typed"):
+        done = helpers.call(*words, module=module, cwd=tmp_path, timeout=390)
+        assert done.returncode == 0, done.stdout + done.stderr
     torchs, ours = tmp_path / "runs" / "torch", tmp_path / "runs" / "mindspore"
     assert "torch" in json.loads((torchs / "environment.json").read_text())["framework"]
     assert "mindspore" in json.loads((ours / "environment.json").read_text())["framework"]
