@@ -140,7 +140,7 @@ class Disturbed:
 
     def _await(self, moment: str) -> None:
         if moment == "start":
-            wait_for(lambda: self._queue() == "RUNNING", "the start")
+            wait_for(lambda: self._queue() == "RUNNING" or self._over(), "the start")
             time.sleep(self._chance.uniform(0.0, 3.0))
             return
         if moment == "after":

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from orchestrator.errors import ClusterError, NotNow, describe_status, expand_user
+from orchestrator.rundir.files import read_end, read_json
+from orchestrator.rundir.folder import RunDir
 
 FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -414,6 +416,10 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
 EXITED = re.compile(r"Exited with exit code (\d+)")
 STOP_CODES = frozenset(128 + n for n in (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2))
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
+SRUN_LOG_BYTES = 2**20
+NODE_FAILURE = re.compile(
+    r"srun: error: (Node failure on (?P<name>\S+)|.*missing step on node (?P<number>\d+))"
+)
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 
 
@@ -444,6 +450,20 @@ def numbers(listed: str) -> Iterator[int]:
     for part in listed.split(","):
         first, _, last = part.partition("-")
         yield from range(int(first), int(last or first) + 1)
+
+
+def node_failure(run: RunDir, attempt: int) -> str | None:
+    """Describe the failure of a node that srun's log reports, by name or number; else None."""
+    try:
+        log = read_end(run.srun_log(attempt), SRUN_LOG_BYTES).decode("utf-8", errors="replace")
+    except FileNotFoundError:
+        return None
+    if (found := NODE_FAILURE.search(log)) is None:
+        return None
+    name = found["name"]
+    if name is None:
+        name = (read_json(run.node_ranks(attempt, int(found["number"]))) or {}).get("node")
+    return f"node {name or found['number']} failed"
 
 
 def task_exits(log: str) -> list[TaskExit]:

@@ -10,7 +10,6 @@ worker needs SLURM's commands, which a container may lack.
 from __future__ import annotations
 
 import os
-import re
 import signal
 import time
 from collections import deque
@@ -24,16 +23,15 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, Done, TrainingProgress
 from orchestrator.errors import StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_end, read_json
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
 from orchestrator.rundir.outcome import note_departure, read_outcome
 from orchestrator.rundir.warnings import warn
+from orchestrator.slurm_client import node_failure
 
 KILL_WAIT_S = 30.0
 UNEXPLAINED = "it ended without a message: a node failed, or the time to stop was too short"
-SRUN_LOG_BYTES = 2**20
-NODE_FAILURE = re.compile(r"srun: error: Node failure on (\S+)")
 RECENT = 5
 CANCEL_CHECK_S = 1.0
 SAVE_MARGIN = 1.5
@@ -234,13 +232,8 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     departure: dict[str, Any] | None = read_json(run.departure(last))
     if departure is not None:
         return str(departure["why"])
-    try:
-        said = read_end(run.srun_log(last), SRUN_LOG_BYTES).decode("utf-8", errors="replace")
-    except FileNotFoundError:
-        return None
-    failed = NODE_FAILURE.search(said)  # the scheduler ended the job, agents included
-    if failed:
-        return f"node {failed[1]} failed"
+    if failed := node_failure(run, last):  # the scheduler ended the job, agents included
+        return failed
     outcome = read_outcome(run, last)  # the scheduler may have ended the job before srun noticed
     return outcome.lost if outcome is not None else None
 

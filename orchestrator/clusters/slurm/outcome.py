@@ -43,6 +43,7 @@ from orchestrator.slurm_client import (
     Job,
     SchedulerDown,
     SlurmClient,
+    node_failure,
     own_job_id,
     queued,
 )
@@ -155,7 +156,11 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
     outcome = read_outcome(run, attempt)
     if outcome is not None:
         return outcome.lost
-    if run.failures(attempt) or code not in {*STOP_CODES, KILLED}:
+    if run.failures(attempt):
+        return None
+    if failed := node_failure(run, attempt):
+        return failed
+    if code not in {*STOP_CODES, KILLED}:
         return None
     if stop_signal:
         return f"its batch script was sent SIG{stop_signal}"

@@ -31,6 +31,9 @@ JOB = Job(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
+MISSING = "srun: error: Aborting, io error and missing step on node"
+
+
 @pytest.fixture
 def run(tmp_path):
     run = RunDir(tmp_path / "run")
@@ -194,12 +197,16 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (KILLED, "", "", "srun was killed"),
         (KILLED, "", "srun: forcing job termination\n", "srun was asked to end the job"),
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
+        (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
+        (1, "", f"{MISSING} 3\n", "node 3 failed"),
+        (KILLED, "TERM", "srun: error: Node failure on n2\n", "node n2 failed"),
         (1, "TERM", "", None),
         (0, "", "", None),
     ],
 )
 def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, told, said, why):
     attempts(run, 1)
+    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, told) == why
     failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": False, "usage": False, "time": 1}
