@@ -30,7 +30,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from tests.warm_nodes import ROOM, Popen, name_after
+from tests.warm_nodes import ROOM, name_after, spawn_nodes
 
 ROOT = Path(__file__).resolve().parent.parent
 PATH = f"{ROOT}{os.pathsep}{ROOT / 'tests' / 'third_party' / 'framework'}"
@@ -271,7 +271,9 @@ def _become(order, out, err):
     os.chdir(asked["cwd"])
     sys.path[0] = asked["cwd"]
     if sys.argv[2] == "runs":
-        subprocess.Popen = Popen
+        from orchestrator.clusters.local import cluster
+
+        cluster.spawn_nodes = spawn_nodes
     if asked.get("leads"):
         os.setsid()
         name_after([sys.executable, "-m", asked["module"], *asked["arguments"]])

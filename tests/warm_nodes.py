@@ -1,11 +1,11 @@
 """What simulated nodes are forks of, started without a new interpreter.
 
-A local run's start is mostly one import of torch, in a process of its own, and tests
-start hundreds of runs. The launcher of `warm.call` has torch already, so that process can be its
-fork: all that `subprocess.Popen` does, with the module's run in the place of an exec. It looks like
-what it stands for: its command line, environment, signals and files are those of the new
-interpreter. An audited script's rank is a fork, too, and runs the script in the place of its exec.
-What `helpers.begin_anew` starts, all other programs and MindSpore's jobs are new interpreters.
+A local run's start is mostly one import of torch, in a process of its own, and tests start hundreds
+of runs. The launcher of `warm.call` has torch already, so that process can be its fork, as those of
+a sweep's points are. It looks like what it stands for: its command line, environment, signals and
+files are those of the new interpreter. An audited script's rank is a fork, too, and runs the script
+in the place of its exec. What `helpers.begin_anew` starts, all other programs and MindSpore's jobs
+are new interpreters.
 """
 
 import ctypes
@@ -13,47 +13,43 @@ import functools
 import logging
 import os
 import runpy
-import subprocess
 import sys
 import traceback
 from pathlib import Path
 
-from orchestrator.agent.local_nodes import become
+from orchestrator.agent import local_nodes
+from orchestrator.agent.processes import fork
 from orchestrator.config.job_source import check_target
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import read_config
 from orchestrator.rundir.folder import RunDir
 
-MODULE = "orchestrator.agent.local_nodes"
 OBSERVER = "orchestrator.audit"
 ROOM = " " * 4000
 """An argument that makes room for the command lines of forks."""
 
 
-class Popen(subprocess.Popen):
-    """The standard library's, but for one command."""
-
-    def __init__(self, args, **how):
-        if isinstance(args, list) and args[1:3] == ["-m", MODULE] and _has_torch(args[3]):
-            environment, keep = how.get("env"), how.get("pass_fds", ())
-            how["preexec_fn"] = functools.partial(_be, args, environment, keep)
-        super().__init__(args, **how)
+def spawn_nodes(run, environment, standard, keep):
+    """Start the parent of a run's nodes, as `local_nodes.spawn_nodes` does."""
+    if not _has_torch(run):
+        return local_nodes.spawn_nodes(run, environment, standard, keep)
+    return fork(functools.partial(_be, run, environment, standard, keep))
 
 
 def _has_torch(run):
     """Return whether torch in its nodes serves a run, or does no harm."""
-    job = read_config(RunDir(Path(run)).read_config()).job
+    job = read_config(RunDir(run).read_config()).job
     if is_program(job):
         return OBSERVER in job["command"]
     return check_target(job).framework in ("torch", "numpy")
 
 
-def _be(command, environment, keep):
-    """In the child, in the place of its exec: be what the command would be."""
+def _be(run, environment, standard, keep):
+    """In the child: be what `local_nodes.spawn_nodes` would start."""
     logging.getLogger().handlers.clear()
-    name_after([sys.executable, *command[1:]])
+    name_after([sys.executable, "-m", "orchestrator.agent.local_nodes", str(run)])
     os.execvpe = _observe
-    become(environment, keep)
+    return local_nodes.become(environment, standard, keep)
 
 
 def _observe(_, argv, environment):

@@ -213,6 +213,28 @@ def _live(order: dict[str, Any]) -> int:
     return run_worker(run.path, order["nodes"][0]["spec"]["attempt"], rank)
 
 
+def spawn_nodes(
+    run: Path, environment: Mapping[str, str], standard: Sequence[int], keep: Collection[int]
+) -> int:
+    """Start the parent of a run's nodes, in a session of its own; return its pid.
+
+    Ctrl-C in the terminal then reaches the launcher alone.
+
+    Args:
+        standard: descriptors that become its standard input, output and error.
+        keep: descriptors that it has under the same numbers.
+    """
+    for descriptor in keep:
+        os.set_inheritable(descriptor, True)
+    return os.posix_spawn(
+        sys.executable,
+        [sys.executable, "-m", "orchestrator.agent.local_nodes", str(run)],
+        environment,
+        file_actions=[(os.POSIX_SPAWN_DUP2, own, number) for number, own in enumerate(standard)],
+        setsid=True,
+    )
+
+
 # ------------------------------------------------------------------ Without a new interpreter
 # A sweep's launcher imports the framework once, and the parents of its points' nodes are forks of
 # it: the import takes more than a second, each time.
@@ -244,33 +266,30 @@ def may_fork(environment: Mapping[str, str]) -> bool:
     return environment == _imported_with and threading.active_count() == 1
 
 
-def become(environment: Mapping[str, str], keep: Collection[int]) -> None:
-    """Run in a fork as an exec of this module would, to the end of this process.
-
-    Args:
-        keep: descriptors besides the standard ones that stay open.
-    """
-    with exit_after() as result:
-        nothing = os.open(os.devnull, os.O_RDWR)
-        for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
-            if number not in {0, 1, 2, nothing, *keep}:
-                # Closed, it might be reused, and a Python object of the launcher would close that.
-                with contextlib.suppress(OSError):  # the listing's own
-                    os.dup2(nothing, number, inheritable=False)
-        for number in signal.valid_signals():
-            if callable(signal.getsignal(number)):
-                signal.signal(number, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        for number in (signal.SIGPIPE, signal.SIGXFSZ):
-            signal.signal(number, signal.SIG_IGN)
-        os.environ.clear()
-        os.environ.update(environment)
-        sys.stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # a descriptor
-        sys.stdout, sys.stderr = (
-            open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
-            for number in (1, 2)
-        )
-        result.code = _run()
+def become(environment: Mapping[str, str], standard: Sequence[int], keep: Collection[int]) -> int:
+    """Be in a fork what `spawn_nodes` starts; return the exit status."""
+    for number, descriptor in enumerate(standard):
+        os.dup2(descriptor, number)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in map(int, os.listdir("/proc/self/fd")):  # noqa: PTH208
+        if number not in {0, 1, 2, nothing, *keep}:
+            # Closed, it might be reused, and a Python object of the launcher would close that.
+            with contextlib.suppress(OSError):  # the listing's own
+                os.dup2(nothing, number, inheritable=False)
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_IGN)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.stdin = open(0, "rb", closefd=False)  # noqa: SIM115  # a descriptor
+    sys.stdout, sys.stderr = (
+        open(number, "w", buffering=1, errors="backslashreplace", closefd=False)  # noqa: SIM115
+        for number in (1, 2)
+    )
+    return _run()
 
 
 def _run() -> int:

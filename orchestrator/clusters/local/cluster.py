@@ -10,16 +10,20 @@ import json
 import os
 import select
 import signal
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import IO, cast
 
-from orchestrator.agent.local_nodes import EXIT_IMPORT_HANGS, IMPORT_HANGS, become, may_fork
+from orchestrator.agent.local_nodes import (
+    EXIT_IMPORT_HANGS,
+    IMPORT_HANGS,
+    become,
+    may_fork,
+    spawn_nodes,
+)
 from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.processes import fork
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
 from orchestrator.clusters.machine import share_gpus, visible_gpus
@@ -76,25 +80,19 @@ class LocalHandle(Handle):
         ]  # fmt: skip
         order = {"launcher": os.getpid(), "control": control, "report": report, "nodes": nodes}
         environment = nodes[0]["environment"]
-        fork = partial(become, environment, (control, report))
-        first = self._run.node_log("node0")
-        with os.fdopen(open_nofollow(first, APPENDING), "ab") as log:
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", "orchestrator.agent.local_nodes", str(request.run)],
-                stdin=subprocess.PIPE,
-                stdout=log,
-                stderr=log,
-                env=environment,
-                pass_fds=[control, report],
-                preexec_fn=fork if may_fork(request.environment) else None,  # noqa: PLW1509  # one thread
-                start_new_session=True,  # Ctrl-C in the terminal reaches the launcher alone
-            )
-        os.close(control)
-        os.close(report)
-        self._ended = os.pidfd_open(self._process.pid)
+        stdin, pipe = os.pipe()
+        log = open_nofollow(self._run.node_log("node0"), APPENDING)
+        standard, keep = (stdin, log, log), (control, report)
+        if may_fork(request.environment):
+            self._pid = fork(partial(become, environment, standard, keep))
+        else:
+            self._pid = spawn_nodes(request.run, environment, standard, keep)
+        for descriptor in (stdin, log, control, report):
+            os.close(descriptor)
+        self._ended = os.pidfd_open(self._pid)
         try:
-            with cast("IO[bytes]", self._process.stdin) as pipe:
-                pipe.write(json.dumps(order).encode())
+            with os.fdopen(pipe, "wb") as file:
+                file.write(json.dumps(order).encode())
         except BrokenPipeError:  # it has ended already, which `poll` finds
             pass
 
@@ -119,19 +117,21 @@ class LocalHandle(Handle):
 
     def stop(self) -> None:
         self._stopping = True
-        self._process.send_signal(signal.SIGTERM)
+        self._signal(signal.SIGTERM)
 
     def kill(self) -> None:
         """Close the control pipe, on which every agent ends all its processes."""
         self._close_control()
-        self._process.send_signal(signal.SIGCONT)  # a stopped agent does not see the pipe close
+        self._signal(signal.SIGCONT)  # a stopped agent does not see the pipe close
         if not self._has_begun:  # it still imports, and reads no pipe
-            self._process.kill()
-        try:
-            self._process.wait(END_S)
-        except subprocess.TimeoutExpired:
-            self._process.kill()  # agents die with it, and workers with them
-        self._finish()
+            self._signal(signal.SIGKILL)
+        if self.poll(END_S) is State.RUNNING:
+            self._signal(signal.SIGKILL)  # agents die with it, and workers with them
+            self._finish()
+
+    def _signal(self, number: int) -> None:
+        if not self._state.ended:
+            signal.pidfd_send_signal(self._ended, number)
 
     def _close_control(self) -> None:
         if self._control >= 0:
@@ -151,17 +151,14 @@ class LocalHandle(Handle):
     def _finish(self) -> None:
         if self._state.ended:
             return
-        self._process.wait()
-        if self._ended >= 0:
-            os.close(self._ended)
-            self._ended = -1
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._ended)
         self._close_control()
         outcome = self._outcome()
         if outcome is None and self._stopping and not self._has_begun:
             self._state = State.STOPPED  # in the import, before there was an agent
         elif outcome is None:
             self._state = State.FAILED
-            code = self._process.returncode
             cause = "the agents of all nodes ended without an outcome; their parent "
             cause += describe_status(code)
             if code == EXIT_IMPORT_HANGS:
