@@ -30,6 +30,7 @@ def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path)
             *place(*placement), f"run.dir={run}", "-q",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
+        assert done.stdout == "", "-q"
         runs.append(run)
     for other in runs[1:]:
         assert helpers.compare(other, runs[0])["max_relative_difference"] <= 1e-10
@@ -60,6 +61,7 @@ def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
     assert result["optimizer"] == used
     assert (used["class"], used["from"]) == ("torch.optim.adam.Adam", "the configuration")
     assert re.search(r"collectives per update +1, as planned", done.stdout)
+    assert "\x1b" not in done.stdout, "it is no terminal"
     environment = json.loads((run / "environment.json").read_text())
     assert environment["packages"]["torch"]
     assert environment["transport"] == "gloo"
@@ -95,13 +97,6 @@ def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path)
     again = helpers.call(*line, "job.fault=null,null")
     assert again.returncode == 2
     assert "all points: they are equal; leave all but one of them out" in again.stderr
-
-
-def test_quiet_says_nothing_and_no_terminal_gets_no_control_characters(tmp_path):
-    quiet = helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={tmp_path / 'a'}", "-q")
-    assert (quiet.returncode, quiet.stdout) == (0, "")
-    plain = helpers.call(TINY, SMALL, "train.updates=2", f"run.dir={tmp_path / 'b'}")
-    assert "\x1b" not in plain.stdout
 
 
 def test_no_verb_and_no_launch_imports_a_framework(tmp_path):
