@@ -15,9 +15,10 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 from orchestrator.client.loop import Callback, Done, TrainingProgress
+from orchestrator.engine.api import CopiesState
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
@@ -130,13 +131,14 @@ class Checkpoints(Callback):
         background: bool = False,
         on_written: Callable[[int], None] | None = None,
     ) -> None:
-        if background and not hasattr(state, "snapshot"):
+        self._copier = state if background and isinstance(state, CopiesState) else None
+        if background and self._copier is None:
             raise ConfigError(
                 "train.checkpoint_in_background=true is not available with this engine, which "
                 f"gives no copy of its state ({type(state).__name__}); leave it out"
             )
         self._folder, self._state, self._run, self._keep = folder, state, run, keep
-        self._background, self._on_written = background, on_written
+        self._on_written = on_written
         self._thread: threading.Thread | None = None
         self._written: tuple[int, float, Exception | None] | None = None  # updates, seconds
         self._part: Part | None = None
@@ -221,9 +223,9 @@ class Checkpoints(Callback):
         if writer[0] < 0:
             return
         folder = checkpoint.partial_folder(self._folder, updates, int(writer[0]))
-        state = cast("Any", self._state).snapshot() if self._background else self._state
+        state = self._copier.snapshot() if self._copier else self._state
         about = {"updates": updates, "samples": samples, "run": self._run}
-        self._part = Part(folder, number, state, about, background=self._background)
+        self._part = Part(folder, number, state, about, background=self._copier is not None)
 
     def complete_parts(self, *, wait: bool) -> None:
         """Complete the checkpoint whose parts are being written, if all are. Collective.
@@ -272,8 +274,8 @@ class Checkpoints(Callback):
             return
         began = time.monotonic()
         self.wait()
-        if self._background:
-            copy = cast("Any", self._state).snapshot()
+        if self._copier:
+            copy = self._copier.snapshot()
             self._thread = threading.Thread(
                 target=self._write, args=(copy, updates, samples), name="checkpoint", daemon=True
             )
@@ -291,7 +293,7 @@ class Checkpoints(Callback):
     def _write(self, state: Any, updates: int, samples: int) -> None:
         began, failed = time.monotonic(), None
         try:
-            if self._background:
+            if self._copier:
                 state.take()
             checkpoint.save(
                 self._folder, state, updates=updates, samples=samples, keep=self._keep,

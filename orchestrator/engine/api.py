@@ -12,11 +12,11 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from orchestrator.errors import ConfigError, SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
-from orchestrator.rundir.checkpoints import WEIGHTS
+from orchestrator.rundir.checkpoints import WEIGHTS, Saves
 
 _RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
 
@@ -175,6 +175,9 @@ class Group(ABC):
     def barrier(self) -> None:
         """Return once every rank has called."""
 
+    def close(self) -> None:
+        """Close the group on this rank, in order: peers see no loss. Every rank calls it."""
+
     def mark(self) -> Mark:
         """Return the current counts, for `since`."""
         return self.counters.collectives, self.counters.bytes_handed, self._share
@@ -321,6 +324,11 @@ class Engine(Protocol):
     An engine that derives from it has the usual answers where every rank holds the whole state.
     """
 
+    @property
+    def copy(self) -> tuple[int, ...]:
+        """Return the ranks that hold this rank's copy of a model in shards; () for any other."""
+        return ()
+
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         """Return one batch for each micro-batch, in order, fetched ahead when there are loader
         workers.
@@ -394,8 +402,7 @@ class Engine(Protocol):
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write weights.safetensors and optimizer.safetensors into `folder`, or this rank's part of
         them (`rundir.checkpoints.part_name`), which all ranks do; give the rest as what JSON can
-        hold, the same on all ranks. Not collective. An engine whose `snapshot()` gives something
-        with a `take` and this method, for a thread to call, has train.checkpoint_in_background.
+        hold, the same on all ranks. Not collective.
         """
         ...
 
@@ -444,6 +451,23 @@ class Engine(Protocol):
         """
         del micro_batches
         return []
+
+
+class StateCopy(Saves, Protocol):
+    """A copy of the state of one moment, for a thread to complete and to write."""
+
+    def take(self) -> None:
+        """Copy what was not copied at once; the engine's next boundary waits for it."""
+        ...
+
+
+@runtime_checkable
+class CopiesState(Protocol):
+    """An engine that has train.checkpoint_in_background."""
+
+    def snapshot(self) -> StateCopy:
+        """Return what `save_state` would write now. Not collective."""
+        ...
 
 
 # ------------------------------------------------------------------ Frameworks
@@ -518,6 +542,7 @@ def against(job: Any, group: Group, *, asked: bool) -> str:
     return ""
 
 
+@runtime_checkable
 class Survives(Protocol):
     """An engine whose group may lose ranks, and get others (docs/explanation/surviving.md)."""
 

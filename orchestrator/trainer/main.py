@@ -52,7 +52,7 @@ def _train(worker: WorkerProcess) -> int:
                     result["why"] = why
                 write_json(worker.run.result, result)
         # Groups that watch their peers learn that what follows is an end, not a loss.
-        getattr(training.group, "close", lambda: None)()
+        training.group.close()
         return EXIT_FINISHED if finished else EXIT_STOPPED
 
 
@@ -104,7 +104,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 rank,
                 training.rates,
                 ranks=ranks,
-                copy=getattr(engine, "copy", ()),
+                copy=engine.copy,
             ),
             updates=training.updates,
             checkpoints=training.checkpoints,

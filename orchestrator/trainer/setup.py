@@ -20,7 +20,7 @@ from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import with_survival
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec
+from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
@@ -98,7 +98,7 @@ class Training:
         An engine that could continue in another group still has that state.
         """
         able = self.recorder is not None and self.checkpoints.can_save()
-        return able and hasattr(self.engine, "regroup")
+        return able and isinstance(self.engine, Survives)
 
     def save_after_failure(self) -> None:
         """Save the last boundary's state, on the rank that can, unless it is saved already."""

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from orchestrator.agent.node_spec import SILENCE_S
 from orchestrator.client.loop import Callback, Done, TrainingProgress
@@ -225,14 +225,14 @@ class Survivors(Callback):
         updates: int,
         go_back: Callable[[int], int | None],
     ) -> None:
-        if not hasattr(engine, "regroup"):
+        if not isinstance(engine, Survives):
             raise ConfigError(
                 f"run.survive=true is not available with the engine of {type(framework).__name__}, "
                 "which cannot go on in another group; leave it out, and use run.max_restarts"
             )
         self._spec, self._framework, self._updates = spec, framework, updates
         self._go_back = go_back
-        self._engine = cast("Survives", engine)
+        self._engine = engine
         self._me = member_of(spec.rank, worker.topology.replaces, spec.size)
         nodes = worker.topology.nodes
         self._ranks_per_node, self._all_nodes = spec.size // nodes, set(range(nodes))
@@ -355,7 +355,7 @@ class Survivors(Callback):
 
     @property
     def _in_shards(self) -> bool:
-        return bool(getattr(self._engine, "copy", ()))
+        return bool(self._engine.copy)
 
     # ------------------------------------------------------------------ the next generation
 

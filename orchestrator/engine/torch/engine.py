@@ -18,7 +18,14 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.config.optimizer import chosen, described
-from orchestrator.engine.api import BoundaryReport, EngineSettings, MicroBatch, Window, against
+from orchestrator.engine.api import (
+    BoundaryReport,
+    Engine,
+    EngineSettings,
+    MicroBatch,
+    Window,
+    against,
+)
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
@@ -127,8 +134,8 @@ def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchE
     return TorchEngine(job, settings, group)
 
 
-class TorchEngine:
-    """An `Engine` that also `Survives`; see there for the methods.
+class TorchEngine(Engine):
+    """An `Engine` that also `Survives` and `CopiesState`; see there for the methods.
 
     Args:
         job: what to train.
@@ -201,7 +208,6 @@ class TorchEngine:
 
     @property
     def copy(self) -> tuple[int, ...]:
-        """Return the ranks that hold this rank's copy of a model in shards; () for any other."""
         return () if self._sharded is None else self._sharded.copy
 
     def _prepared(self, batch: Any) -> Any:

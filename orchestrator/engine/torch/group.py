@@ -120,9 +120,6 @@ class BaseGroup(Group):
         From any thread; not collective. Without support by the transport its timeout remains.
         """
 
-    def close(self) -> None:
-        """Close the group on this rank, in order: peers see no loss. Every rank calls it."""
-
     # ------------------------------------------------------------------ collectives
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
