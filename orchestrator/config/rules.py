@@ -92,19 +92,8 @@ def planned_survival(config: Config) -> Survival:
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return Survival(False)
     facts = check_target(config.job)
-    against = next(_survive_refusals(config, facts), None) or _only_when_asked(config, facts)
-    return Survival(True, text) if against is None else Survival(False, OFF + against)
-
-
-def _only_when_asked(config: Config, facts: TargetFacts) -> str | None:
-    """Return why losses are survived only where `run.survive=true` is stated."""
-    gpus = config.cluster.gpus_per_node if config.transport == "auto" else None
-    if facts.framework != "torch" or not (gpu_count(gpus) or config.transport == "nccl"):
-        return None
-    return (
-        "over NCCL a loss is survived only if run.survive=true is stated, since that has not run "
-        f"on GPUs yet; or use {RESTARTS}"
-    )
+    refusal = next(_survive_refusals(config, facts), None)
+    return Survival(True, text) if refusal is None else Survival(False, OFF + refusal)
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -138,9 +127,7 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
     if facts is None:
         return
     if facts.framework == "torch":
-        yield from _survive_on_torch(config)
-        if facts.talks_in_window:
-            yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
+        yield from _survive_on_torch(config, talks=facts.talks_in_window)
     elif facts.framework == "mindspore":
         yield SURVIVE_ON_MINDSPORE
     elif facts.framework is None:
@@ -149,12 +136,32 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
 
-def _survive_on_torch(config: Config) -> Iterator[str]:
-    if config.transport not in ("auto", "gloo", "nccl"):
+def interrupt_refusals(transport: str, *, talks: bool, asked: bool) -> Iterator[str]:
+    """Yield why collectives of torch that wait for a lost rank cannot be interrupted.
+
+    Args:
+        transport: "auto" if it is not known yet.
+        talks: the job's loss calls collectives.
+        asked: run.survive=true is stated.
+    """
+    if transport == "nccl" and not asked:
         yield (
-            f"{SURVIVE} transport={config.transport}, whose collectives cannot be left when a peer "
-            f"is gone; try transport=gloo, or {RESTARTS} in its place"
+            "over NCCL a loss is survived only if run.survive=true is stated, since that has not "
+            f"run on GPUs yet; or use {RESTARTS}"
         )
+    elif transport not in ("auto", "gloo", "nccl", "threads"):
+        yield (
+            f"{SURVIVE} transport={transport}, whose collectives cannot be left when a peer is "
+            f"gone; try transport=gloo, or {RESTARTS} in its place"
+        )
+    if talks:
+        yield f"{SURVIVE} talks_in_window: those collectives cannot be interrupted"
+
+
+def _survive_on_torch(config: Config, *, talks: bool = False) -> Iterator[str]:
+    on_gpus = config.transport == "auto" and gpu_count(config.cluster.gpus_per_node)
+    transport, asked = "nccl" if on_gpus else config.transport, bool(config.run.survive)
+    yield from interrupt_refusals(transport, talks=talks, asked=asked)
     if config.engine.shard_model == "all":
         yield (
             f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "

@@ -517,31 +517,6 @@ class Framework(ABC):
 # Membership changes during training
 
 
-BREAKABLE = ("gloo", "threads")
-"""Transports whose collectives can be left when a peer is gone. NCCL's can be aborted, which has
-not run on GPUs yet, so it has to be asked for.
-"""
-
-
-def against(job: Any, group: Group, *, asked: bool) -> str:
-    """Return why the ranks of `group` cannot continue without lost ones; "" where they can.
-
-    Args:
-        asked: run.survive=true was stated.
-    """
-    if group.size > 1 and group.transport not in (*BREAKABLE, *(["nccl"] if asked else [])):
-        return (
-            f"run.survive=true needs transport=gloo: a collective of {group.transport} cannot "
-            "be left when a peer is gone; leave run.survive out, and use run.max_restarts"
-        )
-    if getattr(job, "talks_in_window", False):
-        return (
-            f"run.survive=true is not available for {type(job).__name__}, whose loss calls "
-            "collectives of its own (talks_in_window), which cannot be interrupted"
-        )
-    return ""
-
-
 @runtime_checkable
 class Survives(Protocol):
     """An engine whose group may lose ranks, and get others (docs/explanation/surviving.md)."""

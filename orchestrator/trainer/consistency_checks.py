@@ -15,9 +15,15 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from typing import Any
 
-from orchestrator.config.rules import OFF, planned_survival, refuse_schedule, with_survival
+from orchestrator.config.rules import (
+    OFF,
+    interrupt_refusals,
+    planned_survival,
+    refuse_schedule,
+    with_survival,
+)
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
-from orchestrator.engine.api import Engine, Group, against
+from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import has_own_rate
@@ -288,13 +294,14 @@ def _short(value: object) -> str:
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
     """Return `config` with `run.survive` true or false, the same on all ranks."""
-    on = planned_survival(config).on
+    on = planned_survival(config).on and group.size > 1
     if config.run.survive is None and on:
-        refusal = against(job, group, asked=False)
+        talks = bool(getattr(job, "talks_in_window", False))
+        refusal = next(interrupt_refusals(group.transport, talks=talks, asked=False), None)
         if refusal and group.rank == 0:
             warn(f"{OFF}{refusal}")
-        on = not refusal
-    return with_survival(config, on=on and group.size > 1)
+        on = refusal is None
+    return with_survival(config, on=on)
 
 
 # ----------------------------------------------------------------------

@@ -18,14 +18,8 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.config.optimizer import chosen, described
-from orchestrator.engine.api import (
-    BoundaryReport,
-    Engine,
-    EngineSettings,
-    MicroBatch,
-    Window,
-    against,
-)
+from orchestrator.config.rules import interrupt_refusals
+from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
@@ -148,7 +142,9 @@ class TorchEngine(Engine):
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
-        if settings.survive and (refusal := against(job, group, asked=True)):
+        talks = bool(getattr(job, "talks_in_window", False))
+        refusal = next(interrupt_refusals(group.transport, talks=talks, asked=True), None)
+        if settings.survive and refusal:
             raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group
         reproducible = settings.reduction == "reproducible"
@@ -159,7 +155,6 @@ class TorchEngine(Engine):
                     "accumulation.reduction=reproducible needs accumulation.micro_batch"
                 )
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
-        talks = bool(getattr(job, "talks_in_window", False))
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
         if settings.shard_model != "none":
             from orchestrator.engine.torch.fully_sharded import join_copies, shard_model

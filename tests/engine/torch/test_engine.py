@@ -239,6 +239,17 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
     assert run_in_threads(2, lambda group: be(group, Declared)) == [3, 3]
 
 
+@pytest.mark.parametrize(
+    ("job", "transport", "said"),
+    [(Declared, "gloo", "talks_in_window"), (Curve, "hccl", "transport=hccl")],
+)
+def test_losses_are_not_survived_where_collectives_cannot_be_interrupted(job, transport, said):
+    settings = EngineSettings(metric_names=Curve.metric_names, survive=True)
+    group = TorchGroup.alone(transport=transport, device=torch.device("cpu"))
+    with pytest.raises(ConfigError, match=f"run.survive=true is not available with {said}"):
+        build_engine(job(), settings, group)
+
+
 class OwnOptimizer(Curve):
     """Brings an optimizer with groups of its own."""
 
