@@ -73,30 +73,48 @@ class WindowPlanner:
         samples = self.order.samples_of(update)
         return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
 
-    def window(self, update: int, rank: int) -> Window:
-        """Return the work of `rank` in `update`.
+    def window(self, update: int, rank: int, assignment: Split | None = None) -> Window:
+        """Return the work of `rank` in `update`, by `assignment` or else by the even division.
 
         Raises:
-            PlanError: there is no such update or rank.
+            PlanError: there is no such update or rank, `assignment` is not of as many samples as
+                the update has, or in reproducible mode does not consist of whole leaves.
         """
-        split = self.assignment(update)
+        split = self.assignment(update) if assignment is None else assignment
+        samples = self.order.samples_of(update)
+        if split.samples != samples:
+            raise PlanError(
+                f"update {update} has {samples} samples, but the assignment is of {split.samples}"
+            )
+        pieces = split.pieces(rank)
+        if assignment is not None and self.reduction == "reproducible":
+            self._check_leaves(pieces, samples)
         indices = self.order.indices(update)
         return Window(
             update=update,
             epoch=self.order.epoch_of(update),
-            samples=split.samples,
+            samples=samples,
             micro_batches=tuple(
                 MicroBatch(
                     update=update,
                     start=start,
                     indices=tuple(indices[start : start + count].tolist()),
                 )
-                for start, count in split.pieces(rank)
+                for start, count in pieces
             ),
             learning_rate=self.schedule.learning_rate(update),
             steps=split.micro_steps,
             samples_per_rank=split.samples_per_rank,
         )
+
+    def _check_leaves(self, pieces: tuple[tuple[int, int], ...], samples: int) -> None:
+        leaf = self.batch.micro_batch_cap or self.batch.global_batch
+        for start, count in pieces:
+            if start % leaf or count != min(leaf, samples - start):
+                raise PlanError(
+                    f"samples {start} to {start + count - 1} of the update are not a leaf of "
+                    f"{leaf} samples; accumulation.reduction=reproducible moves whole leaves only"
+                )
 
 
 def planner_of(plan: Plan) -> WindowPlanner:

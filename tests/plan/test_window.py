@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
+from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.plan.window import WindowPlanner, planner_of
 from tests.plan.stated import make_plan
 
@@ -14,8 +15,9 @@ def planner(**values) -> WindowPlanner:
     return planner_of(make_plan(**base | values))
 
 
-def samples_of(planner: WindowPlanner, update: int) -> list[int]:
-    windows = [planner.window(update, rank) for rank in range(planner.ranks)]
+def samples_of(planner: WindowPlanner, update: int, assignment=None) -> list[int]:
+    ranks = planner.ranks if assignment is None else assignment.ranks
+    windows = [planner.window(update, rank, assignment) for rank in range(ranks)]
     return [index for w in windows for one in w.micro_batches for index in one.indices]
 
 
@@ -57,6 +59,26 @@ def test_the_last_window_of_an_epoch_is_divided_over_all_ranks():
     assert [small.window(update, 0).epoch for update in range(5)] == [0, 0, 0, 0, 1]
 
 
+def test_another_assignment_computes_the_same_samples():
+    some = planner(steps=2)
+    uneven = assign([10, 0, 6], steps=2)
+    assert samples_of(some, 1, uneven) == samples_of(some, 1)
+    assert some.window(1, 1, uneven).micro_batches == ()
+    survivors = assign([9, 7], steps=2)
+    assert samples_of(some, 1, survivors) == samples_of(some, 1)
+
+
+def test_leaves_move_between_ranks_whole():
+    some = planner(micro_batch=3, reduction="reproducible")
+    moved = assign_leaves([0, 1, 5], samples=16, leaf_size=3)
+    even = [piece for rank in range(3) for piece in some.window(0, rank).micro_batches]
+    assert [piece for r in range(3) for piece in some.window(0, r, moved).micro_batches] == even
+    with pytest.raises(
+        PlanError, match=r"samples 6 to 7 of .* not a leaf of 3 samples; .* moves whole"
+    ):
+        some.window(0, 0, assign([8, 4, 4], cap=3))
+
+
 def test_the_learning_rate_is_the_schedule_s():
     some = planner(updates=20, warmup_updates=4, decay="linear", base_lr=1.0)
     assert some.window(1, 0).learning_rate == 0.5
@@ -69,5 +91,7 @@ def test_windows_that_cannot_be_are_refused():
         some.window(0, 3)
     with pytest.raises(PlanError, match="the number of an update=-1"):
         some.window(-1, 0)
+    with pytest.raises(PlanError, match="update 0 has 16 samples, but the assignment is of 15"):
+        some.window(0, 0, assign([15, 0, 0], steps=1))
     with pytest.raises(PlanError, match="need the size of the data set"):
         planner(dataset_samples=None)
