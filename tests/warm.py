@@ -67,7 +67,7 @@ def _server(kind):
 
 def call(module, arguments, *, cwd, env, timeout, kind=None):
     """As `subprocess.run` of `python -m MODULE ARGUMENTS`, with text output."""
-    kind = kind or ("runs" if _may_train(module, arguments) else "commands")
+    kind = kind or ("runs" if _needs_torch(module, arguments) else "commands")
     words = [sys.executable, "-m", module, *arguments]
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env}
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
@@ -90,9 +90,9 @@ def call(module, arguments, *, cwd, env, timeout, kind=None):
 
 def begin(module, arguments, *, cwd, env):
     """As `subprocess.Popen` of `python -m MODULE ARGUMENTS` in a session of its own, whose output
-    goes to one pipe; None where that would train nothing here.
+    goes to one pipe; None where that needs no torch.
     """
-    if not _may_train(module, arguments):
+    if not _needs_torch(module, arguments):
         return None
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env, "leads": True}
     reading, writing = os.pipe()
@@ -158,7 +158,8 @@ def _ask(kind, order, out, err):
     return int(mine.recv(64)), mine
 
 
-def _may_train(module, arguments):
+def _needs_torch(module, arguments):
+    """Return whether this trains, or starts what does, on this machine and with torch."""
     if module in {"torch.distributed.run", "pytest"} or arguments[:1] == ["audit"]:
         return True
     trains = module == "orchestrator.launch" or arguments[:1] in ([verb] for verb in TRAINING)

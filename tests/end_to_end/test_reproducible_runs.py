@@ -6,7 +6,6 @@ from orchestrator.rundir.files import read_json, write_json
 from tests import helpers
 from tests.helpers import TINY
 
-SHAPES = ((1, 1), (3, 1))  # the laws have all others
 REPRODUCIBLE = (
     "accumulation.reduction=reproducible",
     "accumulation.micro_batch=16",
