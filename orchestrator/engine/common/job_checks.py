@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import math
 from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import fields
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError, JobError, did_you_mean
+from orchestrator.job import Loss
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
@@ -130,7 +133,59 @@ def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
         )
 
 
-# ------------------------------------------------------------------ Metrics
+# ------------------------------------------------------------------ Losses
+
+
+def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
+    """Raise `JobError` for what breaks the contract of `Loss`.
+
+    Args:
+        names: the job's metric_names.
+        tensor: the framework's class of tensors.
+    """
+    if type(loss) is not Loss and not all(hasattr(loss, part.name) for part in fields(Loss)):
+        given = "a plain tensor" if isinstance(loss, tensor) else type(loss).__name__
+        raise JobError(
+            f"loss() must return Loss(total, weight), but returned {given}: a sum and what to "
+            "divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
+            "weight=len(wanted)); from orchestrator import Loss"
+        )
+    if not isinstance(loss.total, tensor) or not _is_real_number(loss.total, tensor):
+        wrong = _describe_value(loss.total, tensor)
+        raise JobError(
+            f"Loss.total must be a real scalar tensor, but is {wrong}; use reduction='sum'"
+        )
+    _check_number("weight", loss.weight, tensor)
+    metrics: Any = loss.metrics
+    if type(metrics) is not dict and not isinstance(metrics, Mapping):
+        wrong = _describe_value(metrics, tensor)
+        raise JobError(f"Loss.metrics must be a dictionary, but is {wrong}")
+    if metrics or names:
+        check_metric_names(metrics, names)
+    for name, value in metrics.items():
+        _check_number(f"metrics['{name}']", value, tensor)
+
+
+def _check_number(what: str, value: Any, tensor: type) -> None:
+    if not _is_real_number(value, tensor):
+        wrong = _describe_value(value, tensor)
+        raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
+
+
+def _is_real_number(value: Any, tensor: type) -> bool:
+    if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
+        return True
+    if isinstance(value, tensor):
+        one: Any = value
+        return math.prod(one.shape) == 1 and not one.is_complex()
+    return isinstance(value, Real)
+
+
+def _describe_value(value: Any, tensor: type) -> str:
+    if isinstance(value, tensor):
+        one: Any = value
+        return f"a {one.dtype} tensor of shape {tuple(one.shape)}"
+    return f"{value!r:.40}"
 
 
 def check_metric_names(given: Collection[str], declared: Collection[str]) -> None:

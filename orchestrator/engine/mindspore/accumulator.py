@@ -19,7 +19,6 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.common.job_checks import check_metric_names
+from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import Precision
 from orchestrator.errors import JobError
@@ -132,7 +131,7 @@ def python_loss(job: Job) -> Callable[[Any, Any], Sums]:
 
     def loss(model: Any, batch: Any) -> Sums:
         found = job.loss(model, batch)
-        _check(found, names)
+        check_loss(found, names, Tensor)
         return found.total, found.weight, found.metrics
 
     return loss
@@ -156,33 +155,6 @@ def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
     function.__kwdefaults__ = method.__kwdefaults__
     function.__module__ = twin.__name__
     return types.MethodType(function, job)
-
-
-def _check(loss: Any, names: Sequence[str]) -> None:
-    """Raise `JobError` for what is no `Loss`, or one that cannot be summed."""
-    if not isinstance(loss, Loss):
-        given = "a plain tensor" if isinstance(loss, Tensor) else type(loss).__name__
-        raise JobError(
-            f"loss() must return Loss(total, weight), but returned {given}: a sum and what to "
-            "divide it by; from orchestrator import Loss"
-        )
-    if not isinstance(loss.total, Tensor) or loss.total.size != 1:
-        raise JobError(
-            f"Loss.total must be a real scalar tensor, but is {_describe(loss.total)}; sum it up"
-        )
-    metrics: Any = loss.metrics
-    if not isinstance(metrics, Mapping):
-        raise JobError(f"Loss.metrics must be a dictionary, but is {_describe(metrics)}")
-    for what, value in (("weight", loss.weight), *loss.metrics.items()):
-        one = value.size == 1 if isinstance(value, Tensor) else isinstance(value, Real)
-        if not one:
-            named = "weight" if what == "weight" else f"metrics['{what}']"
-            raise JobError(f"Loss.{named} must be a real number, but is {_describe(value)}")
-    check_metric_names(loss.metrics, names)
-
-
-def _describe(value: Any) -> str:
-    return f"of shape {tuple(value.shape)}" if isinstance(value, Tensor) else f"{value!r:.40}"
 
 
 # ------------------------------------------------------------------ Accumulator

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import lru_cache, partial
 from itertools import groupby
-from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from orchestrator.engine.common.job_checks import check_metric_names
+from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas, folded, shares_of
 from orchestrator.engine.torch.buffers import Named, local_part
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
@@ -58,69 +57,32 @@ def averaged_by(node: Any, depth: int = _DEEPEST) -> str | None:
     return None
 
 
-_PLAIN = (int, float)
-
-
 def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
     """Return weight, total and the metrics of these names, without graphs and not waited for.
 
     Raises:
         JobError: `loss` breaks the contract of `Loss`.
     """
-    if isinstance(loss, Tensor):
-        raise JobError(
-            "loss() must return Loss(total, weight), but returned a plain tensor: a sum and what "
-            "to divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
-            "weight=len(wanted)); from orchestrator import Loss"
-        )
-    parts = ("total", "weight", "metrics")
-    if type(loss) is not Loss and not all(hasattr(loss, part) for part in parts):
-        raise JobError(
-            f"loss() must return Loss(total, weight), but returned {type(loss).__name__}; "
-            "from orchestrator import Loss"
-        )
+    check_loss(loss, names, Tensor)
     total: Any = loss.total
-    metrics: Any = loss.metrics
-    if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex():
-        what = f"shape {tuple(total.shape)}" if isinstance(total, Tensor) else type(total).__name__
-        raise JobError(
-            f"Loss.total must be a real scalar tensor, but is {what}; use reduction='sum'"
-        )
     if not total.requires_grad:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
-    if type(metrics) is not dict and not isinstance(metrics, Mapping):
-        raise JobError(f"Loss.metrics must be a dictionary, but is {metrics!r:.40}")
-    row = [loss.weight, total.detach()]
-    if type(loss.weight) not in _PLAIN:  # a look at an abstract class takes longer than the rest
-        row[0] = _real_number("weight", loss.weight)
+    weight = _without_graph(loss.weight)
     made_by = averaged_by(total.grad_fn)
     # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
-    if made_by is not None and float(row[0]) != 1.0:
+    if made_by is not None and float(weight) != 1.0:
         raise JobError(
-            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(row[0]):g}: "
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(weight):g}: "
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
-    if metrics or names:
-        check_metric_names(metrics, names)
-    for name in names:
-        value = metrics[name]
-        row.append(value if type(value) in _PLAIN else _real_number(f"metrics['{name}']", value))
-    return row
+    return [weight, total.detach(), *(_without_graph(loss.metrics[name]) for name in names)]
 
 
-def _real_number(what: str, value: Any) -> Any:
-    """Return a real number, or a tensor of one without its graph. Raises `JobError` for others."""
-    if not isinstance(value, Tensor):
-        if isinstance(value, Real):
-            return value
-        raise JobError(f"Loss.{what} must be a real number, but is {value!r}")
-    if value.numel() != 1 or value.is_complex():
-        found = f"a {value.dtype} tensor of shape {tuple(value.shape)}"
-        raise JobError(f"Loss.{what} must be a real number, but is {found}")
-    return value.detach()
+def _without_graph(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 # ------------------------------------------------------------------ Weights digest
