@@ -42,6 +42,7 @@ def refused(tmp_path, *arguments, code=2, **more):
             "there are SGD, Adam",
         ),
         (("job.data_dir=/absent", SMALL), "/absent"),
+        (("--config-dir=" + "x" * 300,), "File name too long"),
     ],
 )
 def test_wrong_requests_are_refused_without_a_trace(tmp_path, arguments, words):
