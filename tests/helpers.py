@@ -55,9 +55,8 @@ def begin(*arguments, module="orchestrator.launch", cwd=None, **env):
     """Start a command and leave it running; its output goes to the returned process's pipe."""
     if "PYTHONPATH" not in env:
         where = {"cwd": cwd or Path.cwd(), "env": environment(**env)}
-        if begun := warm.begin(module, [*map(str, arguments)], **where):
-            STARTED.append(begun)
-            return begun
+        STARTED.append(warm.begin(module, [*map(str, arguments)], **where))
+        return STARTED[-1]
     return begin_anew(*arguments, module=module, cwd=cwd, **env)
 
 

@@ -90,14 +90,13 @@ def call(module, arguments, *, cwd, env, timeout, kind=None):
 
 def begin(module, arguments, *, cwd, env):
     """As `subprocess.Popen` of `python -m MODULE ARGUMENTS` in a session of its own, whose output
-    goes to one pipe; None where that needs no torch.
+    goes to one pipe.
     """
-    if not _needs_torch(module, arguments):
-        return None
+    kind = "runs" if _needs_torch(module, arguments) else "commands"
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env, "leads": True}
     reading, writing = os.pipe()
     with open(writing, "wb") as out:  # noqa: PTH123  # a descriptor
-        pid, told = _ask("runs", order, out, out)
+        pid, told = _ask(kind, order, out, out)
     return Begun(pid, told, open(reading))  # noqa: PTH123  # closed by `communicate`
 
 
