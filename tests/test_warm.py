@@ -24,8 +24,8 @@ def test_it_says_and_ends_as_a_new_interpreter(tmp_path, asked):
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     forked = helpers.call(*arguments, module=module, cwd=tmp_path)
-    for told in ("returncode", "stdout", "stderr"):
-        assert getattr(forked, told) == getattr(new, told)
+    for name in ("returncode", "stdout", "stderr"):
+        assert getattr(forked, name) == getattr(new, name)
 
 
 def test_it_has_its_own_environment_folder_and_arguments_and_no_other(tmp_path):

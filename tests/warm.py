@@ -96,25 +96,25 @@ def begin(module, arguments, *, cwd, env):
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env, "leads": True}
     reading, writing = os.pipe()
     with open(writing, "wb") as out:  # noqa: PTH123  # a descriptor
-        pid, told = _ask(kind, order, out, out)
-    return Begun(pid, told, open(reading))  # noqa: PTH123  # closed by `communicate`
+        pid, ended = _ask(kind, order, out, out)
+    return Begun(pid, ended, open(reading))  # noqa: PTH123  # closed by `communicate`
 
 
 class Begun:
     """What tests use of a `subprocess.Popen`, of a process that is another one's child."""
 
-    def __init__(self, pid, told, stdout):
+    def __init__(self, pid, ended, stdout):
         self.pid, self.stdout, self.returncode = pid, stdout, None
-        self._told, self._read, self._reader = told, [], None
+        self._ended, self._read, self._reader = ended, [], None
 
     def wait(self, timeout=None):
         if self.returncode is None:
-            self._told.settimeout(timeout)
+            self._ended.settimeout(timeout)
             try:
-                self.returncode = int(self._told.recv(64))
+                self.returncode = int(self._ended.recv(64))
             except (TimeoutError, BlockingIOError) as error:
                 raise subprocess.TimeoutExpired(f"process {self.pid}", timeout) from error
-            self._told.close()
+            self._ended.close()
         return self.returncode
 
     def poll(self):
@@ -172,14 +172,14 @@ def ranks(module, processes, folder):
     from torch.distributed import TCPStore
 
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    told = {
+    variables = {
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(store.port), "GLOO_SOCKET_IFNAME": "lo",
         "TORCHELASTIC_USE_AGENT_STORE": "True", "WORLD_SIZE": str(processes),
         "LOCAL_WORLD_SIZE": str(processes),
     }  # fmt: skip
 
     def rank(number):
-        env = {**os.environ, **told, "RANK": str(number), "LOCAL_RANK": str(number)}
+        env = {**os.environ, **variables, "RANK": str(number), "LOCAL_RANK": str(number)}
         return call(module, [], cwd=folder, env=env, timeout=150, kind="runs")
 
     _server("runs")
@@ -209,7 +209,7 @@ def main():
     selector = selectors.DefaultSelector()
     selector.register(asked, selectors.EVENT_READ)
     selector.register(wake, selectors.EVENT_READ)
-    running = {}  # pid -> where its end is told
+    running = {}  # pid -> where its end is reported
     while True:
         for key, _ in selector.select():
             if key.fileobj is wake:
@@ -219,16 +219,16 @@ def main():
             _, files, *_ = socket.recv_fds(asked, 1, 4)
             if not files:
                 return
-            order, out, err, told = files
+            order, out, err, ended = files
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                 for other in (asked, wake, waking, selector, *running.values()):
                     other.close()
-                os.close(told)
+                os.close(ended)
                 _become(order, out, err)
-            running[pid] = socket.socket(fileno=told)
+            running[pid] = socket.socket(fileno=ended)
             _say(running[pid], pid)
             for file in (order, out, err):
                 os.close(file)
@@ -249,13 +249,13 @@ def _tell_ends(running):
         pid, status = os.waitpid(-1, os.WNOHANG)
         if not pid:
             return
-        with running.pop(pid) as told:
-            _say(told, os.waitstatus_to_exitcode(status))
+        with running.pop(pid) as ended:
+            _say(ended, os.waitstatus_to_exitcode(status))
 
 
-def _say(told, number):
+def _say(ended, number):
     with contextlib.suppress(BrokenPipeError):  # a test that was given up listens no more
-        told.send(b"%d" % number)
+        ended.send(b"%d" % number)
 
 
 def _become(order, out, err):

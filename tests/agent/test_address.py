@@ -29,16 +29,17 @@ if framework == "torch":
     import torch
     from orchestrator.engine.torch import form_group
     group, mine = form_group(spec), torch.ones(3) * (1 + who.rank)
-    told = os.environ["GLOO_SOCKET_IFNAME"]
+    interface = os.environ["GLOO_SOCKET_IFNAME"]
 else:
     import mindspore
     from orchestrator.engine.mindspore.group import form_group
     from orchestrator.engine.mindspore.rendezvous import ahead
     ahead(spec)
     group = form_group(spec)
-    mine, told = mindspore.ops.ones(3, mindspore.float32) * (1 + who.rank), "cable0"
+    mine, interface = mindspore.ops.ones(3, mindspore.float32) * (1 + who.rank), "cable0"
 group.all_reduce_sum(mine)
-print(json.dumps({"address": who.address, "sum": mine.tolist(), "interface": told}), flush=True)
+found = {"address": who.address, "sum": mine.tolist(), "interface": interface}
+print(json.dumps(found), flush=True)
 getattr(group, "close", lambda: None)()
 os._exit(0)
 """
@@ -88,8 +89,8 @@ def test_the_interface_that_is_named_decides_and_frameworks_are_told():
     env = {"ORCHESTRATOR_INTERFACE": "ib*,lo", "NCCL_SOCKET_IFNAME": "eth7"}
     address = own_address(env, node="n0", node_index=0, nodes=2)
     assert address == "127.0.0.1"
-    told = interface_variables(env, address)
-    assert told == {"GLOO_SOCKET_IFNAME": "lo", "HCCL_SOCKET_IFNAME": "lo"}
+    variables = interface_variables(env, address)
+    assert variables == {"GLOO_SOCKET_IFNAME": "lo", "HCCL_SOCKET_IFNAME": "lo"}
     assert interface_variables({}, address) == {"GLOO_SOCKET_IFNAME": "lo"}
 
 

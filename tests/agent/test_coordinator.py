@@ -71,7 +71,7 @@ class Attempt:
         self.coordinator.tick()
         self.commands += self.coordinator.commands()
 
-    def told(self, command):
+    def commands_of(self, command):
         """Take the commands of one kind."""
         found = [(a, c) for a, c in self.commands if c["command"] == command]
         self.commands = [one for one in self.commands if one not in found]
@@ -140,14 +140,14 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     for seconds in range(1, limit_s or 200):
         attempt.take("unresponsive", 1, **_silent(state, seconds))
     attempt.tick(GRACE_S)
-    assert not attempt.told("kill")
-    assert not attempt.told("die")
+    assert not attempt.commands_of("kill")
+    assert not attempt.commands_of("die")
     for seconds in range(limit_s or 200, 300):
         attempt.take("unresponsive", 1, **_silent(state, seconds))
     attempt.tick(GRACE_S)
-    assert not attempt.told("die"), "the others may still write what they saw"
+    assert not attempt.commands_of("die"), "the others may still write what they saw"
     attempt.tick(GRACE_S)
-    killed, ended = attempt.told("kill"), attempt.told("die")
+    killed, ended = attempt.commands_of("kill"), attempt.commands_of("die")
     assert (len(killed), len(ended)) == (
         limit_s is not None,
         limit_s is not None and not survive,
@@ -158,7 +158,7 @@ def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(tmp_path):
     attempt = Attempt(tmp_path)
     attempt.take("hangs", 1, cause="it hangs: it has been at the start", seen=SEEN)
     attempt.tick(GRACE_S)
-    assert [(agent, c["rank"]) for agent, c in attempt.told("kill")] == [(1, 1)]
+    assert [(agent, c["rank"]) for agent, c in attempt.commands_of("kill")] == [(1, 1)]
     attempt.end(1, status=-9)
     attempt.tick(MOMENT_S)
     assert attempt.newest["members"] == [0, 2]
@@ -172,15 +172,15 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     seen = {"at": "at micro-step 1", "waits": "", "stack": stack, "stood_s": 9.0}
     attempt.take("hangs", 1, cause="it hangs", seen=seen)
     attempt.tick(GRACE_S)
-    assert attempt.told("kill")
+    assert attempt.commands_of("kill")
     attempt.end(1, status=-9)
     attempt.take("saving", 0)
     attempt.tick(5 * GRACE_S)
-    assert not attempt.told("die"), "rank 0 still saves"
+    assert not attempt.commands_of("die"), "rank 0 still saves"
     waits = {"at": "", "waits": "9 s at the boundary of update 3", "stack": [], "stood_s": 0.0}
     attempt.take("exit", 0, status=1, final_state="failed", failure=None, seen=waits, ago_s=0.0)
     attempt.tick(GRACE_S)
-    assert attempt.told("die")
+    assert attempt.commands_of("die")
     attempt.end(2, status=-9)
     attempt.tick()
     culprit = attempt.coordinator.outcome["culprit"]
@@ -193,10 +193,10 @@ def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
     """MindSpore holds the interpreter while its group forms."""
     attempt = Attempt(tmp_path, survive=False)
     for seconds in (59.0, 60.0):
-        assert not attempt.told("keep places")
+        assert not attempt.commands_of("keep places")
         attempt.take("unresponsive", 1, **_silent("silent", seconds))
         attempt.tick()
-    assert attempt.told("keep places")
+    assert attempt.commands_of("keep places")
 
 
 def test_all_that_finish_are_a_finished_run(attempt):
@@ -204,7 +204,7 @@ def test_all_that_finish_are_a_finished_run(attempt):
         attempt.end(rank, final_state="finished")
     attempt.tick()
     assert state_of(attempt) == "finished"
-    assert attempt.told("end") == [(None, {"command": "end"})]
+    assert attempt.commands_of("end") == [(None, {"command": "end"})]
 
 
 def test_one_that_stops_is_a_stopped_run(attempt):
@@ -237,9 +237,9 @@ def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
     }  # fmt: skip
     attempt.end(1, status=1, final_state="failed", failure=failure)
     attempt.tick()
-    assert not attempt.told("die")
+    assert not attempt.commands_of("die")
     attempt.tick(GRACE_S)
-    assert attempt.told("die")
+    assert attempt.commands_of("die")
     attempt.end(0, status=-9)
     attempt.end(2, status=-9)
     attempt.tick()
@@ -272,13 +272,13 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     attempt.end(1, status=-9)
     attempt.tick(MOMENT_S)
     attempt.tick(1.0)
-    [(agent, start)] = attempt.told("start")
+    [(agent, start)] = attempt.commands_of("start")
     assert (agent, start["rank"], start["process"]) == (1, 1, 1)
     attempt.take("started", 1, 1, pid=2)
     attempt.take("joins", 1, 1)
-    attempt.told("tell")
+    attempt.commands_of("tell")
     attempt.tick(1.0)
-    assert [c["message"] for _, c in attempt.told("tell")] == [{"newcomers": True}]
+    assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"newcomers": True}]
     attempt.take("ready", 0, generation=1, updates=7)
     attempt.tick()
     assert attempt.newest["members"] == [0, 2], "not all are at the boundary"
@@ -308,7 +308,7 @@ def lose(attempt, rank, process):
     attempt.end(rank, -9, process=process)
     attempt.tick(MOMENT_S)
     attempt.tick(REST_S)
-    return [(start["rank"], start["process"]) for _, start in attempt.told("start")]
+    return [(start["rank"], start["process"]) for _, start in attempt.commands_of("start")]
 
 
 @pytest.mark.parametrize("did_an_update", [True, False])
@@ -367,10 +367,10 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     assert attempt.newest["gone"] == [2, 3]
     assert attempt.newest["why"] == ["on node1: its agent is gone"]
     attempt.tick(1.0)
-    assert attempt.told("start") == [], "there is no agent to start them"
+    assert attempt.commands_of("start") == [], "there is no agent to start them"
     attempt.coordinator.agent_connected(1, [])
     attempt.tick()
-    assert [(a, c["rank"]) for a, c in attempt.told("start")] == [(1, 2), (1, 3)]
+    assert [(a, c["rank"]) for a, c in attempt.commands_of("start")] == [(1, 2), (1, 3)]
 
 
 def test_an_agent_that_falls_silent_is_lost(attempt):
@@ -428,8 +428,8 @@ def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
     attempt.tick(MOMENT_S)
     attempt.end(0, final_state="finished")
     attempt.tick(1.0)
-    assert attempt.told("start") == []
-    assert {"left": True} in [c["message"] for _, c in attempt.told("tell")]
+    assert attempt.commands_of("start") == []
+    assert {"left": True} in [c["message"] for _, c in attempt.commands_of("tell")]
 
 
 def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
@@ -460,6 +460,6 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, ot
     evicted.join(1)
     evicted.end(1, 75, "evicted")
     evicted.tick(MOMENT_S)
-    assert evicted.told("end")
+    assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()

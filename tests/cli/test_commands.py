@@ -75,8 +75,8 @@ def test_exit_codes_are_as_documented(here, made, words, code):
 
 def test_every_exit_code_is_in_the_help_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
-    [told] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)
-    for text in (EXIT_CODES, told):
+    [documented] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)
+    for text in (EXIT_CODES, documented):
         assert {int(code) for code in re.findall(r"\b\d+\b", text)} == CODES
 
 

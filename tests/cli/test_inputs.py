@@ -138,9 +138,9 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     assert last.returncode == 0, "what was accepted is no change any more"
     (own / "scale.py").write_text("SCALE = 2\n")
     launch("second", "train.updates=6")
-    told = helpers.verb("compare", "first", "second", cwd=own).stdout
-    assert "scale.py differs" in told
-    assert "mine.py" not in told
+    output = helpers.verb("compare", "first", "second", cwd=own).stdout
+    assert "scale.py differs" in output
+    assert "mine.py" not in output
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):

@@ -40,8 +40,8 @@ def test_unmodified_they_end_with_the_losses_that_they_have_under_torchrun(plain
 def test_with_callbacks_they_call_no_collective_more_and_end_with_the_same_loss(plain):
     """In a run and, where the same lines do nothing, under torchrun."""
     run, theirs = plain
-    for told in (*(TOLD.findall(log(run, rank)) for rank in range(2)), theirs):
-        ends = {how: sorted(rest for kind, *rest in told if kind == how) for how, *_ in told}
+    for reports in (*(TOLD.findall(log(run, rank)) for rank in range(2)), theirs):
+        ends = {how: sorted(rest for kind, *rest in reports if kind == how) for how, *_ in reports}
         assert ends["called"] == ends["final"]
         assert all(int(collectives) > 0 for *_, collectives in ends["final"])
 

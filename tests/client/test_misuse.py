@@ -36,14 +36,14 @@ def ranks(tmp_path, monkeypatch):
     attempt.mkdir(parents=True)
     for name in (STOP_ASKED, STOP_AFTER):
         write_number(str(attempt / name), NOT_YET)
-    told = {
+    variables = {
         RUN: str(tmp_path),
         ATTEMPT: "0",
         WORLD: "2",
         WARNINGS: str(attempt / "warnings-0.jsonl"),
     }
     before = signal.getsignal(signal.SIGTERM)
-    yield [Run({**told, RANK: str(rank)}) for rank in range(2)]
+    yield [Run({**variables, RANK: str(rank)}) for rank in range(2)]
     signal.signal(signal.SIGTERM, before)
 
 

@@ -68,8 +68,8 @@ def attempt(tmp_path):
 
 
 def a_run(attempt, rank=0, size=1):
-    told = {RUN: str(attempt.parents[1]), ATTEMPT: "0", RANK: str(rank), WORLD: str(size)}
-    return Run(told)
+    variables = {RUN: str(attempt.parents[1]), ATTEMPT: "0", RANK: str(rank), WORLD: str(size)}
+    return Run(variables)
 
 
 def test_what_is_reported_is_in_the_record_whole_and_in_order(attempt):

@@ -88,8 +88,8 @@ def test_what_cannot_be_run_is_one_message_and_nothing_is_done(line, tmp_path, m
     code = launch.main(line)
     signal.signal(signal.SIGINT, handler)  # pytest's own, which the command has replaced
     assert code == 2
-    told = " ".join(capsys.readouterr().err.split())
-    assert REFUSED[line] in told
+    message = " ".join(capsys.readouterr().err.split())
+    assert REFUSED[line] in message
     assert sorted(tmp_path.iterdir()) == before
 
 

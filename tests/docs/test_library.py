@@ -48,12 +48,12 @@ def test_a_loop_of_ones_own_gives_the_same_bits_on_one_and_on_three_ranks(tmp_pa
 def test_twelve_changed_lines_make_the_torchrun_script_one_with_our_windows(tmp_path):
     for name in ("ddp.py", "windows.py"):
         (tmp_path / name).write_text(script("library.md", name).replace(f"# {name}\n", ""))
-    told = subprocess.run(
+    diffstat = subprocess.run(
         ["git", "diff", "--no-index", "--numstat", "ddp.py", "windows.py"],
         cwd=tmp_path, capture_output=True, text=True, check=False,
     ).stdout  # fmt: skip
-    added, taken_away = map(int, told.split()[:2])
-    assert 0 < added + taken_away <= 12, told
+    added, taken_away = map(int, diffstat.split()[:2])
+    assert 0 < added + taken_away <= 12, diffstat
 
 
 def norms_after_big_batches(samples=700, global_batch=140):
@@ -121,15 +121,15 @@ def _gan():
         noise = torch.randn(60, 4, generator=drawn)
         scores = critic(torch.cat([real, generator(noise).detach()]))
         wanted = torch.cat([torch.ones(60, 1), torch.zeros(60, 1)])
-        told = binary_cross_entropy_with_logits(scores, wanted)
+        judged = binary_cross_entropy_with_logits(scores, wanted)
         both[1].zero_grad()
-        told.backward()
+        judged.backward()
         both[1].step()
         fooled = softplus(-critic(generator(noise))).mean()
         both[0].zero_grad()
         fooled.backward()
         both[0].step()
-        found += [told.item(), fooled.item()]
+        found += [judged.item(), fooled.item()]
     return found
 
 

@@ -385,14 +385,14 @@ def _(group):
 
 @misuse("micro-steps at the end that no `boundary()` followed (a warning, on stderr)")
 def _():
-    told = io.StringIO()
-    with contextlib.redirect_stderr(told):
+    stderr = io.StringIO()
+    with contextlib.redirect_stderr(stderr):
         ours, model = accumulated()
         updates(ours, model, 1)
         ours.backward(loss_of(model))
         del ours
         gc.collect()
-    warnings.warn(told.getvalue(), stacklevel=1)
+    warnings.warn(stderr.getvalue(), stacklevel=1)
 
 
 @misuse("`optimizer.state_dict()`, or loading one, with `shard_optimizer=True`", ranks=2)
@@ -582,8 +582,8 @@ def _():
 @misuse("`TorchGroup.alone()` on each of several ranks of a run")
 def _():
     ours, _ = accumulated(TorchGroup.alone())
-    told = {"ORCHESTRATOR_RUN": "/nowhere", "ORCHESTRATOR_WORLD_SIZE": "4"}
-    Run(told).windows(24, ours, **BATCH)
+    variables = {"ORCHESTRATOR_RUN": "/nowhere", "ORCHESTRATOR_WORLD_SIZE": "4"}
+    Run(variables).windows(24, ours, **BATCH)
 
 
 @misuse("`state=` without `state_dict()`")

@@ -103,7 +103,7 @@ if what == "record" and me:
     from torch.distributed.elastic.multiprocessing.errors import record
     @record
     def main():
-        raise KeyError("told by torch's record")
+        raise KeyError("recorded by torch's record")
     main()
 if what in ("raise", "record", "code"):
     time.sleep(600 if what != "code" or not me else 0)
@@ -115,7 +115,7 @@ if what in ("raise", "record", "code"):
     [
         ("raise@2", 2, "ValueError: the script fails on rank 2 (exited with code 1)"),
         ("code@3", 3, "exited with code 3"),
-        ("record@1", 1, 'KeyError: "told by torch\'s record" (exited with code 1)'),
+        ("record@1", 1, 'KeyError: "recorded by torch\'s record" (exited with code 1)'),
     ],
 )
 def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank, cause):
@@ -179,13 +179,13 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     process = begin(tmp_path, "job.stop_signal=USR1")
     status = helpers.verb("status", tmp_path / "run", "--json")
     assert json.loads(status.stdout)[0]["state"] == "running"
-    told = helpers.verb("cancel", tmp_path / "run")
-    assert told.returncode == 0
-    assert "gets SIGUSR1 on every rank" in told.stdout
+    done = helpers.verb("cancel", tmp_path / "run")
+    assert done.returncode == 0
+    assert "gets SIGUSR1 on every rank" in done.stdout
     output, _ = process.communicate(timeout=30)
     assert process.returncode == 3, output
     assert "gets SIGUSR1 on every rank" in output
-    assert "boundary" not in output + told.stdout, "it has none"
+    assert "boundary" not in output + done.stdout, "it has none"
     assert helpers.result(tmp_path / "run")["state"] == "stopped"
     assert all(
         f"stopped by {signal.SIGUSR1.value} in attempt 0" in log(tmp_path, r) for r in (0, 3)
@@ -343,17 +343,19 @@ def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
 
 def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_not(swept):
     sweep, _ = swept
-    told, untold = sweep / "0", sweep / "1"
-    assert re.search(r"updates +1\b.*loss +0\.1250", helpers.verb("status", told).stdout, re.DOTALL)
-    assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", untold).stdout)
-    assert "last loss  0.1250" in helpers.verb("attach", told).stdout
-    assert "given" in helpers.verb("logs", untold).stdout
-    assert helpers.verb("report", untold).returncode == 0
-    assert "reported no update" in (untold / "report.html").read_text()
-    refused = helpers.verb("compare", told, untold)
+    reporting, silent = sweep / "0", sweep / "1"
+    assert re.search(
+        r"updates +1\b.*loss +0\.1250", helpers.verb("status", reporting).stdout, re.DOTALL
+    )
+    assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", silent).stdout)
+    assert "last loss  0.1250" in helpers.verb("attach", reporting).stdout
+    assert "given" in helpers.verb("logs", silent).stdout
+    assert helpers.verb("report", silent).returncode == 0
+    assert "reported no update" in (silent / "report.html").read_text()
+    refused = helpers.verb("compare", reporting, silent)
     assert refused.returncode == 2
     assert "is a program's, which saves its weights its own way" in refused.stderr
-    anew = helpers.verb("resume", untold, "job.arguments.lr=1")
+    anew = helpers.verb("resume", silent, "job.arguments.lr=1")
     assert (anew.returncode, "Traceback" in anew.stderr) == (2, False)
     assert "is a new run" in anew.stderr, anew.stderr
 
@@ -387,8 +389,8 @@ def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(
     words = f"#!/bin/sh\n{sys.executable} {tmp_path}/train.py\necho after\nexec sleep 600\n"
     script(tmp_path, words, "train.sh", run=True)
     process = begin(tmp_path, "cluster.nodes=1", program=("./train.sh",), waits_for=2)
-    told = helpers.verb("cancel", tmp_path / "run")
-    assert "once all its ranks are done with the same update" in told.stdout
+    done = helpers.verb("cancel", tmp_path / "run")
+    assert "once all its ranks are done with the same update" in done.stdout
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output
     for rank in range(2):

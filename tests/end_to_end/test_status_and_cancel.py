@@ -30,9 +30,9 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
     seen = found(run)
     assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)
 
-    told = verb("status", run).stdout
+    output = verb("status", run).stdout
     for word in ("running", "/2,000", "loss", "learning rate", "samples/s"):
-        assert word in told, told
+        assert word in output, output
     log = run / "logs" / "rank-00000.log"
     until(lambda: log.read_text().count("update ") > 1, 30, "a second line in the log")
     assert re.search(r"update \d+/2000  loss \d", verb("logs", run).stdout)

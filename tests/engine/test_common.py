@@ -129,7 +129,7 @@ class Digits:
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "message"),
     [
         (None, "must return figures by name, as in return {'accuracy': 0.9}, but returned nothing"),
         ([0.9], "but returned a list"),
@@ -145,11 +145,11 @@ class Digits:
         ({"a": 1j}, "'a' must be one number, but is a complex, 1j"),
     ],
 )
-def test_what_is_no_dictionary_of_numbers_is_refused_in_the_jobs_name(given, told):
+def test_what_is_no_dictionary_of_numbers_is_refused_in_the_jobs_name(given, message):
     with pytest.raises(JobError) as refused:
         checked_figures(given, Digits())
     assert "Digits.evaluate()" in str(refused.value)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

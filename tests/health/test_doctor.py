@@ -75,12 +75,13 @@ def test_a_wrong_sum_and_a_failed_run_are_bad(made):
 def test_here_it_sums_on_two_simulated_nodes(tmp_path):
     asked = ("--run", "--json", "cluster.ranks_per_node=1", f"run.dir={tmp_path / 'run'}")
     done = call("doctor", *asked, module="orchestrator")
-    told = json.loads(done.stdout)
-    assert done.returncode == any(one["state"] == BAD for one in told), done.stderr
-    assert [one["state"] for one in told if one["about"] == "collective"] == ["good"] * 2, told
-    nodes = [one["found"].partition(":")[0] for one in told if one["about"] == "nodes"]
+    findings = json.loads(done.stdout)
+    assert done.returncode == any(one["state"] == BAD for one in findings), done.stderr
+    collectives = [one["state"] for one in findings if one["about"] == "collective"]
+    assert collectives == ["good"] * 2, findings
+    nodes = [one["found"].partition(":")[0] for one in findings if one["about"] == "nodes"]
     assert nodes == ["node0", "node1"]
-    assert all(one["do"] for one in told if one["state"] == BAD)
+    assert all(one["do"] for one in findings if one["state"] == BAD)
 
 
 WELL = {

@@ -159,8 +159,8 @@ def test_updates_and_epochs_are_told_as_far_as_they_are_known(stated, updates, e
 )
 def test_rates_are_told_as_far_as_they_are_known(stated, first, peak, last):
     made = plan(**{"base_lr": 0.1, "updates": 4, "global_batch": 256, **stated})
-    told = (made.learning_rate_first, made.learning_rate_peak, made.learning_rate_last)
-    assert told == (first, peak, last)
+    rates = (made.learning_rate_first, made.learning_rate_peak, made.learning_rate_last)
+    assert rates == (first, peak, last)
     open_end = stated.get("updates", 4) is None and stated.get("decay") == "linear"
     assert (made.schedule is None) == open_end
 

@@ -18,7 +18,7 @@ LEFT_OUT = "accumulation.ragged=drop leaves 20 of 120 samples out of each epoch"
 
 
 @pytest.mark.parametrize(
-    ("stated", "told"),
+    ("stated", "expected"),
     [
         ({"global_batch": 3, "steps": 1}, [IDLE]),
         ({"global_batch": 10, "micro_batch": 5, "reduction": "reproducible"},
@@ -61,8 +61,8 @@ LEFT_OUT = "accumulation.ragged=drop leaves 20 of 120 samples out of each epoch"
         ({**WARM, "updates": None}, []),
     ],
 )  # fmt: skip
-def test_a_plan_warns_of_this_in_these_words_and_of_no_more(stated, told):
-    assert list(make_plan(nodes=2, ranks_per_node=2, **stated).warnings) == told
+def test_a_plan_warns_of_this_in_these_words_and_of_no_more(stated, expected):
+    assert list(make_plan(nodes=2, ranks_per_node=2, **stated).warnings) == expected
 
 
 @pytest.mark.parametrize(

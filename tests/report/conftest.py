@@ -97,8 +97,8 @@ def maker(home):
         run.create()
         run.write_config(to_yaml(config))
         write_json(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
-        told = {"overrides": list(overrides), "folder": str(home), **more}
-        write_json(run.submission, told)
+        submission = {"overrides": list(overrides), "folder": str(home), **more}
+        write_json(run.submission, submission)
         lines = [record(n) for n in range(5)] if records is None else records
         lines += [{"update": 4, "attempt": 0, "time": 1005.0, "evaluation": {"accuracy": 0.9}}]
         run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))

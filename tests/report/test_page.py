@@ -155,15 +155,15 @@ def seen(browser, sweep, tmp_path_factory):
     (home / "look.html").write_text(f"<!doctype html><meta charset=utf-8>{LOOK}{frames}")
     found = {}
     for shade in ("light", "dark"):
-        told = subprocess.run(
+        shown = subprocess.run(
             [browser, "--headless=new", "--disable-gpu", "--enable-logging=stderr", "--dump-dom",
              *["--no-sandbox"] * (os.geteuid() == 0), f"--user-data-dir={home / shade}",
              f"--blink-settings=preferredColorScheme={int(shade == 'light')}",
              "--virtual-time-budget=20000", (home / "look.html").as_uri()],
             capture_output=True, text=True, timeout=120, check=True,
         )  # fmt: skip
-        [facts] = re.findall(r'data-seen="([^"]*)"', told.stdout)
-        complaints = [line for line in told.stderr.splitlines() if "CONSOLE" in line]
+        [facts] = re.findall(r'data-seen="([^"]*)"', shown.stdout)
+        complaints = [line for line in shown.stderr.splitlines() if "CONSOLE" in line]
         found[shade] = json.loads(html.unescape(facts)), complaints
     return found
 

@@ -88,8 +88,8 @@ def test_points_come_in_their_numbers_order_named_by_what_varies(sweep):
 def test_runs_that_differ_in_nothing_that_is_shown_have_names_of_their_own(made, tmp_path):
     for number, restarts in enumerate((0, 1)):
         for steps in (1, 2):
-            told = (f"accumulation.steps={steps}", f"run.max_restarts={restarts}")
-            made(f"some/{2 * number + steps}", *told)
+            overrides = (f"accumulation.steps={steps}", f"run.max_restarts={restarts}")
+            made(f"some/{2 * number + steps}", *overrides)
     names = [run["name"] for run in data_of(tmp_path / "some")["runs"]]
     assert names == ["steps=1 (1)", "steps=2 (2)", "steps=1 (3)", "steps=2 (4)"]
 

@@ -71,9 +71,9 @@ def test_a_resume_forgets_what_was_thrown_away_with_its_weights():
 
 def test_survivors_that_go_back_to_a_checkpoint_forget_what_they_had_done_since():
     history = History([record(n) for n in range(6)])
-    told = {"generation": 1, "gone": [1], "ranks": 3, "seconds": 0.1}
-    history.add([{"update": 6, "survived": told}, record(6)])
+    note = {"generation": 1, "gone": [1], "ranks": 3, "seconds": 0.1}
+    history.add([{"update": 6, "survived": note}, record(6)])
     assert [r["update"] for r in history.updates] == list(range(7)), "the update under way alone"
-    history.add([{"update": 4, "survived": {**told, "lost_updates": 3}}, record(4)])
+    history.add([{"update": 4, "survived": {**note, "lost_updates": 3}}, record(4)])
     assert [r["update"] for r in history.updates] == list(range(5))
     assert len(history.changes) == 2

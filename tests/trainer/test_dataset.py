@@ -69,7 +69,7 @@ def _other_key(data):
 
 
 @pytest.mark.parametrize(
-    ("change", "told"),
+    ("change", "message"),
     [
         (_other_value, "on rank 1 sample 3 differs from that on most ranks"),
         (_other_word, "on rank 1 sample 1 differs"),
@@ -79,7 +79,7 @@ def _other_key(data):
         (lambda data: data.pop(), "4 samples on most ranks, but 3 on rank 1"),
     ],
 )
-def test_other_data_on_one_rank_is_refused_by_all(change, told):
+def test_other_data_on_one_rank_is_refused_by_all(change, message):
     def data_of(rank):
         data = _samples()
         if rank == 1:
@@ -88,7 +88,7 @@ def test_other_data_on_one_rank_is_refused_by_all(change, told):
 
     said = _agreed(data_of)
     assert len(set(said)) == 1
-    assert told in said[0]
+    assert message in said[0]
 
 
 class Augmented:

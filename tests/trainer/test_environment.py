@@ -13,7 +13,7 @@ from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
 @pytest.fixture
-def told(tmp_path):
+def variables_of(tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
     run.write_config("job: {}\n")
@@ -43,14 +43,16 @@ def variables(run, env, *, style="torch", devices="rank", local_rank=1):
         ({}, "mindspore", "ASCEND_RT_VISIBLE_DEVICES", "1", "DEVICE_ID"),
     ],
 )
-def test_a_rank_that_has_its_own_device_sees_no_other(told, env, style, variable, seen, number):
-    found = told(env, style=style)
+def test_a_rank_that_has_its_own_device_sees_no_other(
+    variables_of, env, style, variable, seen, number
+):
+    found = variables_of(env, style=style)
     assert found[variable] == seen
     assert number is None or found[number] == "0"
-    assert told(env, style=style, devices="node").get(variable) == env.get(variable)
+    assert variables_of(env, style=style, devices="node").get(variable) == env.get(variable)
 
 
 @pytest.mark.parametrize("devices", ["0", ""])
-def test_a_node_with_fewer_devices_than_ranks_is_refused(told, devices):
+def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
     with pytest.raises(ClusterError, match=r"ask for more by cluster\.gpus_per_node"):
-        told({"CUDA_VISIBLE_DEVICES": devices})
+        variables_of({"CUDA_VISIBLE_DEVICES": devices})

@@ -42,9 +42,9 @@ def test_evaluations_are_thinned_like_updates_and_the_last_is_told(capsys):
     for update in range(100):
         now[0] += 0.1
         lines.evaluation(update, {"accuracy": 0.5})
-    told = capsys.readouterr().out.splitlines()
-    assert len(told) <= 12
-    assert told[-1] == "held-out after update 100: accuracy 0.5000"
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) <= 12
+    assert lines[-1] == "held-out after update 100: accuracy 0.5000"
 
 
 def test_a_full_disk_is_no_reason_to_stop(monkeypatch):

@@ -42,7 +42,7 @@ drifting = iter(range(100))
 
 
 @pytest.mark.parametrize(
-    ("function", "told"),
+    ("function", "message"),
     [
         (lambda _: None, "learning_rate(0) must give a number, 0 or more, but gives None"),
         (lambda _: "fast", "but gives 'fast'"),
@@ -53,11 +53,11 @@ drifting = iter(range(100))
         (lambda _: next(drifting), "it must depend on the update's number alone"),
     ],
 )
-def test_what_is_no_function_of_the_update_is_refused(function, told):
+def test_what_is_no_function_of_the_update_is_refused(function, message):
     with pytest.raises(JobError) as refused:
         own_rates(Waves(function), ScheduleConfig(), Alone(), 10)
     assert "Waves.learning_rate" in str(refused.value)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_rate_that_goes_wrong_later_is_refused_then():

@@ -24,7 +24,7 @@ def _compare(facts, ranks=2, **more):
 
 
 @pytest.mark.parametrize(
-    ("facts", "more", "told"),
+    ("facts", "more", "message"),
     [
         ({"dataset_samples": 500}, {}, "facts.dataset_samples=500, but the data set has 1000"),
         ({"dataset_samples": 500}, {"epochs": 2}, "had updates 10, not 20"),
@@ -33,10 +33,10 @@ def _compare(facts, ranks=2, **more):
         ({"parameters": 900, "dataset_samples": 7}, {}, "set facts.parameters=2000000 facts.data"),
     ],
 )
-def test_a_wrong_fact_that_changes_the_plan_is_refused_with_both_numbers(facts, more, told):
+def test_a_wrong_fact_that_changes_the_plan_is_refused_with_both_numbers(facts, more, message):
     with pytest.raises(ConfigError) as refused:
         _compare(facts, **more)
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(

@@ -42,9 +42,9 @@ class TestMLflow(TrackerSuite):
         client = MlflowClient(tracking_uri=run.mlflow.as_uri())
         [experiment] = [e for e in client.search_experiments() if e.name == "orchestrator"]
         [found] = client.search_runs([experiment.experiment_id])
-        told = [m for key in found.data.metrics
+        metrics = [m for key in found.data.metrics
                 for m in client.get_metric_history(found.info.run_id, key)]  # fmt: skip
-        written = sorted(told, key=lambda one: (one.timestamp, one.step))
+        written = sorted(metrics, key=lambda one: (one.timestamp, one.step))
         for (_, step), values in groupby(written, key=lambda one: (one.timestamp, one.step)):
             yield step, {one.key: one.value for one in values}
 

@@ -103,7 +103,7 @@ def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
 
 
 def test_submission_waits_for_a_scheduler_but_not_for_ever():
-    told, calls = [], []
+    messages, calls = [], []
 
     def answer_at_last():
         calls.append(1)
@@ -111,14 +111,14 @@ def test_submission_waits_for_a_scheduler_but_not_for_ever():
             raise SchedulerDown("the scheduler does not answer")
         return "7"
 
-    assert retry_unanswered(answer_at_last, patience_s=60, tell=told.append) == "7"
-    assert "trying again" in told[0]
+    assert retry_unanswered(answer_at_last, patience_s=60, tell=messages.append) == "7"
+    assert "trying again" in messages[0]
 
     def never():
         raise SchedulerDown("the scheduler does not answer")
 
     with pytest.raises(ClusterError, match="not submitted, though tried"):
-        retry_unanswered(never, patience_s=0.5, tell=told.append)
+        retry_unanswered(never, patience_s=0.5, tell=messages.append)
 
 
 def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):

@@ -36,7 +36,7 @@ from tests.helpers import alive, until
 
 SAYS = """\
 #!/bin/bash
-{{ echo "$0"; printf '<%s>' "$@"; echo; echo "CODE=$ORCHESTRATOR_PYTHONPATH A=$A"; }} >>{told}
+{{ echo "$0"; printf '<%s>' "$@"; echo; echo "CODE=$ORCHESTRATOR_PYTHONPATH A=$A"; }} >>{calls}
 exit {code}
 """
 
@@ -69,10 +69,10 @@ class Script:
         self.run = RunDir(folder / "run")
         self.run.create()
         self.run.submitit.mkdir()
-        self.told = {"srun": folder / "srun.told", "python": folder / "python.told"}
-        for name, told in self.told.items():
+        self.calls = {"srun": folder / "srun.calls", "python": folder / "python.calls"}
+        for name, calls in self.calls.items():
             program = folder / name
-            program.write_text(SAYS.format(told=told, code=code if name == "srun" else 0))
+            program.write_text(SAYS.format(calls=calls, code=code if name == "srun" else 0))
             program.chmod(0o755)
         self.here = Here(
             python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
@@ -90,8 +90,8 @@ class Script:
         )  # fmt: skip
 
     def words(self, program: str) -> str:
-        told = self.told[program]
-        return told.read_text() if told.exists() else ""
+        calls = self.calls[program]
+        return calls.read_text() if calls.exists() else ""
 
 
 def finalize_with(folder: Path, code: int) -> Callable[[RunDir], None]:

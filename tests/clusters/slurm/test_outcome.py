@@ -189,7 +189,7 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
 
 
 @pytest.mark.parametrize(
-    ("code", "told", "said", "why"),
+    ("code", "sent", "said", "why"),
     [
         (143, "TERM", "", "its batch script was sent SIGTERM"),
         (143, "", "", "stopped before it began"),
@@ -204,14 +204,14 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (0, "", "", None),
     ],
 )
-def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, told, said, why):
+def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, sent, said, why):
     attempts(run, 1)
     write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
     run.srun_log(0).write_text(said)
-    assert _cut_short(run, 0, code, told) == why
+    assert _cut_short(run, 0, code, sent) == why
     failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": False, "usage": False, "time": 1}
     write_json(run.failure(0, 0), failure)
-    assert _cut_short(run, 0, code, told) is None
+    assert _cut_short(run, 0, code, sent) is None
 
 
 @pytest.mark.parametrize("lost", [None, "node n1 stopped answering"])
@@ -265,7 +265,7 @@ def finalized(run, monkeypatch):
     Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
     """
 
-    def call(*answers, code=143, told="TERM", restarts=None):
+    def call(*answers, code=143, sent="TERM", restarts=None):
         scheduler, pauses = Scheduler(*answers), []
         monkeypatch.setattr(SlurmClient, "ask", lambda _, *command, **more: scheduler.ask(*command))
         monkeypatch.setattr("time.sleep", pauses.append)
@@ -273,7 +273,7 @@ def finalized(run, monkeypatch):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        finish(run.path, 0, code, told)
+        finish(run.path, 0, code, sent)
         return run.read_result(), scheduler.asked, pauses
 
     attempts(run, 1)
@@ -292,7 +292,7 @@ def test_a_job_that_was_told_to_stop_is_handed_back_and_notes_why(run, finalized
 
 def test_what_the_ranks_noted_of_their_leaving_stands(run, finalized):
     write_json(run.departure(0), LEFT)
-    assert finalized(job_status(), code=1, told="") == (None, REQUEUED, [])
+    assert finalized(job_status(), code=1, sent="") == (None, REQUEUED, [])
     assert read_json(run.departure(0)) == LEFT
 
 
@@ -355,7 +355,7 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
 def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, finalized):
     run.cancel.touch()
     ended(run, 0, "stopped")
-    end, asked, _ = finalized(job_status(), code=0, told="")
+    end, asked, _ = finalized(job_status(), code=0, sent="")
     assert (end["state"], asked) == ("stopped", [])
 
 

@@ -209,9 +209,9 @@ def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weight
 def test_layers_that_depend_on_the_split_are_named():
     from mindspore import nn
 
-    told = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
-    assert "batch norm in 1" in told[0]
-    assert "dropout in 2" in told[1]
+    warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
+    assert "batch norm in 1" in warnings[0]
+    assert "dropout in 2" in warnings[1]
 
 
 @pytest.mark.parametrize(("norm", "splits"), [("group", False), ("frozen", False), ("warn", True)])
@@ -221,10 +221,10 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm, splits
         engine = built(jobs.Normed(), mode="pynative", norm=norm)
         update(engine, split)
         found.append(weights(engine))
-        told = " ".join(engine.warnings())
+        warnings = " ".join(engine.warnings())
     assert (_distance(*found) > 1e-4) == splits
-    assert ("sees one micro-batch at a time" in told) == splits
-    assert splits or f"engine.norm={norm}: batch norm in 1, 3.norm" in told
+    assert ("sees one micro-batch at a time" in warnings) == splits
+    assert splits or f"engine.norm={norm}: batch norm in 1, 3.norm" in warnings
     names = [p.name for p in engine._model.trainable_params()]
     assert {"1.gamma", "3.norm.gamma", "3.dense.weight"} <= set(names)
     assert len(names) == len(set(names))
@@ -266,7 +266,7 @@ class Nonsense(jobs.Weighted):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
         (lambda total, weight: total, "but returned a plain tensor"),
@@ -278,11 +278,11 @@ class Nonsense(jobs.Weighted):
         (lambda total, weight: Loss(total, -1.0, {"error": 1}), "negative or not finite"),
     ],
 )
-def test_a_wrong_loss_is_refused_with_the_contract(make, told):
+def test_a_wrong_loss_is_refused_with_the_contract(make, message):
     engine = built(Nonsense(make), mode="pynative")
     with pytest.raises(JobError) as refused:
         update(engine, [61])
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_wrong_loss_is_refused_before_it_is_compiled():

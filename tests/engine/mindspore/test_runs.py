@@ -37,9 +37,9 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     found = helpers.compare(ours, torchs)
     assert 0 < found["max_relative_difference"] <= 1e-5
     start = tmp_path / "runs" / "start"
-    told = helpers.verb("compare", ours, start, "--at-most", "1e-5")
-    assert told.returncode == 1
-    assert "more than --at-most 1e-05" in told.stderr
+    done = helpers.verb("compare", ours, start, "--at-most", "1e-5")
+    assert done.returncode == 1
+    assert "more than --at-most 1e-05" in done.stderr
 
 
 # ------------------------------------------------------------------ Programs
@@ -61,11 +61,11 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
         at = (f"theirs/worker_{rank}.log", f"ours/logs/rank-{rank:05d}.log")
         texts = [(tmp_path / name).read_text() for name in at]
         endings |= {tuple(re.findall("^final (.*)", text, re.MULTILINE)) for text in texts}
-        told = [json.loads(re.findall(r"^\{.*\}$", text, re.MULTILINE)[-1]) for text in texts]
-        for one in told:
+        reports = [json.loads(re.findall(r"^\{.*\}$", text, re.MULTILINE)[-1]) for text in texts]
+        for one in reports:
             assert one.pop("MS_SCHED_PORT")
             assert one.pop("MS_SCHED_HOST").startswith("127.0.")
-        assert told[0] == told[1], "the same variables, of the same values"
+        assert reports[0] == reports[1], "the same variables, of the same values"
     assert len(endings) == 1
     assert len(endings.pop()) == 1
 

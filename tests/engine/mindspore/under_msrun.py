@@ -27,8 +27,8 @@ for update in range(5):
     step(mean(found))
 loss = float((ops.AllReduce()(loss) / size).asnumpy())
 weights = b"".join(each.asnumpy().tobytes() for each in net.trainable_params())
-told = {name: os.environ[name] for name in os.environ if name.startswith(("MS_", "RANK_"))}
-sys.stdout.write(f"final {loss.hex()} {weights.hex()}\\n{json.dumps(told, sort_keys=True)}\\n")
+variables = {name: os.environ[name] for name in os.environ if name.startswith(("MS_", "RANK_"))}
+sys.stdout.write(f"final {loss.hex()} {weights.hex()}\\n{json.dumps(variables, sort_keys=True)}\\n")
 """
 
 

@@ -129,7 +129,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters(shard):
 
 
 @pytest.mark.parametrize(
-    ("make", "told"),
+    ("make", "message"),
     [
         (lambda rows: None, "must return Loss(total, weight), but returned NoneType"),
         (lambda rows: (rows.sum(), 2), "but returned tuple"),
@@ -146,12 +146,12 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters(shard):
         (lambda rows: Loss(rows.sum(), 0.0, {"right": 1}), "add up to 0"),
     ],
 )
-def test_a_loss_that_breaks_the_contract_is_refused(make, told):
+def test_a_loss_that_breaks_the_contract_is_refused(make, message):
     ours, model = _accumulator(TorchGroup.alone(), metric_names=("right",))
     with pytest.raises(JobError) as refused:  # noqa: PT012  # by the first or the second call
         ours.backward(make(model(torch.ones(2, WIDTH))))
         ours.boundary()
-    assert told in str(refused.value)
+    assert message in str(refused.value)
 
 
 def test_a_model_without_anything_to_train_is_refused():

@@ -244,9 +244,9 @@ def _trained(job_of, updates, **settings):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
 def test_a_change_on_one_rank_is_refused_at_the_next_boundary_by_all(way, change):
-    told = _trained(lambda rank: Drifts(rank, change), 5, **WAYS[way])
-    assert len(set(told)) == 1, told
-    sentence, done = told[0]
+    results = _trained(lambda rank: Drifts(rank, change), 5, **WAYS[way])
+    assert len(set(results)) == 1, results
+    sentence, done = results[0]
     assert done == 2
     assert "the weights of rank 1 are no longer those of most ranks" in sentence
     assert f"first in parameter {CHANGES[change]}:" in sentence
@@ -254,16 +254,16 @@ def test_a_change_on_one_rank_is_refused_at_the_next_boundary_by_all(way, change
 
 
 def test_a_change_after_the_last_update_is_refused_at_the_end():
-    told = _trained(lambda rank: Drifts(rank, nudge, after=3), 4)
-    assert len(set(told)) == 1
-    assert told[0][1] == 4
-    assert "between the start of update 3 and the end of update 3" in told[0][0]
+    results = _trained(lambda rank: Drifts(rank, nudge, after=3), 4)
+    assert len(set(results)) == 1
+    assert results[0][1] == 4
+    assert "between the start of update 3 and the end of update 3" in results[0][0]
 
 
 def test_a_change_in_a_larger_net_is_found_within_so_many_updates_as_there_are_shares():
-    told = _trained(lambda rank: Drifts(rank, nudge, after=0, width=2**17), 40)
-    sentence, done = told[0]
-    assert len(set(told)) == 1
+    results = _trained(lambda rank: Drifts(rank, nudge, after=0, width=2**17), 40)
+    sentence, done = results[0]
+    assert len(set(results)) == 1
     assert 1 <= done <= MOST_SHARES
     assert "rank 1" in sentence
     assert "0.weight" in sentence
@@ -273,15 +273,16 @@ digests = st.integers(0, 2**DIGEST_BITS - 1)
 
 
 @given(st.lists(digests, min_size=1, max_size=300), digests, st.booleans())
-def test_digests_agree_exactly_if_they_are_equal(told, digest, same):
-    told = [digest] * len(told) if same else told
-    bits, dtype = (WIDE, torch.float64) if len(told) > 256 else (NARROW, torch.float32)
+def test_digests_agree_exactly_if_they_are_equal(results, digest, same):
+    results = [digest] * len(results) if same else results
+    bits, dtype = (WIDE, torch.float64) if len(results) > 256 else (NARROW, torch.float32)
     travelled = torch.zeros(len(Trailer().numbers()), dtype=dtype)
-    for one in told:
+    for one in results:
         mine = Trailer()
         mine.add_digest(one)
         travelled += torch.tensor(mine.numbers(bits), dtype=dtype)
-    assert Trailer.of(travelled.tolist(), bits).digests_agree(len(told)) == (len(set(told)) == 1)
+    agree = Trailer.of(travelled.tolist(), bits).digests_agree(len(results))
+    assert agree == (len(set(results)) == 1)
 
 
 @given(
@@ -315,12 +316,12 @@ def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
     dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
     tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
     pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
-    told = digests_of(tensors, pieces, joint=True)
-    assert len(told) == (1 if len(set(dtypes)) == 1 else len(pieces))
-    assert told == digests_of(tensors, pieces, joint=True)
+    results = digests_of(tensors, pieces, joint=True)
+    assert len(results) == (1 if len(set(dtypes)) == 1 else len(pieces))
+    assert results == digests_of(tensors, pieces, joint=True)
     piece = data.draw(st.sampled_from(pieces))
     tensors[piece.number][data.draw(st.integers(piece.start, piece.end - 1))] += 1
-    assert told != digests_of(tensors, pieces, joint=True)
+    assert results != digests_of(tensors, pieces, joint=True)
 
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.sampled_from([2, 4, 8]))

@@ -107,11 +107,11 @@ def _without_the_last(group):
         group.gather_in_place_async(tensor).wait()
     with pytest.raises(PeerLost, match="lost a peer during reduce_scatter_sum"):
         group.reduce_scatter_sum_async(tensor[:100_000], tensor).wait()
-    return "told"
+    return "lost"
 
 
 def test_a_large_exchange_reports_a_lost_peer(tmp_path):
-    assert run_ranks(3, tmp_path, _without_the_last) == ["told", "told", "left"]
+    assert run_ranks(3, tmp_path, _without_the_last) == ["lost", "lost", "left"]
 
 
 def test_a_rank_that_raises_is_lost_to_the_other_threads():
@@ -278,10 +278,10 @@ def _bytes_sent():
         with socket.socket(fileno=os.dup(int(descriptor.name))) as known:
             if known.type != socket.SOCK_STREAM or known.family == socket.AF_UNIX:
                 continue
-            told = known.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
+            info = known.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_BYTES)
             with contextlib.suppress(OSError):  # one that listens has no other end
                 sent, again = (
-                    struct.unpack_from("Q", told, at)[0] for at in (BYTES_SENT, BYTES_SENT_AGAIN)
+                    struct.unpack_from("Q", info, at)[0] for at in (BYTES_SENT, BYTES_SENT_AGAIN)
                 )
                 found[known.getsockname(), known.getpeername()] = sent - again
     return found

@@ -184,21 +184,21 @@ class Doomed:
 # What a killed process had open with this one (torch's shared memory) is closed by the collector.
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize(
-    ("how", "told"),
+    ("how", "message"),
     [
         (signal.SIGKILL, r"was killed by SIGKILL, mostly by the kernel, for want of memory"),
         (signal.SIGSEGV, r"was killed by SIGSEGV; what it said last is in this rank's log"),
         ("exit", r"exited unexpectedly with exit code 3"),
     ],
 )
-def test_a_loader_worker_that_ends_is_named_with_how(how, told):
+def test_a_loader_worker_that_ends_is_named_with_how(how, message):
     work = [MicroBatch(update=0, start=n, indices=(n,)) for n in range(4)]
     said: list[str] = []
     while len(said) < 4:  # on a starved machine torch may find it gone before it hears how it went
         with pytest.raises(RuntimeError) as error:
             list(loader.batches(work, dataset=Doomed(how), job=None, seed=0, workers=1))
         said.append(describe(error.value))
-        if re.search(rf"a loader worker of this rank \(process \d+\) {told}", said[-1]):
+        if re.search(rf"a loader worker of this rank \(process \d+\) {message}", said[-1]):
             return
         assert "exited unexpectedly; the log has what it said last" in said[-1]
     raise AssertionError("\n".join(said))

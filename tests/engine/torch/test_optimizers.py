@@ -174,13 +174,13 @@ def _trained(job):
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
-@pytest.mark.parametrize(("change", "told"), CHANGES)
-def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, told, moment):
-    if moment == "after_update" and told.startswith(("weight_decay", "betas")):
+@pytest.mark.parametrize(("change", "message"), CHANGES)
+def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, message, moment):
+    if moment == "after_update" and message.startswith(("weight_decay", "betas")):
         return  # the job's turn: see below
     with pytest.raises(JobError) as refused:
         _trained(Schedules(moment, change))
-    assert told in str(refused.value)
+    assert message in str(refused.value)
     assert MOMENTS[moment] in str(refused.value)
 
 

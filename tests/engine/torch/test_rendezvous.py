@@ -136,8 +136,8 @@ def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
     while not path.exists():
         time.sleep(0.01)
     assert path.stat().st_mode & 0o777 == 0o600
-    told = json.loads(path.read_text())
-    at = (told["address"], told["port"])
+    published = json.loads(path.read_text())
+    at = (published["address"], published["port"])
     silent = socket.create_connection(at, timeout=60)
     for garbage in GARBAGE:
         with socket.create_connection(at, timeout=60) as stranger:

@@ -81,11 +81,11 @@ def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
     def then(group):
         engine, rank = engines[left[group.rank]], left[group.rank]
         done = 3 if rank in DONE else 2
-        told = engine.catch_up(group, done, f"standing of {rank}")
+        standing = engine.catch_up(group, done, f"standing of {rank}")
         engine.regroup(group)
         done = 3 if DONE else 2
         train(engine, group.rank, group.size, range(done, 5))
-        return told, digest(engine)
+        return standing, digest(engine)
 
     return run_in_threads(len(left), then)
 
@@ -136,7 +136,7 @@ def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it(mon
             put(engine.accumulator.optimizer, kept)
 
     found = survivors_of(4, (1, 2, 3), first)
-    assert [told for told, _ in found] == ["standing of 2", None, "standing of 2"]
+    assert [standing for standing, _ in found] == ["standing of 2", None, "standing of 2"]
     assert {bits for _, bits in found} == {undisturbed(5)}
 
 
@@ -154,10 +154,11 @@ def joined_by_one(settings, ranks=3):
 
     def then(group):
         engine = engines[group.rank]
-        told = engine.catch_up(group, 0 if group.rank == ranks else 2, f"standing of {group.rank}")
+        done = 0 if group.rank == ranks else 2
+        standing = engine.catch_up(group, done, f"standing of {group.rank}")
         engine.regroup(group)
         train(engine, group.rank, group.size, range(2, 5))
-        return told, digest(engine)
+        return standing, digest(engine)
 
     run_in_threads(ranks, first)
     run_in_threads(1, alone)
@@ -166,7 +167,7 @@ def joined_by_one(settings, ranks=3):
 
 def test_a_new_rank_gets_the_state_and_the_bits_are_those_of_as_many_ranks_from_the_start():
     found = joined_by_one(SETTINGS)
-    assert [told for told, _ in found] == [None, None, None, "standing of 0"]
+    assert [standing for standing, _ in found] == [None, None, None, "standing of 0"]
     assert {bits for _, bits in found} == {undisturbed(5)}
 
 

@@ -47,7 +47,7 @@ def killed_at(monkeypatch):
     return after
 
 
-def told(table):
+def outcomes(table):
     return [(trial["point"], trial["state"], trial["value"]) for trial in table["trials"]]
 
 
@@ -55,7 +55,7 @@ def test_a_search_killed_at_any_record_runs_no_trial_twice_and_ends_the_same(tmp
     line = line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3")
     question = asked(*line)
     whole = searched(question)
-    assert {state for _, state, _ in told(whole)} == {"complete", "failed"}
+    assert {state for _, state, _ in outcomes(whole)} == {"complete", "failed"}
     shutil.rmtree(tmp_path / "found")
     place, kills = AtOnce(), 0
     for records in (0, 1, 2, 3, 1, 0, 2, 4, 1, 3):
@@ -67,9 +67,9 @@ def test_a_search_killed_at_any_record_runs_no_trial_twice_and_ends_the_same(tmp
             kills += 1
     killed_at(None)
     place.running.clear()
-    assert told(searched(question, place)) == told(whole)
+    assert outcomes(searched(question, place)) == outcomes(whole)
     assert kills >= 8
-    finished = [n for n, (_, state, _) in enumerate(told(whole)) if state == "complete"]
+    finished = [n for n, (_, state, _) in enumerate(outcomes(whole)) if state == "complete"]
     for number in finished:
         run = RunDir(tmp_path / "found" / str(number))
         assert place.began.count(run.path) in range(1, 2 + kills)
@@ -85,7 +85,7 @@ def test_more_trials_are_those_of_a_search_that_asked_for_as_many_at_once(tmp_pa
     grown = searched(many, place)
     assert len(place.began) == MANY - 4
     shutil.rmtree(tmp_path / "found")
-    assert told(searched(many)) == told(grown)
+    assert outcomes(searched(many)) == outcomes(grown)
 
 
 def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
@@ -167,13 +167,13 @@ def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path
     line = line_of(tmp_path / "found", "sweep.trials=2")
     first = searched(asked(*line))
     (tmp_path / "found" / "0" / "start.py").write_text("")  # among the sources, and none of them
-    assert told(searched(asked(*line))) == told(first)
+    assert outcomes(searched(asked(*line))) == outcomes(first)
     script = tmp_path / "program.py"
     script.write_text(script.read_text().replace("0.3", "0.4"))
     with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: .*program.py has changed"):
         searched(asked(*line))
     anew = searched(asked(*line[:-2], "sweep.force=true", *line[-2:]))
-    assert told(anew) == told(first), "the same points"
+    assert outcomes(anew) == outcomes(first), "the same points"
     aside = tmp_path / "found" / ".replaced" / "search-0"
     assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
 

@@ -1,4 +1,4 @@
-"""Whole searches, as commands, of a plain program: killed, pruned, told of from the folder."""
+"""Whole searches, as commands, of a plain program: killed, pruned, reported of from the folder."""
 
 import json
 import random
@@ -56,9 +56,10 @@ def test_a_search_killed_at_three_moments_runs_no_trial_twice_and_has_the_same_b
     shown = verb("status", folder)
     assert shown.returncode == 0
     assert f"12 of 12 trials: {WITH_A_VALUE} complete, 2 failed" in shown.stdout
-    told = [t for row in json.loads(verb("status", folder, "--json").stdout) for t in row["trials"]]
-    assert {t["number"]: t["value"] for t in told} == {t["number"]: t["value"] for t in trials}
-    for trial in told:
+    rows = json.loads(verb("status", folder, "--json").stdout)
+    reported = [trial for row in rows for trial in row["trials"]]
+    assert {t["number"]: t["value"] for t in reported} == {t["number"]: t["value"] for t in trials}
+    for trial in reported:
         point = [f"{key}={value}" for key, value in trial["parameters"].items()]
         assert point == trials[trial["number"]]["point"]
 

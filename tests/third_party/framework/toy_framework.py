@@ -106,8 +106,8 @@ class NumpyEngine(Engine):
         with self._clock.wait:
             self._group.silence = None
             self._group.all_reduce_sum(flat)
-        gradient, told = np.split(flat, [self.parameter_count()])
-        totals = Trailer.of(told.tolist())
+        gradient, sums = np.split(flat, [self.parameter_count()])
+        totals = Trailer.of(sums.tolist())
         self._replicas.check(totals, window.update)
         stepped = None
         with self._clock.optimize:
