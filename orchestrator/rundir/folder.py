@@ -134,9 +134,9 @@ class RunDir:
     warnings = _of_member("warnings-{:05d}.jsonl")  # of one node's ranks; see `rundir/warnings.py`
     node_ranks = _of_member("node-{:05d}.json")  # the ranks that the attempt had on a node
 
-    def started_again(self, job_id: str) -> Path:
-        """Return the path of how often srun was started again in one start of a job."""
-        return self.attempts / f"again-{job_id}"
+    def srun_restarts(self, job_id: str) -> Path:
+        """Return the path of the number of times that srun was restarted within a job."""
+        return self.attempts / f"srun-restarts-{job_id}"
 
     def snapshot(self, attempt: int) -> Path:
         """Return the path of the code submitted for this attempt and its requeues."""

@@ -96,9 +96,9 @@ if ! [ -x @{python} ]; then
 fi
 """)
 ATTEMPT = Shell("""\
-again="$run/attempts/again-$SLURM_JOB_ID"  # how often srun was started again
-refuse_links "$again"
-@{BASE}=$((@{attempt} + $(cat "$again" 2>/dev/null || echo 0)))
+restarts="$run/attempts/srun-restarts-$SLURM_JOB_ID"  # how often srun was restarted
+refuse_links "$restarts"
+@{BASE}=$((@{attempt} + $(cat "$restarts" 2>/dev/null || echo 0)))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))
 refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"

@@ -118,7 +118,7 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, code),
-        again=partial(_count_new_srun, run)
+        restart=partial(_count_new_srun, run)
         if in_place
         else partial(ask_for_requeue, SlurmClient(), job_id),
     )
@@ -142,13 +142,15 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         time.sleep(LOOK_S)
 
 
+def _srun_restarts(run: RunDir, job_id: str) -> int:
+    path = run.srun_restarts(job_id)
+    return int(path.read_text("ascii")) if path.exists() else 0
+
+
 def _count_new_srun(run: RunDir) -> None:
-    """Count one more attempt of this start of the job, for the script and `finalize_ended`."""
-    counted = run.started_again(os.environ["SLURM_JOB_ID"])
-    before = int(counted.read_text("ascii")) if counted.exists() else 0
-    write_atomically(counted, f"{before + 1}\n")
-    handle = read_handle(run)
-    write_json(run.handle, {**handle, "attempt": int(handle["attempt"]) + 1})
+    """Count one more attempt of this job, for the script and `finalize_ended`."""
+    job_id = os.environ["SLURM_JOB_ID"]
+    write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
 
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
@@ -190,7 +192,7 @@ def conclude(
     *,
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
-    again: Callable[[], None],
+    restart: Callable[[], None],
 ) -> bool:
     """Restart the run, or write its end, by the attempt's records.
 
@@ -198,7 +200,7 @@ def conclude(
         departure: the note of an attempt that left in order, that got a stop signal before it
             could, or whose node became silent.
         culprit: returns who is to blame for a failure.
-        again: requeues the job.
+        restart: requeues the job, or counts a new srun in it.
 
     Returns:
         Whether the run restarts.
@@ -222,14 +224,14 @@ def conclude(
         return False
     if job.requeue and departure is not None:
         _note(run, attempt, departure, job, job.restarts)
-        again()
+        restart()
         return True
     found = culprit()
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
     ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
     if ruling.again:
-        again()
+        restart()
     else:
         write_result(run, State.FAILED, found, remark=ruling.message)
     return ruling.again
@@ -291,7 +293,7 @@ def _finalize(run: RunDir, seen: Job) -> str | None:
     list(run.path.iterdir())  # a network file system then looks for a result once more
     if job is None or job.alive or run.read_result() is not None:
         return None
-    attempt = int(handle["attempt"]) + job.restarts
+    attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest(run.newest_attempt) > attempt:
         return None
     again = conclude(
@@ -300,7 +302,7 @@ def _finalize(run: RunDir, seen: Job) -> str | None:
         job,
         departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
         culprit=lambda: culprit_of(run, attempt, job=job),
-        again=lambda: ask_for_requeue(client, seen.id),
+        restart=lambda: ask_for_requeue(client, seen.id),
     )
     return (
         f"{run.path}: the batch script of job {seen.id} was gone before it could hand the job back "
@@ -319,7 +321,7 @@ def _of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | N
         return departure_note(lost)
     if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
         return None
-    return {"why": "its batch script was killed", "updates": None, "time": time.time()}
+    return departure_note("its batch script was killed")
 
 
 # ----------------------------------------------------------------------

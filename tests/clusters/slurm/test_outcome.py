@@ -14,6 +14,7 @@ from orchestrator.clusters.slurm.outcome import (
     KILLED,
     MARGIN_S,
     _await_agents,
+    _count_new_srun,
     _cut_short,
     conclude,
     finish,
@@ -76,7 +77,7 @@ def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
     """(whether it starts again, how often it was handed back, the end that was written)."""
     handed_back = []
     again = conclude(run, attempt, job, departure=departure, culprit=lambda: culprit,
-                     again=lambda: handed_back.append(1))  # fmt: skip
+                     restart=lambda: handed_back.append(1))  # fmt: skip
     return again, len(handed_back), run.read_result()
 
 
@@ -238,6 +239,19 @@ def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
     assert "none wrote a result" in in_order.cause
     ended(run, 0, "failed", culprit=BEYOND)
     assert culprit_of(run, 0, 5) == BEYOND
+
+
+def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, monkeypatch):
+    monkeypatch.setenv("SLURM_JOB_ID", "77")
+    write_json(run.handle, {"kind": "slurm", "job_id": "77", "attempt": 0, "slurm_conf": None})
+    configure(run, run={"max_restarts": 1})
+    attempts(run, 3)
+    assert concluded(run, 0, departure=None)[0]
+    _count_new_srun(run)  # srun alone was killed in attempt 1
+    again, _, end = concluded(run, 2, departure=None)
+    assert not again
+    assert "that was done 1 time already" in end["culprit"]["remark"]
+    assert run.srun_restarts("77").read_text() == "1\n"
 
 
 class Scheduler:
