@@ -181,7 +181,7 @@ def resume(
     What is given after the run may change where and for how long it trains, never its numbers.
     """
     from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import resumed, runner_of
+    from orchestrator.cli.start import prepared_resume, runner_of
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
@@ -194,7 +194,9 @@ def resume(
         runs = [RunDir(point) for point in points]
         code = resume_sweep(folder, runs, output, overrides or [], config_dir, changed=changed)
         raise typer.Exit(code)
-    with resumed(run.absolute(), output, overrides or [], config_dir, changed=changed) as ready:
+    with prepared_resume(
+        run.absolute(), output, overrides or [], config_dir, changed=changed
+    ) as ready:
         code = EXIT_FINISHED if ready is None else runner_of(ready.cluster)(ready).exit_code
     raise typer.Exit(code)
 

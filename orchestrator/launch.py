@@ -55,9 +55,9 @@ def run_app(arguments: Sequence[str]) -> int:
     if line.changed:
         raise ConfigError("--changed is for sweeps, so it needs -m; a new run has no old results")
     config = found.config()
-    from orchestrator.cli.start import begun, runner_of
+    from orchestrator.cli.start import prepared_run, runner_of
 
-    with begun(config, output, overrides=found.overrides, flags=found.flags) as ready:
+    with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:
         return runner_of(ready.cluster)(ready).exit_code
 
 

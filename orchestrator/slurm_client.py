@@ -418,7 +418,8 @@ STOP_CODES = frozenset(128 + n for n in (signal.SIGTERM, signal.SIGUSR1, signal.
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 SRUN_LOG_BYTES = 2**20
 NODE_FAILURE = re.compile(
-    r"srun: error: (Node failure on (?P<name>\S+)|.*missing step on node (?P<number>\d+))"
+    r"srun: error: (Node failure on (?P<name>\S+)"
+    r"|.*(missing step on|Cannot communicate with) node (?P<number>\d+))"
 )
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
 

@@ -434,7 +434,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
     from rich.console import Console
 
     from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import resumed, runner_of
+    from orchestrator.cli.start import prepared_resume, runner_of
     from orchestrator.errors import EXIT_STOPPED
     from orchestrator.launch import main as launch
 
@@ -460,7 +460,9 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
     while code == EXIT_STOPPED and preempted and not paths.result_pickle.exists():
         preempted = False
         signal.alarm(max(1, round(limit_s - ahead_s)))
-        with resumed(run, OutputOptions(console=Console(), quiet=True), changed=True) as ready:
+        with prepared_resume(
+            run, OutputOptions(console=Console(), quiet=True), changed=True
+        ) as ready:
             code = runner_of(ready.cluster)(ready).exit_code if ready else 0
     return code
 

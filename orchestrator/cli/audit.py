@@ -32,7 +32,7 @@ from orchestrator.audit.judge import (
     read_trace,
 )
 from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import begun, prepare, runner_of
+from orchestrator.cli.start import prepare, prepared_run, runner_of
 from orchestrator.config.command_line import (
     key_of,
     literally,
@@ -175,7 +175,7 @@ def _run(
     console = output.console if output.verbose else Console(file=io.StringIO())
     with (
         _inside(folder),
-        begun(config, replace(output, console=console), overrides=line, plan=plan) as ready,
+        prepared_run(config, replace(output, console=console), overrides=line, plan=plan) as ready,
     ):
         ended = runner_of(ready.cluster)(ready)
     made = Audit(plan.ranks)

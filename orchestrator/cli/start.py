@@ -75,7 +75,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     """Check everything that can be checked before anything is written. Raises `UsageError`.
 
     Args:
-        new: the run begins; one that goes on has its initial weights in its folder.
+        new: False for a resumed run, which has its initial weights in its folder.
     """
     check_recipients(config.notify)
     if is_program(config.job):
@@ -165,7 +165,7 @@ def runner_of(cluster: Cluster) -> Callable[[Ready], LaunchResult]:
 
 
 @contextlib.contextmanager
-def begun(
+def prepared_run(
     config: Config,
     output: OutputOptions,
     *,
@@ -215,7 +215,7 @@ def begun(
 
 
 @contextlib.contextmanager
-def resumed(
+def prepared_resume(
     path: Path,
     output: OutputOptions,
     overrides: Sequence[str] = (),
@@ -225,7 +225,7 @@ def resumed(
     changed: bool = False,
 ) -> Generator[Ready | None]:
     """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
-    none, as `begun` does.
+    none, as `prepared_run` does.
 
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
@@ -298,7 +298,7 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
     """Return sentences about the checkpoint that the run continues from.
 
     Args:
-        contents: read all of it; otherwise only what is quickly read, and the ranks do the rest.
+        contents: verify its files, too; else only its state.json, and the ranks verify the files.
 
     Raises:
         RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and

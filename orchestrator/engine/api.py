@@ -531,7 +531,7 @@ class Survives(Protocol):
         """
         ...
 
-    def catch_up(self, group: Group, updates: int, standing: str) -> str | None:
+    def catch_up(self, group: Group, updates: int, progress: str) -> str | None:
         """Bring all of `group` to the same update. Collective, over the new group.
 
         Some may have ended an update that others have not; newcomers have ended none. These get the
@@ -539,10 +539,10 @@ class Survives(Protocol):
 
         Args:
             updates: how many this rank has applied; 0 of a newcomer.
-            standing: what this rank knows of them, for those that have applied fewer.
+            progress: what this rank knows of its updates, for those that have applied fewer.
 
         Returns:
-            None; on a rank that was behind the `standing` of the rank whose state it has now.
+            None; on a rank that was behind the `progress` of the rank whose state it has now.
 
         Raises:
             StateLost: on all alike; a part of the state is gone. They go on after `regroup` and

@@ -28,7 +28,7 @@ from orchestrator.agent.topology import (
     own_address,
 )
 from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import begun, runner_of
+from orchestrator.cli.start import prepared_run, runner_of
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ClusterError, UsageError
@@ -385,7 +385,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Findi
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
-    with begun(config, output, overrides=given) as ready:
+    with prepared_run(config, output, overrides=given) as ready:
         ended = runner_of(ready.cluster)(ready)
     yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
 

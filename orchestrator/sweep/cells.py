@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.cli.follow import OutputOptions, Ready, interrupts
 from orchestrator.cli.inputs import INPUTS, differences, inputs_of, other_versions
-from orchestrator.cli.start import begun, resumed, writing
+from orchestrator.cli.start import prepared_resume, prepared_run, writing
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, flat
@@ -97,7 +97,7 @@ class Action(Enum):
     """The next step for a point."""
 
     NOTHING = "done"
-    WAIT = "in progress"
+    IN_PROGRESS = "in progress"
     RESUME = "to go on"
     START = "to run"
 
@@ -109,8 +109,8 @@ class Cell:
     Attributes:
         why: for people: in which state its run is, or what has changed.
         notes: as `notes_of` returns them now.
-        old: a folder that is to make room.
-        replaces: what makes room has finished, and something has changed since.
+        old: an existing folder, moved aside before the start.
+        replaces: `old` holds a finished run whose inputs have changed since.
     """
 
     point: Point
@@ -151,7 +151,7 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
             for point, now in zip(placed, made, strict=True)
         ]  # fmt: skip
     for point, cell in zip(placed, cells, strict=True):
-        if cell.action is Action.WAIT and (cell.why.startswith("changed") or force):
+        if cell.action is Action.IN_PROGRESS and (cell.why.startswith("changed") or force):
             sentence = (
                 f"it is in progress as it was ({standing[point.folder].state}), and to be run anew "
                 f"({cell.why}); cancel it first, or let it end"
@@ -213,7 +213,7 @@ def _cell(
     changed = why_changed(run, before, now, point.config)
     cell = replace(anew, why=f"changed: {changed}" if changed else status.state)
     if status.state not in OVER:
-        return replace(cell, action=Action.WAIT, old=None)
+        return replace(cell, action=Action.IN_PROGRESS, old=None)
     if changed or force or not status.attempts:
         return replace(cell, replaces=status.state == "finished" and not force)
     action = Action.NOTHING if status.state == "finished" else Action.RESUME
@@ -289,11 +289,11 @@ def ready_of(cell: Cell, output: OutputOptions) -> Generator[Ready | None]:
     point = cell.point
     if cell.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        with resumed(cell.run.path, output, to=point.config, changed=True) as ready:
+        with prepared_resume(cell.run.path, output, to=point.config, changed=True) as ready:
             yield ready
         return
     make_room(cell)
-    with begun(
+    with prepared_run(
         point.config,
         output,
         overrides=point.overrides,

@@ -43,7 +43,7 @@ RANK_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Place:
+class Allocation:
     """Resources that one run has taken. `gpus`: by name; none if it computes without."""
 
     share: Share | None
@@ -63,7 +63,7 @@ class Room:
 
     def __init__(self, most: int | None = None, machine: Machine | None = None) -> None:
         self.most, self._machine = most, machine or Machine.here()
-        self._taken: list[Place] = []
+        self._taken: list[Allocation] = []
 
     def has(self, share: Share | None) -> bool:
         """Return True if there is room for a run now. A larger one waits until it is alone."""
@@ -73,17 +73,17 @@ class Room:
             return False
         return free_memory_bytes() >= share.ranks * RANK_BYTES
 
-    def take(self, share: Share | None) -> Place | None:
+    def take(self, share: Share | None) -> Allocation | None:
         """Return the place of a run; None if it has to wait for others to end."""
         if not self.has(share):
             return None
         used = {name for place in self._taken for name in place.gpus}
         free = [name for name in self._machine.gpus if name not in used]
-        place = Place(share=share, gpus=tuple(free[: self._gpus_of(share)]))
+        place = Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
         self._taken.append(place)
         return place
 
-    def give_back(self, place: Place) -> None:
+    def give_back(self, place: Allocation) -> None:
         """Free the place of a run that has ended."""
         self._taken.remove(place)
 
@@ -132,7 +132,7 @@ class _Running:
     cell: Cell
     pid: int
     pipe: Connection
-    place: Place
+    place: Allocation
 
 
 def share_of(cell: Cell) -> Share | None:
@@ -265,7 +265,7 @@ class LocalQueue:
 def _run_point(
     cell: Cell,
     output: OutputOptions,
-    place: Place,
+    place: Allocation,
     pipe: Connection,
     mask: set[int],
     log: RunDir | None,

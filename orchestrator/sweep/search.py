@@ -64,7 +64,7 @@ from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
 from orchestrator.units import plural
 
-COMBINATIONS = 8  # tried with each value before it counts as one that no trial can have
+COMBINATIONS = 8  # tried before a value is refused as impossible in all of them
 TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would be no search
 POLL_S = 0.1
 STUDY = "search"
@@ -386,7 +386,7 @@ class Searcher:
         self._newest = cell
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, cell=cell, metrics=Tail(cell.run.metrics), reported=reported)
-        if cell.action is Action.WAIT:
+        if cell.action is Action.IN_PROGRESS:
             if cell.run.cancel.exists():
                 raise RunFolderError(
                     f"{cell.run.path} is being stopped; type the same again once it has ended"

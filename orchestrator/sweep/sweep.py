@@ -100,7 +100,7 @@ def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
 
         ended = run_here(here, output)
     codes = {one.exit_code for one in ended.values()} - {EXIT_FINISHED}
-    if queued := [c.run.path for c in cells if c in alone or c.action is Action.WAIT]:
+    if queued := [c.run.path for c in cells if c in alone or c.action is Action.IN_PROGRESS]:
         # They go on without us; the table would be of runs that have not begun.
         folders = {path.parent for path in queued}
         shown = folders.pop() if len(folders) == 1 else queued[0]
@@ -182,7 +182,7 @@ def _cell(
             f"such a point anew"
         )
     config = config_of(run)
-    action = Action.WAIT
+    action = Action.IN_PROGRESS
     if status.state in OVER:
         asked = resumption(run, config, overrides, config_dir)
         trained = status.state == "finished" and not (asked.total or 0) > status.updates

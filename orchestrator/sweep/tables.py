@@ -30,7 +30,7 @@ from orchestrator.units import plural
 
 STYLES = {
     Action.NOTHING: "green",
-    Action.WAIT: "cyan",
+    Action.IN_PROGRESS: "cyan",
     Action.RESUME: "yellow",
     Action.START: "yellow",
 }

@@ -192,7 +192,7 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
     run = sweep.run_of(1)
     run.result.unlink()
     with locked(run):
-        assert [cell.action for cell in sweep.cells()] == [Action.NOTHING, Action.WAIT]
+        assert [cell.action for cell in sweep.cells()] == [Action.NOTHING, Action.IN_PROGRESS]
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
             sweep.cells()

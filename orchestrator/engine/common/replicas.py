@@ -35,7 +35,7 @@ VALUE_BITS = 48
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class WeightRange:
     """Numbers `start` to `end` of a parameter, flat: the `number`-th of the model's."""
 
     number: int
@@ -43,7 +43,7 @@ class Piece:
     end: int
 
 
-def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece]]:
+def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[WeightRange]]:
     """Return the model's pieces, in at most `MOST_SHARES` shares of nearly equal work, in their
     order.
 
@@ -55,13 +55,13 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Piece
     [2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     """
     pieces = [
-        (Piece(number, start, min(start + LARGEST_PIECE, size)), itemsize)
+        (WeightRange(number, start, min(start + LARGEST_PIECE, size)), itemsize)
         for number, (size, itemsize) in enumerate(zip(sizes, itemsizes, strict=True))
         for start in range(0, size, LARGEST_PIECE)
     ]
     costs = [EACH_PIECE + (piece.end - piece.start) * itemsize for piece, itemsize in pieces]
     share = max(LEAST_SHARE, -(-sum(costs) // MOST_SHARES))
-    shares: list[list[Piece]] = [[]]
+    shares: list[list[WeightRange]] = [[]]
     reached = 0
     for (piece, _), cost in zip(pieces, costs, strict=True):
         if reached >= share * len(shares):
@@ -97,10 +97,10 @@ class Replicas:
         sizes: Sequence[int],
         itemsizes: Sequence[int],
         *,
-        digests: Callable[[Sequence[Piece]], list[int]],
+        digests: Callable[[Sequence[WeightRange]], list[int]],
         gather: Callable[[Sequence[float]], list[list[float]]],
         ranks: int,
-        joint_digests: Callable[[Sequence[Piece]], list[int]] | None = None,
+        joint_digests: Callable[[Sequence[WeightRange]], list[int]] | None = None,
     ) -> None:
         self._joint_digests = joint_digests or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
@@ -172,7 +172,9 @@ class Replicas:
                 f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
             )
 
-    def _error(self, pieces: Sequence[Piece], since: int | None, until: str) -> ReplicasDiffer:
+    def _error(
+        self, pieces: Sequence[WeightRange], since: int | None, until: str
+    ) -> ReplicasDiffer:
         """Return the error, in which all ranks name the same culprits. Collective."""
         rows = self._gather([float(folded([digest])) for digest in self._digests(pieces)])
         odd = minority_ranks(rows)

@@ -23,7 +23,7 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.micro_steps import derived_seed
-from orchestrator.engine.common.replicas import Piece, Replicas
+from orchestrator.engine.common.replicas import Replicas, WeightRange
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
@@ -260,7 +260,7 @@ def replicas_of(
     }
     parameters: list[Any] = [p for p in model.get_parameters() if id(p) not in own]
 
-    def digests(pieces: Sequence[Piece]) -> list[int]:
+    def digests(pieces: Sequence[WeightRange]) -> list[int]:
         held: dict[int, Any] = {}
         found: list[int] = []
         for piece in pieces:

@@ -31,7 +31,7 @@ HALVES = (torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class GradientSlot:
     """Place of a parameter's gradient: `count` real numbers of buffer `buffer` from `start`."""
 
     name: str
@@ -44,7 +44,8 @@ class Place:
         """Return the parameter's numbers in `flat`, a buffer or one laid out as it, in the
         parameter's shape and strides; from `start` on in any other vector.
 
-        A complex parameter's are pairs of reals there; of another dtype than `flat`'s it may be.
+        Complex numbers lie there as pairs of reals. The parameter may have another dtype than
+        `flat`.
         """
         start, parameter = self.start if start is None else start, self.parameter
         part = flat[start : start + self.count]
@@ -232,13 +233,13 @@ class GradientBuffers:
         self.flats: list[Tensor] = []
         self.payloads: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        places: dict[int, Place] = {}
+        places: dict[int, GradientSlot] = {}
         for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
             for number in members:
                 name, parameter = local[number]
                 count = _real_numbers(parameter)
-                places[number] = Place(name, parameter, buffer, start, count)
+                places[number] = GradientSlot(name, parameter, buffer, start, count)
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)
             flat = torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)

@@ -451,12 +451,12 @@ class TorchEngine(Engine):
             self._taken.wait()
             self._whole_state = self.accumulator.optimizer_state(self._group)
 
-    def catch_up(self, group: BaseGroup, updates: int, standing: str) -> str | None:
+    def catch_up(self, group: BaseGroup, updates: int, progress: str) -> str | None:
         self._undo()
         self._taken.wait()
         rows = gather_numbers(group, [updates, self._incomplete])
         if incomplete := [rank for rank, row in enumerate(rows) if row[1]]:
-            self._incomplete = True  # who has it again must not give it to who has not
+            self._incomplete = True  # no rank's state counts until a checkpoint is loaded
             raise StateLost(incomplete)
         applied = [int(row[0]) for row in rows]
         newest, behind = max(applied), updates < max(applied)
@@ -473,7 +473,7 @@ class TorchEngine(Engine):
         if min(applied) != newest:
             source = applied.index(newest)
             state = self._state_to_send() if among.rank == source else {}
-            text, found = _send_state(among, source, standing, state)
+            text, found = _send_state(among, source, progress, state)
             if behind:
                 if self._sharded is not None:
                     for name, tensor in self.model.state_dict().items():
@@ -530,7 +530,7 @@ class TorchEngine(Engine):
     def _state_among(self, group: BaseGroup) -> dict[str, Any] | None:
         """Return all of a sharded optimizer's state, on every rank of `group`. Collective.
 
-        Those that were on their way into a group have it already, where one more was lost then.
+        If a rank was lost while the last group formed, some ranks hold all of it already.
         """
         have = [bool(row[0]) for row in gather_numbers(group, [self._whole_state is not None])]
         if not any(have):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import os
 import pickle
 import signal
 import sys
@@ -16,6 +17,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch.utils.data import DataLoader, Dataset, IterableDataset, default_collate
@@ -109,7 +111,7 @@ def batches(
         batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves
         collate_fn=collate_of(job),
         num_workers=workers,
-        worker_init_fn=_begin_worker if workers else None,
+        worker_init_fn=partial(_begin_worker, os.getpid()) if workers else None,
         multiprocessing_context="spawn" if workers else None,
         pin_memory=pin_memory,
     )
@@ -161,7 +163,7 @@ def check_dataset(dataset: Any) -> None:
         )
 
 
-def _begin_worker(_: int) -> None:
+def _begin_worker(rank: int, _: int) -> None:
     """Make a loader worker die with its rank, and leave signals to the rank.
 
     A stop signal reaches the whole process group; a worker that died of it would look like a
@@ -172,3 +174,5 @@ def _begin_worker(_: int) -> None:
     faulthandler.register(signal.SIGQUIT)  # its rank asks, see `agent/stacks.py`
     if sys.platform == "linux":
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != rank:  # it died before
+            os._exit(1)

@@ -25,7 +25,7 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.boundary import WIDE, Trailer
-from orchestrator.engine.torch.buffers import Named, Place, Slice, bucket_slices
+from orchestrator.engine.torch.buffers import GradientSlot, Named, Slice, bucket_slices
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -487,7 +487,7 @@ def _is_elementwise(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS
 
 
-def _flat_state(place: Place, state: Mapping[str, Any]) -> dict[str, Any]:
+def _flat_state(place: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state, elementwise tensors as they lie in a flat buffer.
 
     Raises:

@@ -11,7 +11,13 @@ import torch
 from torch import Tensor
 
 from orchestrator.engine.common.job_checks import check_loss
-from orchestrator.engine.common.replicas import LARGEST_PIECE, Piece, Replicas, folded, shares_of
+from orchestrator.engine.common.replicas import (
+    LARGEST_PIECE,
+    Replicas,
+    WeightRange,
+    folded,
+    shares_of,
+)
 from orchestrator.engine.torch.buffers import Named, local_part
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.errors import JobError
@@ -121,7 +127,7 @@ def _sums_together(parts: Sequence[Tensor]) -> list[Tensor]:
 
 
 def digests_of(
-    parameters: Sequence[Tensor], pieces: Sequence[Piece], *, joint: bool = False
+    parameters: Sequence[Tensor], pieces: Sequence[WeightRange], *, joint: bool = False
 ) -> list[int]:
     """Return a digest of each piece, of its values now.
 

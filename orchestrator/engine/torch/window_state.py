@@ -52,8 +52,8 @@ class WindowState:
         mark: of the group's traffic at the window's start.
         micro_steps: since the window began.
         open: a window has begun and not ended.
-        at_stake: what cannot go on if the call that runs fails now: "window", "accumulator", or ""
-            where all ranks fail alike.
+        at_stake: what becomes unusable on this rank if the current call raises: "window",
+            "accumulator", or "" where all ranks fail alike.
     """
 
     def __init__(

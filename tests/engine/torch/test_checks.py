@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
-from orchestrator.engine.common.replicas import MOST_SHARES, Piece, shares_of
+from orchestrator.engine.common.replicas import MOST_SHARES, WeightRange, shares_of
 from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
 from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
@@ -295,16 +295,16 @@ def test_digests_agree_exactly_if_they_are_equal(results, digest, same):
 def test_any_change_of_a_number_and_any_two_that_change_places_change_the_digest(dtype, size, data):
     made = torch.Generator().manual_seed(size)
     tensor = (torch.randn(size, generator=made) * 8).round().to(dtype)
-    [before] = digests_of([tensor], [Piece(0, 0, size)])
+    [before] = digests_of([tensor], [WeightRange(0, 0, size)])
     i, j = (data.draw(st.integers(0, size - 1)) for _ in range(2))
     other = tensor.clone()
     if tensor[i] != tensor[j]:
         other[[i, j]] = tensor[[j, i]]
     else:
         other[i] += 1
-    [after] = digests_of([other], [Piece(0, 0, size)])
+    [after] = digests_of([other], [WeightRange(0, 0, size)])
     assert before != after
-    assert [before] == digests_of([tensor.clone()], [Piece(0, 0, size)])
+    assert [before] == digests_of([tensor.clone()], [WeightRange(0, 0, size)])
 
 
 @given(
@@ -315,7 +315,7 @@ def test_any_change_of_a_number_and_any_two_that_change_places_change_the_digest
 def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
     dtypes = [dtype or [torch.float32, torch.bfloat16][n % 2] for n in range(len(sizes))]
     tensors = [torch.randn(size).to(kind) for size, kind in zip(sizes, dtypes, strict=True)]
-    pieces = [Piece(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
+    pieces = [WeightRange(n, data.draw(st.integers(0, s - 1)), s) for n, s in enumerate(sizes)]
     results = digests_of(tensors, pieces, joint=True)
     assert len(results) == (1 if len(set(dtypes)) == 1 else len(pieces))
     assert results == digests_of(tensors, pieces, joint=True)
