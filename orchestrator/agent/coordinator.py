@@ -155,7 +155,6 @@ class Coordinator:
         self._looked_for_room = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
-        self._restarts_left = spec.replacements
         self._restart_at: dict[int, float] = {}  # by rank
         self._in_vain: Counter[int] = Counter()  # a rank's processes in a row without an update
         self._ends: list[AbnormalEnd] = []
@@ -319,7 +318,10 @@ class Coordinator:
         # Or a newcomer, which the others do not need, or one that was lost with its node.
         evicted = final_state == EVICTED or not lost - self._gone
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
-        if self._killed or not (evicted or (taken_away and self._survived)):
+        # Others that have finished do not redo its updates.
+        finished = any(worker.final_state == FINISHED for worker in self.workers.values())
+        survived = taken_away and self._survived and not finished
+        if self._killed or not (evicted or survived):
             self._failed(end)
             return
         if lost and not lost <= self._gone:
@@ -437,7 +439,8 @@ class Coordinator:
         most = self._spec.replacements
         if self._over or not most:
             return
-        if self._restarts_left <= len(self._restart_at):
+        begun = sum(worker.process for worker in self.workers.values())  # by all coordinators
+        if most - begun <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
         elif self._in_vain[rank] >= MOST_IN_VAIN:
             why_not = f"its last {MOST_IN_VAIN} processes did no update"
@@ -466,7 +469,6 @@ class Coordinator:
             process = 1 + max(self.workers[rank].process for rank in mates)
             for rank in mates:
                 del self._restart_at[rank]
-                self._restarts_left -= 1
                 self._command(agent.index, "start", rank=rank, process=process)
                 self.workers[rank] = WorkerState(rank, process)
 

@@ -15,6 +15,7 @@ only warned of, and blamed once the others give up. MindSpore's port is served b
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import logging
@@ -22,7 +23,7 @@ import os
 import re
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -43,7 +44,7 @@ from orchestrator.agent.root_cause import RAISED
 from orchestrator.agent.stacks import describe_processes
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port, publish
-from orchestrator.errors import PEER_LOST, OrchestratorError, describe_status
+from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, write_json
 from orchestrator.rundir.folder import RunDir
@@ -160,7 +161,8 @@ class Program:
         if first and handler is not None and self._agreed_to_stop:
             return  # it knows from the others, or is done: a Python that ends has no handler left
         log.info("asked to stop: %s to the program of rank %d", self._signal.name, self._rank)
-        write_number(self._asked, 0)
+        with _warned_of():
+            write_number(self._asked, 0)
         try:
             if handler is None:
                 os.killpg(self._pid, self._signal)
@@ -238,7 +240,8 @@ class Program:
 
     def _report_hang(self, cause: str) -> None:
         self.hangs = cause + describe_processes(self._processes(), self._log)
-        self._write_line(f"error: {self.hangs}\n")
+        with _warned_of():
+            self._write_line(f"error: {self.hangs}\n")
 
     def _processes(self) -> list[int]:
         return [self._pid, *descendants(self._pid)]
@@ -271,26 +274,36 @@ class Program:
             status: as of `subprocess`.
         """
         spec = self._spec
-        written = self._log.stat().st_size - self._log_bytes
-        output = read_end(self._log, min(written, LOOKED_AT_BYTES)).decode(errors="replace")
-        self._write_line()
+        output = ""
+        with _warned_of():
+            written = self._log.stat().st_size - self._log_bytes
+            output = read_end(self._log, min(written, LOOKED_AT_BYTES)).decode(errors="replace")
+            self._write_line()
         if self._rank == 0:
             seconds = time.monotonic() - self._began
-            write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
+            with _warned_of():
+                write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
         if self.hangs:  # reported
             return FAILED, None
-        if self._stop_sent is not None or (status == 0 and self._agreed_to_stop):
+        agreed = False
+        with _warned_of():
+            agreed = self._agreed_to_stop
+        if self._stop_sent is not None or (status == 0 and agreed):
             if status not in (0, -signal.SIGTERM, -self._signal):
                 self._warn(f"asked to stop, the program {describe_end(status)}")
-            self._note_departure()
+            with _warned_of():
+                self._note_departure()
             return STOPPED, None
         if status == 0:
             return FINISHED, None
         error_file = self._run.program_error(spec.attempt, self._rank)
-        cause, secondary = cause_of(status, output, error_file)
+        cause, secondary = f"the program {describe_end(status)}", False
+        with _warned_of():
+            cause, secondary = cause_of(status, output, error_file)
         failure = failure_record(self._rank, spec.name, cause, secondary=secondary)
-        write_failure(self._run, spec.attempt, failure)
-        self._write_line(f"error: {cause}\n")
+        with _warned_of():
+            write_failure(self._run, spec.attempt, failure)
+            self._write_line(f"error: {cause}\n")
         return FAILED, failure
 
     def _note_departure(self) -> None:
@@ -300,6 +313,17 @@ class Program:
         if self._restarts and not (stale or run.cancel.exists() or run.departure(attempt).exists()):
             by = f" by {self._stop_name}" if self._stop_name else ""
             note_departure(run, attempt, f"asked to stop{by}")
+
+
+@contextlib.contextmanager
+def _warned_of() -> Generator[None]:
+    """Only log errors of the file system: a full disk must hide no program's end from the
+    coordinator, and no stop from a program.
+    """
+    try:
+        yield
+    except (OSError, RunFolderError) as error:
+        log.warning("%s", error)
 
 
 def has_joined(pids: list[int], port: int) -> bool:

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import LINK_VARIABLE, Seen, WorkerSigns
+from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, Seen, WorkerSigns
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -33,6 +33,8 @@ from orchestrator.agent.processes import (
 from orchestrator.agent.programs import Program
 from orchestrator.agent.stacks import ASKS, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
+from orchestrator.errors import EXIT_FAILED
+from orchestrator.rundir.outcome import failure_record
 
 log = logging.getLogger(__name__)
 
@@ -148,10 +150,10 @@ class Workers:
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
         try:
             pid = fork_session()
-        except OSError as error:  # no memory or process left: as if it had been killed at once
-            log.warning("rank %d cannot be started: %s", rank, error.strerror)
-            unborn = Worker(rank, process, WorkerSigns(0), Link(ours), status=-signal.SIGKILL)
-            unborn.ended = time.monotonic()
+        except OSError as error:  # no memory or process left
+            ours.close()
+            theirs.close()
+            self.all[rank] = unborn = self._unborn(rank, process, Link(ours), error)
             self._report(self.exit_of(unborn))
             return
         finally:
@@ -166,6 +168,22 @@ class Workers:
         self._report({"event": "started", "rank": rank, "process": process})
         for name in self._stops:
             self.send(rank, stop=name)
+
+    def _unborn(self, rank: int, process: int, link: Link, error: OSError) -> Worker:
+        """Return a worker that could not be forked: at the start it fails the run; later it counts
+        as a replacement that was killed at once.
+        """
+        cause = (
+            f"its process could not be started: {error.strerror}; what limits it: `ulimit -u`, "
+            "pids.max of the job's cgroup, or memory"
+        )
+        log.warning("rank %d: %s", rank, cause)
+        worker = Worker(rank, process, WorkerSigns(0), link, status=-signal.SIGKILL)
+        worker.ended = time.monotonic()
+        if not process:
+            worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
+            worker.signs.failure = failure_record(rank, self._spec.name, cause, secondary=False)
+        return worker
 
     def _become(self, rank: int, process: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""

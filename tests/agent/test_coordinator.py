@@ -463,3 +463,27 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, ot
     assert evicted.commands_of("end")
     assert (evicted.outcome is None) == others_live
     listener.close()
+
+
+def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(tmp_path):
+    attempt = Attempt(tmp_path, survive=True)
+    attempt.end(0, final_state="finished")
+    attempt.end(1, status=-9)
+    attempt.end(2, final_state="finished")
+    attempt.tick(GRACE_S)
+    assert state_of(attempt) == "failed"
+    assert attempt.outcome["culprit"]["rank"] == 1
+
+
+def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):
+    attempt = Attempt(tmp_path, nodes=2, replacements=1, gone=(), begin=False)
+    for index, process in ((0, 0), (1, 1)):
+        started = {"event": "started", "rank": index, "process": process}
+        begins = {"event": "begins", "rank": index, "process": process, "code": {"job": "abc"}}
+        attempt.coordinator.agent_connected(index, [{"rank": index, "events": [started, begins]}])
+    attempt.tick()
+    attempt.end(1, status=-9, process=1)
+    attempt.tick(MOMENT_S)
+    attempt.tick(10.0)
+    assert attempt.commands_of("start") == []
+    assert "run.max_replacements=1 were started" in attempt.run.warnings(0, 1).read_text()
