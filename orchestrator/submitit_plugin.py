@@ -42,6 +42,7 @@ MODULE = "orchestrator.submitit_plugin"
 ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 LOOK_S = 0.2
+FIRST_AGENT_S = 60.0  # for the agent of the first node to say its address
 STATES = {
     "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
     "finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED", "stopped": "CANCELLED",
@@ -409,7 +410,8 @@ def call(folder: Path, job_id: str | None) -> None:
 def _name_first_node() -> None:
     """Replace the first node's name by its address where the name does not resolve.
 
-    Functions give it to torch as MASTER_ADDR. Simulated nodes have no names that resolve.
+    Functions give it to torch as MASTER_ADDR. Simulated nodes have no names that resolve. Their
+    first agent may begin later than this rank.
     """
     from orchestrator.agent.node_spec import agent_file
     from orchestrator.rundir.folder import RunDir
@@ -420,7 +422,10 @@ def _name_first_node() -> None:
     try:
         socket.getaddrinfo(first, None)
     except socket.gaierror:
-        agent = agent_file(RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT]), 0)
+        run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
+        deadline = time.monotonic() + FIRST_AGENT_S
+        while (agent := agent_file(run, attempt, 0)) is None and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
         if agent is not None:
             os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.address, *others])
 
