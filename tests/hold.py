@@ -37,11 +37,15 @@ class Hold:
         """Hold no rank any more. The job leaves out its pauses, too, so that the run ends soon."""
         self.hold_before(math.inf)
 
-    def held_members(self, run, update):
-        """Return the members of the newest generation once all are held; () before."""
+    def held_members(self, run, update, lost):
+        """Return the members of the first generation without the `lost` ranks, or of a newer one,
+        once all are held; () before. Until then, a rank that was just killed may look held.
+        """
         newest = max((run / "attempts" / "000").glob("generation-*.json"))
-        members = json.loads(newest.read_text())["members"]
-        return tuple(members) if {*members} <= self._held_ranks(update) else ()
+        members = {*json.loads(newest.read_text())["members"]}
+        if members & {*lost} or not members <= self._held_ranks(update):
+            return ()
+        return tuple(sorted(members))
 
     def wait_until_held(self, update, ranks=(0,), timeout_s=90.0):
         """Wait until these ranks are alive and wait before `update`."""

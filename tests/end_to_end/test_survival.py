@@ -2,6 +2,7 @@
 undisturbed one. With more than one node this needs no key.
 """
 
+import functools
 import json
 import os
 import resource
@@ -73,7 +74,8 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     time.sleep(0.05)  # the others agree on the members or form their group; any moment is right
     os.kill(rank_2, signal.SIGKILL)
     # Ranks 3, 4 and 5; fewer if gloo has lost a send, which ends a rank (trainer/survival.py).
-    members = helpers.until(lambda: hold.held_members(run, 8), 90, "holding all members")
+    held = functools.partial(hold.held_members, run, 8, lost=(0, 1, 2))
+    members = helpers.until(held, 90, "holding all members")
     frozen = members[-1]
     os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()
