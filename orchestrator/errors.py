@@ -226,10 +226,10 @@ MOST_SAID = 4000
 """Characters of what an error says; the rank's log has the rest."""
 
 
-def text_of(error: BaseException) -> str:
+def error_text(error: BaseException) -> str:
     """Return an error's message, shortened. A third party's `__str__` may raise itself.
 
-    >>> text_of(ValueError("x" * 5000)).strip("x")
+    >>> error_text(ValueError("x" * 5000)).strip("x")
     ' … (1,000 more characters in the log)'
     """
     try:

@@ -1,4 +1,4 @@
-"""What the submitit plug-in does with several runs of one array."""
+"""The submitit plug-in: several runs of one array, and the address of a job's first node."""
 
 import os
 import threading

@@ -1,9 +1,9 @@
-"""What simulated nodes are forks of, started without a new interpreter.
+"""Forks for the parents of simulated nodes, in the place of new interpreters.
 
 A local run's start is mostly one import of torch, in a process of its own, and tests start hundreds
 of runs. The launcher of `warm.call` has torch already, so that process can be its fork, as those of
-a sweep's points are. It looks like what it stands for: its command line, environment, signals and
-files are those of the new interpreter. An audited script's rank is a fork, too, and runs the script
+a sweep's points are. It looks like the new interpreter: its command line, environment, signals and
+files are the same. An audited script's rank is a fork, too, and runs the script
 in the place of its exec. What `helpers.begin_anew` starts, all other programs and MindSpore's jobs
 are new interpreters.
 """

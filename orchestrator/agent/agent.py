@@ -19,7 +19,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSSES_S, Coordinator
+from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSS_WAIT_S, Coordinator
 from orchestrator.agent.links import Link, Peer, authenticate, connect
 from orchestrator.agent.liveness import BEAT_S, AwakeClock
 from orchestrator.agent.node_spec import (
@@ -52,8 +52,8 @@ class Agent:
     """Agent of one node.
 
     Args:
-        control: a pipe that closes when the launcher, which sends the run's messages, ends or wants
-            all processes ended; None on a cluster whose scheduler does that.
+        control: a pipe that closes when the launcher ends, or wants all processes ended. That
+            launcher also sends the run's messages. None on a cluster whose scheduler ends them.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second; returns whether a newer attempt has replaced this one.
         on_outcome: called by the coordinator after the outcome is written, with whether the first
@@ -180,7 +180,7 @@ class Agent:
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""
         awaits = self._coordinator is not None and self._coordinator.awaits_losses
-        return LOSSES_S / 2 if awaits else LOOK_S
+        return LOSS_WAIT_S / 2 if awaits else LOOK_S
 
     def _handle_signals(self) -> None:
         """Handle stop signals here only; workers ignore them and receive a message."""

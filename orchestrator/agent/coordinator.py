@@ -61,7 +61,7 @@ GRACE_S = 1.0
 """For the workers that a failed one leaves behind, to write down what they saw."""
 SAVE_S = 30.0
 """For the one among them that saves the last boundary's state."""
-LOSSES_S = 0.05
+LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator."""
@@ -439,8 +439,8 @@ class Coordinator:
         most = self._spec.replacements
         if self._over or not most:
             return
-        begun = sum(worker.process for worker in self.workers.values())  # by all coordinators
-        if most - begun <= len(self._restart_at):
+        started = sum(worker.process for worker in self.workers.values())  # by all coordinators
+        if most - started <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
         elif self._in_vain[rank] >= MOST_IN_VAIN:
             why_not = f"its last {MOST_IN_VAIN} processes did no update"
@@ -562,7 +562,7 @@ class Coordinator:
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members."""
         left = [member for member in self._members if member not in self._gone]
-        if not self._gone or not left or now - self._noticed < LOSSES_S or not self._all_known():
+        if not self._gone or not left or now - self._noticed < LOSS_WAIT_S or not self._all_known():
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
             found = self._record.read(self._generation + 1)

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SUSPENDED_S = 3.0
-"""Above this, the process itself was suspended between two looks."""
+"""Above this, the process itself was suspended between two polls."""
 LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that sends nothing is at work."""

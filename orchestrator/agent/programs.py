@@ -161,7 +161,7 @@ class Program:
         if first and handler is not None and self._agreed_to_stop:
             return  # it knows from the others, or is done: a Python that ends has no handler left
         log.info("asked to stop: %s to the program of rank %d", self._signal.name, self._rank)
-        with _warned_of():
+        with _log_file_errors():
             write_number(self._asked, 0)
         try:
             if handler is None:
@@ -240,7 +240,7 @@ class Program:
 
     def _report_hang(self, cause: str) -> None:
         self.hangs = cause + describe_processes(self._processes(), self._log)
-        with _warned_of():
+        with _log_file_errors():
             self._write_line(f"error: {self.hangs}\n")
 
     def _processes(self) -> list[int]:
@@ -275,33 +275,33 @@ class Program:
         """
         spec = self._spec
         output = ""
-        with _warned_of():
+        with _log_file_errors():
             written = self._log.stat().st_size - self._log_bytes
             output = read_end(self._log, min(written, LOOKED_AT_BYTES)).decode(errors="replace")
             self._write_line()
         if self._rank == 0:
             seconds = time.monotonic() - self._began
-            with _warned_of():
+            with _log_file_errors():
                 write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
         if self.hangs:  # reported
             return FAILED, None
         agreed = False
-        with _warned_of():
+        with _log_file_errors():
             agreed = self._agreed_to_stop
         if self._stop_sent is not None or (status == 0 and agreed):
             if status not in (0, -signal.SIGTERM, -self._signal):
                 self._warn(f"asked to stop, the program {describe_end(status)}")
-            with _warned_of():
+            with _log_file_errors():
                 self._note_departure()
             return STOPPED, None
         if status == 0:
             return FINISHED, None
         error_file = self._run.program_error(spec.attempt, self._rank)
         cause, secondary = f"the program {describe_end(status)}", False
-        with _warned_of():
+        with _log_file_errors():
             cause, secondary = cause_of(status, output, error_file)
         failure = failure_record(self._rank, spec.name, cause, secondary=secondary)
-        with _warned_of():
+        with _log_file_errors():
             write_failure(self._run, spec.attempt, failure)
             self._write_line(f"error: {cause}\n")
         return FAILED, failure
@@ -316,7 +316,7 @@ class Program:
 
 
 @contextlib.contextmanager
-def _warned_of() -> Generator[None]:
+def _log_file_errors() -> Generator[None]:
     """Only log errors of the file system: a full disk must hide no program's end from the
     coordinator, and no stop from a program.
     """

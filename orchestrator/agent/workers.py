@@ -423,7 +423,7 @@ def end_descendants(reap: Callable[[], bool] | None = None) -> None:
     # parent ends meanwhile.
     while (reap or _reap_all)() and time.monotonic() < deadline:
         kill_descendants()
-        time.sleep(0.005)  # between two looks at processes that were just killed
+        time.sleep(0.005)  # between two polls of processes that were just killed
 
 
 def _reap_all() -> bool:

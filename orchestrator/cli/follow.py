@@ -48,7 +48,7 @@ from orchestrator.rundir.outcome import (
     Ruling,
     describe_culprit,
     describe_stop,
-    result_of,
+    result_from_records,
     rule,
 )
 from orchestrator.rundir.status import kind_of
@@ -112,7 +112,7 @@ class Ready:
     output: OutputOptions
 
 
-NOBODY_KNOWS = "; see for yourself whether the job that it is about is queued, then remove the file"
+CHECK_QUEUE = "; see for yourself whether its job is queued, then remove the file"
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -133,7 +133,7 @@ def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, s
             sentences.append(class_of(kind_of(members[0])).adopt(folder))
         except (ClusterError, RunFolderError) as error:
             damaged = isinstance(error, RunFolderError)
-            why = f"{error}{NOBODY_KNOWS if damaged else ''}"
+            why = f"{error}{CHECK_QUEUE if damaged else ''}"
             unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
     return [sentence for sentence in sentences if sentence], unknown
 
@@ -230,7 +230,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
         say(output.console, lost, "bold red")
         say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
         return LaunchResult(run=run, state=state, exit_code=code)
-    result = result or result_of(run, state, handle.culprit)
+    result = result or result_from_records(run, state, handle.culprit)
     if not output.quiet or state is State.FAILED:
         history = read_metrics(run.metrics)
         print_closing(result, history, run.path, output.console, plan=run.read_plan())
@@ -263,7 +263,7 @@ def run_to_end(ready: Ready) -> LaunchResult:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
             say(output.console, ruling.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
-            # No person asked for this start, and could accept it, as with `resume`.
+            # No person started this attempt who could accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
             say(output.console, more, "yellow", prose=True)
     if interrupted:
@@ -272,7 +272,7 @@ def run_to_end(ready: Ready) -> LaunchResult:
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
-        result = result_of(run, state, culprit, remark=ruling.message)
+        result = result_from_records(run, state, culprit, remark=ruling.message)
         try:
             write_json(run.result, result)
         except OSError as error:

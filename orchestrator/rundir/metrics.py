@@ -280,7 +280,7 @@ def total(updates: Sequence[Record], name: str) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Progress:
+class RankProgress:
     """A rank's place: update (from 0), micro-steps done and to do in it, time of writing."""
 
     update: int
@@ -307,7 +307,7 @@ class ProgressWriter:
             warn(f"its place could not be written: {error.strerror}", kind="no progress")
 
 
-def read_progress(path: Path) -> Progress | None:
+def read_progress(path: Path) -> RankProgress | None:
     """Return the latest place; None before the first."""
     try:
         content = read_bytes(path)
@@ -315,5 +315,5 @@ def read_progress(path: Path) -> Progress | None:
         return None
     if len(content) < _PLACE.size:
         return None
-    place = Progress(*_PLACE.unpack(content[: _PLACE.size]))
+    place = RankProgress(*_PLACE.unpack(content[: _PLACE.size]))
     return place if place.time > 0 else None

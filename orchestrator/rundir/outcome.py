@@ -170,10 +170,10 @@ def write_result(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:
     """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
-    write_json(run.result, result_of(run, state, culprit, remark=remark))
+    write_json(run.result, result_from_records(run, state, culprit, remark=remark))
 
 
-def result_of(
+def result_from_records(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> dict[str, Any]:
     """Return result.json from what is known: the state, the culprit, and metrics.jsonl.

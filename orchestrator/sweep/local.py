@@ -69,23 +69,23 @@ class Room:
         """Return True if there is room for a run now. A larger one waits until it is alone."""
         if not self._taken:
             return True
-        if share is None or not self._holds([*(place.share for place in self._taken), share]):
+        if share is None or not self._holds([*(one.share for one in self._taken), share]):
             return False
         return free_memory_bytes() >= share.ranks * RANK_BYTES
 
     def take(self, share: Share | None) -> Allocation | None:
-        """Return the place of a run; None if it has to wait for others to end."""
+        """Return what a run takes; None if it has to wait for others to end."""
         if not self.has(share):
             return None
-        used = {name for place in self._taken for name in place.gpus}
+        used = {name for one in self._taken for name in one.gpus}
         free = [name for name in self._machine.gpus if name not in used]
-        place = Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
-        self._taken.append(place)
-        return place
+        allocation = Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
+        self._taken.append(allocation)
+        return allocation
 
-    def give_back(self, place: Allocation) -> None:
-        """Free the place of a run that has ended."""
-        self._taken.remove(place)
+    def give_back(self, allocation: Allocation) -> None:
+        """Free what a run that has ended had taken."""
+        self._taken.remove(allocation)
 
     def at_once(self, shares: Sequence[Share | None]) -> int:
         """Return how many of such runs fit at once, the small ones first."""
@@ -132,7 +132,7 @@ class _Running:
     cell: Cell
     pid: int
     pipe: Connection
-    place: Allocation
+    allocation: Allocation
 
 
 def share_of(cell: Cell) -> Share | None:
@@ -185,8 +185,8 @@ class LocalQueue:
 
     def start(self, cell: Cell) -> bool:
         """Start a point; return False if it has no room yet, or after an interrupt."""
-        place = None if interrupts.count else self._room.take(share_of(cell))
-        if place is None:
+        allocation = None if interrupts.count else self._room.take(share_of(cell))
+        if allocation is None:
             return False
         if not self._imported:
             self._imported = True
@@ -197,8 +197,10 @@ class LocalQueue:
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it counts them itself
         try:
             log = None if self._terminal else cell.run
-            body = partial(_run_point, cell, self._output, place, its_end, before, log)
-            self._running.append(_Running(cell=cell, pid=fork(body), pipe=pipe, place=place))
+            body = partial(_run_point, cell, self._output, allocation, its_end, before, log)
+            self._running.append(
+                _Running(cell=cell, pid=fork(body), pipe=pipe, allocation=allocation)
+            )
         finally:
             its_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -254,7 +256,7 @@ class LocalQueue:
         status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
         self._running.remove(one)
         run = one.cell.run
-        self._room.give_back(one.place)
+        self._room.give_back(one.allocation)
         if report is not None:
             return PointResult(cell=one.cell, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
@@ -265,7 +267,7 @@ class LocalQueue:
 def _run_point(
     cell: Cell,
     output: OutputOptions,
-    place: Allocation,
+    allocation: Allocation,
     pipe: Connection,
     mask: set[int],
     log: RunDir | None,
@@ -279,8 +281,8 @@ def _run_point(
     name_process(f"point {cell.point.number}")
     interrupts.count = 0
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if place.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(place.gpus)
+    if allocation.gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(allocation.gpus)
     refusal, code = None, EXIT_FINISHED
     if log is not None:  # there is no folder yet
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)

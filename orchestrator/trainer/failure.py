@@ -22,7 +22,7 @@ from orchestrator.errors import (
     RanksMissing,
     ReplicasDiffer,
     UsageError,
-    text_of,
+    error_text,
 )
 from orchestrator.rundir.outcome import failure_record
 from orchestrator.snapshot import PACKAGE
@@ -71,7 +71,7 @@ def remedy(error: BaseException) -> str | None:
     >>> remedy(ValueError("Default process group has not been initialized, please …"))[:33]
     'there is no default process group'
     """
-    text = text_of(error)
+    text = error_text(error)
     by_phrase = (sentence for phrase, sentence in _BY_PHRASE if phrase in text)
     by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
     return next(by_phrase, None) or next(filter(None, by_kind), None)
@@ -85,7 +85,7 @@ def describe(error: BaseException) -> str:
     """Return the cause in a few lines: our errors as they are, others with the type's name."""
     if ended := _loader_worker(error):
         return ended
-    text = text_of(error)
+    text = error_text(error)
     if isinstance(error, OrchestratorError):
         return text
     named = f"{type(error).__name__}: {text}" if text else type(error).__name__
@@ -136,7 +136,7 @@ def _loader_worker(error: BaseException) -> str | None:
     ended = ""
     one: BaseException | None = error
     while one is not None:
-        if match := _WORKER.match(text_of(one)):
+        if match := _WORKER.match(error_text(one)):
             worker, what = f"a loader worker of this rank (process {match[1]})", match[2]
             if killed := _BY_SIGNAL.search(what):
                 names = {signal.strsignal(number): number.name for number in signal.Signals}

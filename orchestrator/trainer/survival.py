@@ -441,7 +441,7 @@ class Survivors(Callback):
         except StateLost as lost:
             self._engine.regroup(group)
             if (taken_back := self._go_back(rank)) is None:
-                raise self._no_way_on(f"{lost}, and there is no checkpoint yet") from lost
+                raise self._unrecoverable(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
         if newer_progress is not None:
             load_progress(progress, newer_progress)
@@ -503,7 +503,7 @@ class Survivors(Callback):
     def _count_try(self, updates: int, who: str) -> None:
         self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
         if self._tries[1] > MOST_TRIES:
-            raise self._no_way_on(
+            raise self._unrecoverable(
                 f"{self._tries[1]} groups began update {updates + 1}, and each lost ranks in it, "
                 f"at last {who}: so many losses in one update are not survived"
             )
@@ -521,13 +521,13 @@ class Survivors(Callback):
     def _node_of(self, member: int) -> int:
         return rank_of(member, self._spec.size) // self._ranks_per_node
 
-    def _no_way_on(self, why: str) -> Unrecoverable:
+    def _unrecoverable(self, why: str) -> Unrecoverable:
         return Unrecoverable(why, sorted(self._all_nodes - self._nodes))
 
     def too_few(self) -> Unrecoverable | None:
         """Return why the ranks that are left must not continue; None where they may."""
         refusal = self._few()
-        return self._no_way_on(refusal) if refusal else None
+        return self._unrecoverable(refusal) if refusal else None
 
     def _few(self) -> str:
         count, least = len(self._nodes), self._least_nodes

@@ -4,7 +4,7 @@ from dataclasses import asdict
 
 import pytest
 
-from orchestrator.agent.coordinator import GRACE_S, LOSSES_S, MOST_IN_VAIN, REST_S, Coordinator
+from orchestrator.agent.coordinator import GRACE_S, LOSS_WAIT_S, MOST_IN_VAIN, REST_S, Coordinator
 from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import Seen
 from orchestrator.agent.node_spec import publish_agent
@@ -15,7 +15,7 @@ from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
-MOMENT_S = 2 * LOSSES_S
+MOMENT_S = 2 * LOSS_WAIT_S
 SEEN = asdict(Seen())
 
 

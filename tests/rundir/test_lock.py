@@ -73,7 +73,7 @@ def of(pid, host=None):
     ],
 )
 def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, words):
-    """The lock itself is locked, by this test: as by somebody who wants another process ended."""
+    """This test locks the file itself, as a process might that wants another one ended."""
     run.lock.write_text(words(bystander.pid))
     with run.lock.open("r+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

@@ -86,7 +86,7 @@ class Hyperparameters:
         """Raise `JobError` if they are not as they were kept.
 
         Args:
-            when: described: "in after_update of update 3".
+            when: the moment, as in "in after_update of update 3".
             jobs_turn: it was `after_update`, in which a job may change all but the rates and the
                 groups (a weight decay that rises with the updates, say); what it set is kept.
         """

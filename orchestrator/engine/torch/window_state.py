@@ -23,7 +23,7 @@ from orchestrator.engine.common.job_checks import norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
 from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of
-from orchestrator.errors import JobError, SilenceError, text_of
+from orchestrator.errors import JobError, SilenceError, error_text
 
 _REMEDY = (
     "loss.backward() perhaps: call accumulator.backward(Loss(total, weight)) instead. Where "
@@ -110,7 +110,7 @@ class WindowState:
         try:
             yield
         except BaseException as error:
-            what = f"{type(error).__name__}: {text_of(error)}"
+            what = f"{type(error).__name__}: {error_text(error)}"
             if self.at_stake == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
             elif self.at_stake == "accumulator" and self._group.size > 1:

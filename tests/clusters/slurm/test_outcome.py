@@ -381,7 +381,7 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
         waiting = threading.Thread(target=_await_agents, args=(run, 0), daemon=True)
         waiting.start()
         listener.settimeout(20)
-        listener.accept()[0].close()  # it asks whether somebody listens there
+        listener.accept()[0].close()  # it checks whether the agent listens
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
