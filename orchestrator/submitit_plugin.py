@@ -41,7 +41,7 @@ NAME = "orchestrator"
 MODULE = "orchestrator.submitit_plugin"
 ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
-LOOK_S = 0.2
+POLL_S = 0.2
 FIRST_AGENT_S = 60.0  # for the agent of the first node to say its address
 STATES = {
     "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
@@ -370,7 +370,7 @@ class OrchestratorJobEnvironment(SlurmJobEnvironment):
     def _leave_after_rank_0(self, paths: JobPaths) -> None:
         result = JobPaths(paths.folder, job_id=self.job_id, task_id=0).result_pickle
         while not (self._saved.exists() or result.exists()):
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         os._exit(0)
 
 
@@ -425,7 +425,7 @@ def _name_first_node() -> None:
         run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
         deadline = time.monotonic() + FIRST_AGENT_S
         while (agent := agent_file(run, attempt, 0)) is None and time.monotonic() < deadline:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
         if agent is not None:
             os.environ["SLURM_JOB_NODELIST"] = ",".join([agent.address, *others])
 

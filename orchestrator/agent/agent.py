@@ -39,7 +39,7 @@ from orchestrator.rundir.generations import GenerationRecord, message_of
 
 log = logging.getLogger(__name__)
 
-LOOK_S = 0.1
+POLL_S = 0.1
 RETRY_S = 0.05
 MAX_UNAUTHENTICATED = 64
 MOST_ERRORS = 100  # in a row
@@ -81,11 +81,11 @@ class Agent:
         self._unauthenticated: set[Link] = set()
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
-        self._up: Link | None = None
+        self._coordinator_link: Link | None = None
         self._clock = AwakeClock()
         self._began = self._clock()
         self._tried_since = 0.0
-        self._gone: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
+        self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
         self._dying = self._over = False
@@ -140,14 +140,14 @@ class Agent:
                 if errors > MOST_ERRORS:
                     raise
                 log.warning("%s; trying again", error)
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         self._workers.kill_all(self._notifier.senders)
         self._notifier.wait()
         self._workers.end_all()
         if self._coordinator is not None and self._coordinator.outcome is not None:
             for link in self._links():
                 link.close()  # the others are done
-            self._on_outcome(self._coordinator.agents[0].gone)
+            self._on_outcome(self._coordinator.agents[0].lost)
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""
@@ -180,7 +180,7 @@ class Agent:
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""
         awaits = self._coordinator is not None and self._coordinator.awaits_losses
-        return LOSS_WAIT_S / 2 if awaits else LOOK_S
+        return LOSS_WAIT_S / 2 if awaits else POLL_S
 
     def _handle_signals(self) -> None:
         """Handle stop signals here only; workers ignore them and receive a message."""
@@ -204,7 +204,7 @@ class Agent:
             self._over = True
 
     def _links(self) -> list[Link]:
-        up = [self._up] if self._up is not None else []
+        up = [self._coordinator_link] if self._coordinator_link is not None else []
         return [*self._followers.values(), *self._unauthenticated, *up]
 
     def _beat(self) -> None:
@@ -217,11 +217,11 @@ class Agent:
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
         for link in self._links():
-            if link.rank is not None:
+            if link.peer_index is not None:
                 link.send()
             elif now - link.heard > self._spec.silence_s:
                 self._close(link)  # it has not identified itself
-        if self._up is not None and now - self._up.heard > max(
+        if self._coordinator_link is not None and now - self._coordinator_link.heard > max(
             self._spec.silence_s, LEAST_SILENCE_S
         ):
             self._coordinator_gone()
@@ -232,8 +232,8 @@ class Agent:
         """Report an event about a worker to the coordinator."""
         if self._coordinator is not None:
             self._coordinator.handle_event(self._spec.index, event)
-        elif self._up is not None:
-            self._up.send(**event)
+        elif self._coordinator_link is not None:
+            self._coordinator_link.send(**event)
 
     def _state_of_workers(self) -> list[dict[str, Any]]:
         """Return what a new coordinator needs to know of this node's workers."""
@@ -285,13 +285,13 @@ class Agent:
 
     def _follow(self) -> None:
         """Connect to the coordinator, or become the coordinator."""
-        if self._coordinator is not None or self._up is not None:
+        if self._coordinator is not None or self._coordinator_link is not None:
             return
         mine = self._spec.incarnation, self._spec.index
         now = self._clock()
         # The first node's agent coordinates at the start, however late it comes; until then the
         # files of the other nodes need not be read.
-        at_start = not self._gone and self._spec.index > 0
+        at_start = not self._lost_peers and self._spec.index > 0
         first_node = agent_file(self._run, self._spec.attempt, 0) if at_start else None
         if at_start and first_node is None and now - self._began < self._spec.join_s:
             time.sleep(RETRY_S)
@@ -299,7 +299,7 @@ class Agent:
         if first_node is not None and not first_node.incarnation:
             candidates = [first_node]
         else:
-            candidates = [one for one in self._others() if one.seniority not in self._gone]
+            candidates = [one for one in self._others() if one.seniority not in self._lost_peers]
         senior = [one for one in candidates if one.seniority < mine]
         if not senior:
             self._take_over()
@@ -307,7 +307,7 @@ class Agent:
         first = senior[0]
         self._tried_since = self._tried_since or now
         try:
-            link = connect(first, secret=self._secret, rank=self._spec.index)
+            link = connect(first, secret=self._secret, node=self._spec.index)
         except ConnectionRefusedError:
             self._lose_candidate(first)
             return
@@ -316,7 +316,7 @@ class Agent:
                 self._lose_candidate(first)
             return
         self._tried_since = 0.0
-        self._up, self._up_is = link, first
+        self._coordinator_link, self._coordinator_peer = link, first
         link.heard = self._clock()
         link.socket.setblocking(True)
         self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
@@ -324,7 +324,7 @@ class Agent:
 
     def _lose_candidate(self, one: Peer) -> None:
         self._tried_since = 0.0
-        self._gone.add(one.seniority)
+        self._lost_peers.add(one.seniority)
         if self._is_over():
             self._over = True
 
@@ -332,9 +332,13 @@ class Agent:
         return read_json(self._run.outcome(self._spec.attempt)) is not None
 
     def _take_over(self) -> None:
-        gone = {index for incarnation, index in self._gone if not self._is_back(incarnation, index)}
-        log.info("this agent coordinates; lost before it: %s", sorted(gone) or "none")
-        self._coordinator = Coordinator(self._spec, gone, self._clock)
+        lost = {
+            index
+            for incarnation, index in self._lost_peers
+            if not self._is_back(incarnation, index)
+        }
+        log.info("this agent coordinates; lost before it: %s", sorted(lost) or "none")
+        self._coordinator = Coordinator(self._spec, lost, self._clock)
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
@@ -348,12 +352,12 @@ class Agent:
 
     def _hear_coordinator(self, connection: Any) -> None:
         del connection
-        assert self._up is not None  # noqa: S101  # its socket is registered
-        messages = self._up.receive()
+        assert self._coordinator_link is not None  # noqa: S101  # its socket is registered
+        messages = self._coordinator_link.receive()
         if messages is None:
             self._coordinator_gone()
             return
-        self._up.heard = self._clock()
+        self._coordinator_link.heard = self._clock()
         for message in messages:
             if "command" in message:
                 self._obey(message)
@@ -361,11 +365,11 @@ class Agent:
                     link.send(**message)
 
     def _coordinator_gone(self) -> None:
-        assert self._up is not None  # noqa: S101  # there was one
-        self._selector.unregister(self._up.socket)
-        self._up.close()
-        self._up = None
-        self._lose_candidate(self._up_is)
+        assert self._coordinator_link is not None  # noqa: S101  # there was one
+        self._selector.unregister(self._coordinator_link.socket)
+        self._coordinator_link.close()
+        self._coordinator_link = None
+        self._lose_candidate(self._coordinator_peer)
 
     # ------------------------------------------------------------------ followers
 
@@ -398,22 +402,22 @@ class Agent:
             self._take_message(link, message)
 
     def _take_message(self, link: Link, message: dict[str, Any]) -> None:
-        if link.rank is None:
+        if link.peer_index is None:
             index = authenticate(message, secret=self._secret, me=self._spec.index)
             if index is None or not 0 <= index < self._spec.nodes:
                 self._close(link)
                 return
-            link.rank = index
+            link.peer_index = index
             self._unauthenticated.discard(link)
             if index in self._followers:
                 self._close(self._followers[index])
             self._followers[index] = link
             return
         if self._coordinator is not None:
-            self._from_follower(link.rank, message)
+            self._from_follower(link.peer_index, message)
             return
         # The peer has lost the agents before this one. This one will, too, or the peer is cut off.
-        self._early.setdefault(link.rank, []).append(message)
+        self._early.setdefault(link.peer_index, []).append(message)
         newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
         if "workers" in message and newest is not None:
             link.send(command="tell", rank=None, message=message_of(newest))
@@ -431,8 +435,8 @@ class Agent:
             self._selector.unregister(link.socket)
             link.close()
         self._unauthenticated.discard(link)
-        if link.rank is not None and self._followers.get(link.rank) is link:
-            del self._followers[link.rank]
-            self._early.pop(link.rank, None)
+        if link.peer_index is not None and self._followers.get(link.peer_index) is link:
+            del self._followers[link.peer_index]
+            self._early.pop(link.peer_index, None)
             if self._coordinator is not None:
-                self._coordinator.agent_disconnected(link.rank)
+                self._coordinator.agent_disconnected(link.peer_index)

@@ -118,7 +118,7 @@ class AgentState:
 
     index: int
     heard: float | None = None
-    gone: bool = False
+    lost: bool = False
 
 
 class Coordinator:
@@ -126,21 +126,21 @@ class Coordinator:
 
     Args:
         spec: of the node whose agent this is.
-        gone: indices of the agents already lost when this one takes over.
+        lost: indices of the agents already lost when this one takes over.
         clock: returns monotonic seconds.
     """
 
     def __init__(
         self,
         spec: NodeSpec,
-        gone: Iterable[int] = (),
+        lost: Iterable[int] = (),
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
-        self._took_over = bool(set(gone))
+        self._took_over = bool(set(lost))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
         newest = self._record.newest()
@@ -149,7 +149,7 @@ class Coordinator:
         self._message = message_of(newest) if newest else {}
         for member in self._members:
             self.workers[rank_of(member, spec.ranks)].process = process_of(member, spec.ranks)
-        self._gone: set[int] = set()  # members lost since the newest generation
+        self._lost_members: set[int] = set()  # members lost since the newest generation
         self._noticed = 0.0
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
@@ -168,7 +168,7 @@ class Coordinator:
         self._killed = False
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
-        for index in gone:
+        for index in lost:
             self._lose_agent(index)
 
     def commands(self) -> list[tuple[int | None, dict[str, Any]]]:
@@ -194,7 +194,7 @@ class Coordinator:
         self._lose_ranks(
             index, [r for r in here if self.workers[r].state != "ended" and r not in known]
         )
-        agent.heard, agent.gone = self._clock(), False
+        agent.heard, agent.lost = self._clock(), False
         for event in known.values():
             for one in event["events"]:
                 self.handle_event(index, one)
@@ -210,12 +210,12 @@ class Coordinator:
 
     def agent_disconnected(self, index: int) -> None:
         """Handle an agent whose link is closed: it ended, or follows another coordinator."""
-        if not self.agents[index].gone:
+        if not self.agents[index].lost:
             self._lose_agent(index)
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         agent = self.agents[index]
-        agent.gone, agent.heard = True, None
+        agent.lost, agent.heard = True, None
         ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
         self._lose_ranks(index, ranks, cause)
 
@@ -316,7 +316,7 @@ class Coordinator:
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
         # Or a newcomer, which the others do not need, or one that was lost with its node.
-        evicted = final_state == EVICTED or not lost - self._gone
+        evicted = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         finished = any(worker.final_state == FINISHED for worker in self.workers.values())
@@ -324,11 +324,11 @@ class Coordinator:
         if self._killed or not (evicted or survived):
             self._failed(end)
             return
-        if lost and not lost <= self._gone:
+        if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
         lost |= self._end_mates(ranks)
-        if lost - self._gone:
-            self._gone |= lost
+        if lost - self._lost_members:
+            self._lost_members |= lost
             self._noticed = self._clock()
         for rank in ranks:
             self.workers[rank].final_state = None
@@ -464,7 +464,7 @@ class Coordinator:
         due = {rank for rank, at in self._restart_at.items() if now >= at}
         for mates in dict.fromkeys(self._mates(rank) for rank in sorted(due)):
             agent = self.agents[self._spec.node_of(mates[0])]
-            if not due.issuperset(mates) or agent.heard is None or agent.gone:
+            if not due.issuperset(mates) or agent.heard is None or agent.lost:
                 continue
             process = 1 + max(self.workers[rank].process for rank in mates)
             for rank in mates:
@@ -491,7 +491,7 @@ class Coordinator:
     @property
     def awaits_losses(self) -> bool:
         """Return whether a loss waits for further ones."""
-        return bool(self._gone)
+        return bool(self._lost_members)
 
     def tick(self) -> None:
         """Take the decisions that are due."""
@@ -524,7 +524,7 @@ class Coordinator:
     def _awaits_agent(self, now: float) -> bool:
         """Return whether an agent is silent, and may be lost: its node would be the root cause."""
         return any(
-            not agent.gone and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
+            not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
             for agent in self.agents.values()
             if agent.index != self._spec.index
         )
@@ -532,7 +532,7 @@ class Coordinator:
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
         limit_s = max(self._spec.silence_s, LEAST_SILENCE_S)
-        awaited = [a for a in self.agents.values() if not a.gone and a.heard is None]
+        awaited = [a for a in self.agents.values() if not a.lost and a.heard is None]
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
             if silent and agent.index != self._spec.index:
@@ -561,21 +561,30 @@ class Coordinator:
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members."""
-        left = [member for member in self._members if member not in self._gone]
-        if not self._gone or not left or now - self._noticed < LOSS_WAIT_S or not self._all_known():
+        left = [member for member in self._members if member not in self._lost_members]
+        if (
+            not self._lost_members
+            or not left
+            or now - self._noticed < LOSS_WAIT_S
+            or not self._all_known()
+        ):
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
             found = self._record.read(self._generation + 1)
             if found is not None:
                 self._accept(found)
             return
-        why = [end.describe() for end, members in self._losses if self._gone.intersection(members)]
-        gone, why = sorted(self._gone), list(dict.fromkeys(why))
+        why = [
+            end.describe()
+            for end, members in self._losses
+            if self._lost_members.intersection(members)
+        ]
+        gone, why = sorted(self._lost_members), list(dict.fromkeys(why))
         self._publish(self._generation + 1, left, gone=gone, why=why)
 
     def _all_known(self) -> bool:
         """Return whether every other agent has connected or is lost."""
-        return all(agent.gone or agent.heard is not None for agent in self.agents.values())
+        return all(agent.lost or agent.heard is not None for agent in self.agents.values())
 
     def _is_smaller_half(self, left: int) -> bool:
         """Return whether the unreachable workers, not known to have died, outnumber this side's.
@@ -585,9 +594,9 @@ class Coordinator:
         noticed, found = self._beyond_reach
         if noticed != self._noticed:
             silent = 0
-            if 2 * len(self._gone) > len(self._members):
-                nodes = [self._node_of(m) for m in self._gone]
-                lost = Counter(node for node in nodes if self.agents[node].gone)
+            if 2 * len(self._lost_members) > len(self._members):
+                nodes = [self._node_of(m) for m in self._lost_members]
+                lost = Counter(node for node in nodes if self.agents[node].lost)
                 closed = self._closed_ports(lost)
                 silent = sum(count for node, count in lost.items() if node not in closed)
             found = silent > left
@@ -611,7 +620,7 @@ class Coordinator:
         If they died meanwhile, the same members continue.
         """
         newcomers = self._newcomers()
-        if self._gone or self._generation < 0:
+        if self._lost_members or self._generation < 0:
             return
         announce = newcomers and not self._announced_newcomers
         if announce and now - self._looked_for_room > ROOM_S:
@@ -640,8 +649,8 @@ class Coordinator:
         """Adopt the recorded generation and send it to all workers."""
         self._message = message_of(found)
         self._generation, self._members = found["generation"], list(found["members"])
-        self._gone &= set(self._members)
-        self._noticed = self._clock() if self._gone else 0.0
+        self._lost_members &= set(self._members)
+        self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
             worker.waits = worker.waits and self._member(worker.rank) not in self._members
@@ -673,7 +682,7 @@ class Coordinator:
     def _is_evicted(self) -> bool:
         """Return whether all members are on nodes that this one cannot reach, and some may live."""
         nodes = {self._node_of(member) for member in self._members}
-        if self._generation < 1 or not all(self.agents[index].gone for index in nodes):
+        if self._generation < 1 or not all(self.agents[index].lost for index in nodes):
             return False
         return bool(nodes - self._closed_ports(nodes))
 

@@ -36,9 +36,9 @@ class Peer:
         return self.incarnation, self.node
 
 
-def sign(secret: str, rank: int, to: int) -> str:
-    """Return the signature that proves that `rank`, connecting to `to`, can read the run folder."""
-    said = f"{int(rank)} {int(to)}"
+def sign(secret: str, node: int, to: int) -> str:
+    """Return the signature that proves that `node`, connecting to `to`, can read the run folder."""
+    said = f"{int(node)} {int(to)}"
     return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
@@ -47,12 +47,12 @@ class Link:
     """Connection to an agent.
 
     Attributes:
-        rank: the peer's, once known.
+        peer_index: of its node (an agent) or its rank (a worker); None before it is authenticated.
         heard: when the last data came, by its owner's clock.
     """
 
     socket: socket.socket
-    rank: int | None = None
+    peer_index: int | None = None
     heard: float = 0.0
     unread: bytes = b""
 
@@ -74,7 +74,7 @@ class Link:
         if not content:
             return None
         *lines, self.unread = (self.unread + content).split(b"\n")
-        most = HELLO_BYTES if self.rank is None else MOST_BYTES
+        most = HELLO_BYTES if self.peer_index is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:
             return None
         try:
@@ -87,30 +87,30 @@ class Link:
         self.socket.close()
 
 
-def connect(peer: Peer, *, secret: str, rank: int) -> Link:
+def connect(peer: Peer, *, secret: str, node: int) -> Link:
     """Connect to another agent.
 
     Args:
-        rank: the number of this agent's node.
+        node: the number of this agent's node.
 
     Raises:
         ConnectionRefusedError: nothing listens there any more.
         OSError: it cannot be reached.
     """
     to = (peer.address, peer.port)
-    link = Link(socket.create_connection(to, timeout=CONNECT_S), rank=peer.node)
-    if not link.send(rank=rank, sign=sign(secret, rank, peer.node)):
+    link = Link(socket.create_connection(to, timeout=CONNECT_S), peer_index=peer.node)
+    if not link.send(node=node, sign=sign(secret, node, peer.node)):
         link.close()
         raise ConnectionResetError
     return link
 
 
 def authenticate(message: dict[str, Any], *, secret: str, me: int) -> int | None:
-    """Return the rank that a first message authenticates; None if it does not."""
-    rank, said = message.get("rank"), message.get("sign")
-    if not isinstance(rank, int) or not isinstance(said, str):
+    """Return the node that a first message authenticates; None if it does not."""
+    node, said = message.get("node"), message.get("sign")
+    if not isinstance(node, int) or not isinstance(said, str):
         return None
-    return rank if hmac.compare_digest(said.encode(), sign(secret, rank, me).encode()) else None
+    return node if hmac.compare_digest(said.encode(), sign(secret, node, me).encode()) else None
 
 
 def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:

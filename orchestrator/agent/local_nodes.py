@@ -43,8 +43,8 @@ REST_S = 0.3
 END_S = 3.0
 """For agents to end by themselves, once the outcome is written or the launcher is gone: longer than
 `workers.LINGER_S`."""
-LOOK_S = 0.1
-IMPORT_LOOK_S = 1.0
+POLL_S = 0.1
+IMPORT_POLL_S = 1.0
 EXIT_IMPORT_HANGS = 120
 IMPORT_HANGS = (
     "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
@@ -76,7 +76,7 @@ class NodeProcesses:
         self._run = RunDir(self._specs[0].run)
         self._left = self._specs[0].replacements
         self._pids: dict[int, int] = {}  # of running agents: pid -> index in the list
-        self._again: dict[int, float] = {}  # when to restart an agent
+        self._restart_at: dict[int, float] = {}  # when to restart an agent
         self._signals: list[int] = []  # stop signals that are not yet forwarded
         self._stop: int | None = None  # the newest one that is
         self.status = 0
@@ -98,8 +98,8 @@ class NodeProcesses:
                 return rank
         kill_at: float | None = None
         watched = [wake] if self._control is None else [wake, self._control]
-        while self._pids or self._again:
-            ready = select.select(watched, [], [], LOOK_S)[0]
+        while self._pids or self._restart_at:
+            ready = select.select(watched, [], [], POLL_S)[0]
             if wake in ready:
                 os.read(wake, 4096)
             self._forward_stops()
@@ -108,11 +108,11 @@ class NodeProcesses:
                 pass
             elif kill_at is None and (self._control in ready or self._is_over()):
                 kill_at = now + END_S
-                self._again.clear()
+                self._restart_at.clear()
                 watched = [wake]
             self._reap(now)
-            for index in [index for index, at in self._again.items() if now >= at]:
-                del self._again[index]
+            for index in [index for index, at in self._restart_at.items() if now >= at]:
+                del self._restart_at[index]
                 rank = self._start(index)
                 if rank is not None:
                     return rank
@@ -170,8 +170,8 @@ class NodeProcesses:
                 self.status = 1
                 continue
             self._left -= 1
-            self._specs[index] = self._specs[index].again()
-            self._again[index] = now + REST_S
+            self._specs[index] = self._specs[index].next_incarnation()
+            self._restart_at[index] = now + REST_S
 
 
 def import_framework(run: RunDir, hang_s: float) -> None:
@@ -180,7 +180,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
     idle = IdleTimer(hang_s)
 
     def look() -> None:
-        while not done.wait(IMPORT_LOOK_S):
+        while not done.wait(IMPORT_POLL_S):
             if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
                 message = IMPORT_HANGS.format(f"{hang_s:g}")

@@ -107,7 +107,7 @@ class NodeSpec:
     def node_of(self, rank: int) -> int:
         return rank // self.ranks_per_node
 
-    def again(self) -> NodeSpec:
+    def next_incarnation(self) -> NodeSpec:
         """Return the spec of the agent that replaces this one."""
         return replace(self, incarnation=self.incarnation + 1)
 

@@ -163,7 +163,7 @@ class Workers:
             ours.close()
             self._become(rank, process, theirs)
         theirs.close()
-        self.all[rank] = Worker(rank, process, WorkerSigns(pid), Link(ours, rank=rank))
+        self.all[rank] = Worker(rank, process, WorkerSigns(pid), Link(ours, peer_index=rank))
         self._selector.register(ours, selectors.EVENT_READ, self._hear)
         self._report({"event": "started", "rank": rank, "process": process})
         for name in self._stops:

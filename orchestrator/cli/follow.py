@@ -252,11 +252,11 @@ def run_to_end(ready: Ready) -> LaunchResult:
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)
-        ruling = Ruling(again=False)
+        ruling = Ruling(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
             ruling = rule(run, number, culprit, first=ready.attempt, most=most)
-        if culprit is None or not ruling.again:
+        if culprit is None or not ruling.restarts:
             break
         Notifier(run).send()
         if not output.quiet:

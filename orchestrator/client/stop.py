@@ -26,7 +26,7 @@ from orchestrator.rundir.program_link import (
     write_number,
 )
 
-LOOK_S = 0.05
+POLL_S = 0.05
 LEFT_TO_US = (signal.SIG_DFL, signal.default_int_handler, signal.SIG_IGN)
 """Handlers of a program that does nothing about a signal. Shells make background processes ignore
 SIGINT, which is inherited.
@@ -52,7 +52,7 @@ class Stop:
         self._signals = signals
         self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
         self._signalled = self._posted = self._handling = False
-        self._after, self._look = NOT_YET, 0.0
+        self._after, self._next_poll = NOT_YET, 0.0
         self._calls, self._pid = 0, os.getpid()
 
     def due(self, update: int) -> bool:
@@ -87,9 +87,9 @@ class Stop:
 
     def _decide(self) -> None:
         now = time.monotonic()
-        if self._after != NOT_YET or now < self._look:
+        if self._after != NOT_YET or now < self._next_poll:
             return
-        self._look = now + LOOK_S
+        self._next_poll = now + POLL_S
         if read_number(self._asked_file) == NOT_YET:
             return
         if not all(self._note(rank).exists() for rank in range(self._size)):

@@ -133,7 +133,7 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 # ----------------------------------------------------------------------
 # The group of the next generation, formed in a thread so that it can be abandoned.
 
-LOOK_S = 0.005
+JOIN_S = 0.005
 
 
 def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) -> Any:
@@ -154,7 +154,7 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
     thread = threading.Thread(target=form, name="forming", daemon=True)
     thread.start()
     while not found:
-        thread.join(LOOK_S)
+        thread.join(JOIN_S)
         if not found and given_up():
             raise PeerLost("one more rank is gone")
     if isinstance(found[0], Exception):

@@ -26,11 +26,11 @@ def agent(tmp_path):
 def test_an_agent_waits_for_the_first_nodes_agent_whoever_else_comes_earlier(agent):
     listeners = {index: listen("127.0.0.1") for index in (1, 0)}
     for index, listener in listeners.items():
-        assert agent._up is None
+        assert agent._coordinator_link is None
         publish_agent(node_spec(agent._spec.run, index=index), listener.getsockname()[1])
         agent._follow()
-    assert agent._up is not None
-    assert agent._up.rank == 0
+    assert agent._coordinator_link is not None
+    assert agent._coordinator_link.peer_index == 0
     for listener in listeners.values():
         listener.close()
 
@@ -46,6 +46,6 @@ def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
                 {"command": "start", "rank": 1, "process": 1},
             ):
                 senior.sendall(json.dumps(command).encode() + b"\n")
-                agent._hear_coordinator(agent._up.socket)
-    assert agent._up is not None
+                agent._hear_coordinator(agent._coordinator_link.socket)
+    assert agent._coordinator_link is not None
     assert not agent._workers.all

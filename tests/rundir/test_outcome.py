@@ -35,12 +35,12 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
 
 def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
     ruling = ruled(run, KILLED, most=0)
-    assert ruling == Ruling(again=False)
+    assert ruling == Ruling(restarts=False)
 
 
 def test_as_many_restarts_as_are_allowed(run):
     rulings = [ruled(run, KILLED, update=5) for _ in range(3)]
-    assert [ruling.again for ruling in rulings] == [True, True, False]
+    assert [ruling.restarts for ruling in rulings] == [True, True, False]
     assert "attempt 2 begins" in rulings[1].message
     assert "restart 2 of 2" in rulings[1].message
     assert "run.max_restarts=2" in rulings[2].message
@@ -48,8 +48,8 @@ def test_as_many_restarts_as_are_allowed(run):
 
 
 def test_a_start_by_a_person_gives_a_new_allowance(run):
-    assert [ruled(run, KILLED, most=1).again for _ in range(2)] == [True, False]
-    assert ruled(run, KILLED, most=1, first=2).again
+    assert [ruled(run, KILLED, most=1).restarts for _ in range(2)] == [True, False]
+    assert ruled(run, KILLED, most=1, first=2).restarts
 
 
 ANOTHER = Culprit(rank=1, node="node0", cause="ValueError: something else")
@@ -68,19 +68,19 @@ WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
 )
 def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(run, failures, again):
     *before, last = [ruled(run, culprit, most=9, update=update) for culprit, update in failures]
-    assert all(ruling.again for ruling in before)
-    assert last.again is again
+    assert all(ruling.restarts for ruling in before)
+    assert last.restarts is again
     assert again or not before or "attempt 0 raised the same" in last.message
 
 
 def test_a_cancelled_run_stays_ended(run):
     run.cancel.touch()
-    assert ruled(run, KILLED, most=9) == Ruling(again=False)
+    assert ruled(run, KILLED, most=9) == Ruling(restarts=False)
 
 
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
     before = time.time()
-    assert ruled(run, RAISED, update=5).again
+    assert ruled(run, RAISED, update=5).restarts
     note = read_json(run.departure(0))
     assert before <= note.pop("time") <= time.time()
     assert note == {
@@ -88,7 +88,7 @@ def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
         "updates": None,
         "failed": {"attempt": 0, "update": 5, "raised": "ValueError: wrong"},
     }
-    assert ruled(run, KILLED).again
+    assert ruled(run, KILLED).restarts
     killed = {"attempt": 1, "update": -1, "raised": None}
     assert read_json(run.departure(1))["failed"] == killed
 
@@ -99,7 +99,7 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
         run.attempt(attempt).mkdir()
         failure = {"rank": rank, "cause": "x", "secondary": secondary}
         write_json(run.failure(attempt, rank), failure)
-        assert rule(run, attempt, KILLED, first=0, most=9).again
+        assert rule(run, attempt, KILLED, first=0, most=9).restarts
         assert read_json(run.departure(attempt))["failed"]["raised"] is None
 
 
@@ -108,7 +108,7 @@ def test_departures_that_were_no_failures_use_nothing_up(run):
         left = run.begin_attempt()
         write_json(run.departure(left), {"why": "preempted", "updates": 3, "time": 1.0})
     ruling = ruled(run, KILLED, most=1)
-    assert ruling.again
+    assert ruling.restarts
     assert "restart 1 of 1" in ruling.message
     assert "attempt 4 begins" in ruling.message
     said = ruled(run, KILLED, most=1).message

@@ -31,7 +31,7 @@ from orchestrator.slurm_client import (
     queued,
 )
 
-CANCEL_S, LOOK_S = 5.0, 0.2
+CANCEL_S, POLL_S = 5.0, 0.2
 UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
 FRESH_S = 2.5  # squeue needs a moment to know a new job
@@ -136,7 +136,7 @@ def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
                 write_result(run, State.STOPPED)
                 del left[run]
         if left:
-            time.sleep(LOOK_S)
+            time.sleep(POLL_S)
 
 
 class SlurmHandle(Handle):

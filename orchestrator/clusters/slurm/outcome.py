@@ -52,7 +52,7 @@ OURS = frozenset({"RUNNING", "COMPLETING"})
 MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_TRIES = 20
-LOOK_S = 0.5
+POLL_S = 0.5
 REACH_S = 1.0
 LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
@@ -139,7 +139,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         if not reported:
             print("srun has ended, but agents continue; waiting for them", flush=True)  # noqa: T201  # batch.log
             reported = True
-        time.sleep(LOOK_S)
+        time.sleep(POLL_S)
 
 
 def _srun_restarts(run: RunDir, job_id: str) -> int:
@@ -230,11 +230,11 @@ def conclude(
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
     ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
-    if ruling.again:
+    if ruling.restarts:
         restart()
     else:
         write_result(run, State.FAILED, found, remark=ruling.message)
-    return ruling.again
+    return ruling.restarts
 
 
 def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int) -> None:

@@ -21,7 +21,7 @@ from orchestrator.rundir.folder import RunDir
 
 TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
-LOOK_S = 0.2
+POLL_S = 0.2
 SCRIPT_S = 10.0
 """For the batch script to say that it lives, where it may be gone with its node."""
 
@@ -99,6 +99,6 @@ class _Watch:
             while not (gone := time.monotonic() > deadline):
                 if self._run.finalizing(self._attempt).exists():
                     break
-                time.sleep(LOOK_S)
+                time.sleep(POLL_S)
         if gone:
             finalize_without_script(self._run, self._attempt, why)
