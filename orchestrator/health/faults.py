@@ -84,18 +84,23 @@ class RankProcess:
 RANK_NAME = re.compile(r"rank (\d+)")  # as agents name their workers
 
 
+def processes_of(run: str) -> list[psutil.Process]:
+    """Return the processes on this machine whose command lines name a run's folder."""
+    found = psutil.process_iter(["name", "cmdline", "status"])
+    return [process for process in found if run in " ".join(process.info["cmdline"] or ())]
+
+
 def find_ranks(run: str, job: str = "", node: str = "") -> dict[int, RankProcess]:
     """Return the ranks of a run on this machine that live and are not stopped.
 
     Args:
-        run: its folder, which is on the command line of all its processes.
+        run: its folder.
         job, node: only ranks of this job on this SLURM node; simulated nodes share a machine.
     """
     found: dict[int, RankProcess] = {}
-    for process in psutil.process_iter(["name", "cmdline", "status"]):
+    for process in processes_of(run):
         name = RANK_NAME.fullmatch(process.info["name"])
-        stopped = process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED)
-        if name is None or stopped or run not in " ".join(process.info["cmdline"] or ()):
+        if name is None or process.info["status"] in (psutil.STATUS_ZOMBIE, psutil.STATUS_STOPPED):
             continue
         with suppress(psutil.Error):  # it has ended, or belongs to another user
             parent, env = process.parent(), process.environ() if node else {}

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
+import psutil
+
 from orchestrator.config.command_line import literally
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
@@ -28,6 +30,7 @@ from orchestrator.health.faults import (
     choose,
     find_ranks,
     inject,
+    processes_of,
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
@@ -35,6 +38,7 @@ from orchestrator.rundir.metrics import Tail, is_change, updates_of
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 
 CLOSE = 1e-4
+END_S = 60.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -169,10 +173,22 @@ class SimulatedRun(RehearsedRun):
         return self._launcher.poll() is not None
 
     def end(self) -> None:
-        """Kill the launcher, with which all processes of the run end."""
-        if self._command is not None and self._command.poll() is None:
-            self._command.kill()
-            self._command.wait()
+        """Kill the launcher, and wait for the run's processes; they end with their launcher.
+
+        Raises:
+            ClusterError: some do not.
+        """
+        if self._command is None:
+            return
+        self._command.kill()
+        self._command.wait()
+        # A stopped node is given some seconds before it is killed.
+        named = processes_of(str(self.run.path))
+        nodes = [one for one in named if "orchestrator.agent.local_nodes" in one.info["cmdline"]]
+        _, left = psutil.wait_procs(nodes, END_S)
+        if left:
+            pids = ", ".join(str(process.pid) for process in left)
+            raise ClusterError(f"processes of {self.run.path} do not end: {pids}")
 
     @property
     def _launcher(self) -> subprocess.Popen[bytes]:
@@ -203,7 +219,7 @@ SRUN_OPTIONS = (
     "--job-name=rehearsal",
 )
 POLL_S = 0.5
-ANSWER_S, SOON_S, END_S = 30.0, 10.0, 60.0
+ANSWER_S, SOON_S = 30.0, 10.0
 
 
 class SlurmRun(RehearsedRun):
