@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import mindspore as ms
@@ -19,6 +20,7 @@ from orchestrator.engine.mindspore.rendezvous import (
     await_verdict,
     decide,
     is_literal,
+    leave_together,
     scheduler_of,
 )
 from orchestrator.errors import PeerLost, RendezvousError, TransportError
@@ -135,6 +137,7 @@ class MindSporeGroup(Group):
 
     Args:
         scheduler: MindSpore's, on rank 0 of several.
+        leave: returns once every rank has called it.
     """
 
     def __init__(
@@ -145,9 +148,10 @@ class MindSporeGroup(Group):
         transport: str,
         generation: int = 0,
         scheduler: Scheduler | None = None,
+        leave: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
-        self._scheduler = scheduler
+        self._scheduler, self._leave = scheduler, leave
         self._told: set[str] = set()
 
     # ------------------------------------------------------------------ collectives
@@ -204,6 +208,7 @@ class MindSporeGroup(Group):
     def close(self) -> None:
         """Wait for all ranks, and end the scheduler. The group is of no use afterwards."""
         self.barrier()
+        self._leave()
         if self._scheduler is not None:
             self._scheduler.end()
 
@@ -447,6 +452,7 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         transport=transport,
         generation=spec.generation,
         scheduler=scheduler,
+        leave=partial(leave_together, spec),
     )
 
 

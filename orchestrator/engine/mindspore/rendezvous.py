@@ -29,7 +29,13 @@ from orchestrator.engine.common.rendezvous import (
     raise_for_verdict,
     read_published,
 )
-from orchestrator.errors import RanksMissing, RendezvousError, RunFailed, StopRequested
+from orchestrator.errors import (
+    PeerLost,
+    RanksMissing,
+    RendezvousError,
+    RunFailed,
+    StopRequested,
+)
 
 # ------------------------------------------------------------------ Scheduler
 # MindSpore's scheduler process (MS_SCHED), which `msrun` would start, is a child of rank 0 here. It
@@ -259,3 +265,26 @@ def await_verdict(spec: GroupSpec) -> Endpoint:
         time.sleep(backoff.next())
     raise_for_verdict(spec, verdict)
     return verdict
+
+
+def leave_together(spec: GroupSpec) -> None:
+    """Return once every rank has called: a rank that ended earlier could leave the others without
+    its part of the last collective, which MCCL sends in the background. Collective.
+
+    Raises:
+        PeerLost: some ranks do not call within the time-out of a collective.
+    """
+    folder, backoff = _folder(spec), Backoff()
+    until = time.monotonic() + spec.collective_timeout_s
+    publish(folder / f"left-{spec.rank:05d}.json", {})
+    all_left = folder / "all-left.json"
+    while read_published(all_left) is None:
+        if spec.rank == 0 and len(list(folder.glob("left-*.json"))) == spec.size:
+            publish(all_left, {})
+        elif time.monotonic() > until:
+            raise PeerLost(
+                f"rank {spec.rank}: a rank did not leave the group within "
+                f"{spec.collective_timeout_s:g} s"
+            )
+        else:
+            time.sleep(backoff.next())

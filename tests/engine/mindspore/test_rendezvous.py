@@ -13,8 +13,19 @@ import threading
 import pytest
 
 from orchestrator.engine.mindspore.group import device_index, form_group, variables
-from orchestrator.engine.mindspore.rendezvous import Scheduler, await_verdict, decide
-from orchestrator.errors import RendezvousError, RunFailed, StopRequested, TransportError
+from orchestrator.engine.mindspore.rendezvous import (
+    Scheduler,
+    await_verdict,
+    decide,
+    leave_together,
+)
+from orchestrator.errors import (
+    PeerLost,
+    RendezvousError,
+    RunFailed,
+    StopRequested,
+    TransportError,
+)
 from tests.engine.mindspore.program import spec
 from tests.helpers import alive, until
 
@@ -74,6 +85,25 @@ def test_a_stop_of_one_rank_stops_all_waiting_ranks(tmp_path):
 def test_a_stop_before_rank_0_came_ends_the_rank(tmp_path):
     with pytest.raises(StopRequested):
         await_verdict(spec(tmp_path, 1, 2, stop_requested=lambda: True))
+
+
+def test_no_rank_leaves_before_the_last_one(tmp_path):
+    on_ranks(tmp_path, range(3), 3)
+    others = [threading.Thread(target=leave_together, args=(spec(tmp_path, r, 3),)) for r in (0, 1)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(0.3)
+    assert all(other.is_alive() for other in others)
+    leave_together(spec(tmp_path, 2, 3))
+    for other in others:
+        other.join()
+
+
+def test_a_rank_that_does_not_leave_ends_the_wait_of_the_others(tmp_path):
+    on_ranks(tmp_path, range(2), 2)
+    with pytest.raises(PeerLost, match=r"rank 0: a rank did not leave the group within 0\.3 s"):
+        leave_together(spec(tmp_path, 0, 2, collective_timeout_s=0.3))
 
 
 def test_a_host_name_is_refused_where_an_address_is_needed(tmp_path):
