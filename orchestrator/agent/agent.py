@@ -277,6 +277,10 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
+    @property
+    def _seniority(self) -> tuple[int, int]:
+        return self._spec.incarnation, self._spec.index
+
     def _others(self) -> list[Peer]:
         """Return the other agents that have published an address, the most senior first."""
         indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
@@ -287,7 +291,6 @@ class Agent:
         """Connect to the coordinator, or become the coordinator."""
         if self._coordinator is not None or self._coordinator_link is not None:
             return
-        mine = self._spec.incarnation, self._spec.index
         now = self._clock()
         # The first node's agent coordinates at the start, however late it comes; until then the
         # files of the other nodes need not be read.
@@ -300,7 +303,7 @@ class Agent:
             candidates = [first_node]
         else:
             candidates = [one for one in self._others() if one.seniority not in self._lost_peers]
-        senior = [one for one in candidates if one.seniority < mine]
+        senior = [one for one in candidates if one.seniority < self._seniority]
         if not senior:
             self._take_over()
             return
@@ -403,7 +406,7 @@ class Agent:
 
     def _take_message(self, link: Link, message: dict[str, Any]) -> None:
         if link.peer_index is None:
-            index = authenticate(message, secret=self._secret, me=self._spec.index)
+            index = authenticate(message, secret=self._secret, me=self._seniority)
             if index is None or not 0 <= index < self._spec.nodes:
                 self._close(link)
                 return

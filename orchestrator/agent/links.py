@@ -36,9 +36,14 @@ class Peer:
         return self.incarnation, self.node
 
 
-def sign(secret: str, node: int, to: int) -> str:
-    """Return the signature that proves that `node`, connecting to `to`, can read the run folder."""
-    said = f"{int(node)} {int(to)}"
+def sign(secret: str, node: int, to: tuple[int, int]) -> str:
+    """Return the signature that proves that `node` can read the run folder.
+
+    Args:
+        to: seniority of the agent that it connects to. The agent that listens there may be a later
+            one, to which the kernel gave the same port; that one is no more senior.
+    """
+    said = f"{int(node)} {to}"
     return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
 
 
@@ -99,14 +104,17 @@ def connect(peer: Peer, *, secret: str, node: int) -> Link:
     """
     to = (peer.address, peer.port)
     link = Link(socket.create_connection(to, timeout=CONNECT_S), peer_index=peer.node)
-    if not link.send(node=node, sign=sign(secret, node, peer.node)):
+    if not link.send(node=node, sign=sign(secret, node, peer.seniority)):
         link.close()
         raise ConnectionResetError
     return link
 
 
-def authenticate(message: dict[str, Any], *, secret: str, me: int) -> int | None:
-    """Return the node that a first message authenticates; None if it does not."""
+def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -> int | None:
+    """Return the node that a first message to the agent of this seniority authenticates.
+
+    None if it does not.
+    """
     node, said = message.get("node"), message.get("sign")
     if not isinstance(node, int) or not isinstance(said, str):
         return None

@@ -5,6 +5,7 @@ import json
 import pytest
 
 from orchestrator.agent.agent import Agent
+from orchestrator.agent.links import Peer, connect
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.folder import RunDir
@@ -33,6 +34,18 @@ def test_an_agent_waits_for_the_first_nodes_agent_whoever_else_comes_earlier(age
     assert agent._coordinator_link.peer_index == 0
     for listener in listeners.values():
         listener.close()
+
+
+def test_an_agent_does_not_follow_another_one_at_the_address_of_its_coordinator(agent):
+    port = agent._listener.getsockname()[1]
+    for incarnation, accepted in ((1, False), (0, True)):
+        link = connect(Peer("127.0.0.1", port, 2, incarnation), secret=agent._secret, node=0)
+        agent._accept(agent._listener)
+        [accepting] = agent._unauthenticated
+        agent._hear_follower(accepting.socket)
+        assert (0 in agent._followers) is accepted
+        assert not agent._unauthenticated
+        link.close()
 
 
 def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
