@@ -209,10 +209,6 @@ class Agent:
 
     def _beat(self) -> None:
         now = self._clock()
-        if self._on_beat():
-            log.info("a newer attempt has begun; this one ends")
-            self._over = True
-            return
         self._workers.report_unresponsive()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
@@ -225,6 +221,9 @@ class Agent:
             self._spec.silence_s, LEAST_SILENCE_S
         ):
             self._coordinator_gone()
+        if self._on_beat():
+            log.info("a newer attempt has begun; this one ends")
+            self._over = True
 
     # ------------------------------------------------------------------ events and commands
 

@@ -8,6 +8,7 @@ arrives with each agent's first message, so any agent can take over.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import signal
 import time
@@ -41,6 +42,7 @@ from orchestrator.agent.root_cause import (
     unresponsive_cause,
 )
 from orchestrator.agent.stacks import STACK_S
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import (
@@ -236,6 +238,8 @@ class Coordinator:
         self._on_abnormal_end(end, ranks)
 
     # ------------------------------------------------------------------ events
+    # An event comes once, so nothing below may raise before it is handled: files that cannot be
+    # read are done without. What `tick` decides is decided again at the next one.
 
     def handle_event(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle an agent's event about one of its workers."""
@@ -280,8 +284,9 @@ class Coordinator:
             limit_s = self._spec.heartbeat_s
         if seconds >= limit_s:
             cause = unresponsive_cause(event, limit_s, hang=limit_s == self._spec.hang_s)
-            log_file = self._run.rank_log(worker.rank)
-            worker.asked_at = log_file.stat().st_size if log_file.exists() else 0
+            worker.asked_at = 0
+            with contextlib.suppress(OSError):  # it may have no log
+                worker.asked_at = self._run.rank_log(worker.rank).stat().st_size
             self._give_up(worker, cause, stalled=state in (STOPPED_PROCESS, ASLEEP))
         elif self._survived and silent_s > self._spec.silence_s and not worker.silence_reported:
             worker.silence_reported = True
@@ -449,14 +454,20 @@ class Coordinator:
             self._restart_at[rank] = self._clock() + REST_S
 
     def _was_in_vain(self, rank: int) -> bool:
-        """Return whether this replacement process has completed no update."""
+        """Return whether this replacement process has completed no update, as far as is known."""
         if not self.workers[rank].process:
             return False
         member = str(self._member(rank))
-        let_in = [
-            found["updates"] for found in self._record.since() if member in found.get("joined", {})
-        ]
-        place = read_progress(self._run.progress(self._spec.attempt))
+        try:
+            let_in = [
+                found["updates"]
+                for found in self._record.since()
+                if member in found.get("joined", {})
+            ]
+            place = read_progress(self._run.progress(self._spec.attempt))
+        except (OSError, RunFolderError) as error:
+            log.warning("how far rank %d came is unknown: %s", rank, error)
+            return False
         return not let_in or place is None or place.update <= let_in[0]
 
     def _restart(self, now: float) -> None:

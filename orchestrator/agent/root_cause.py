@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import signal
 from collections.abc import Mapping, Sequence
@@ -89,11 +90,16 @@ class Straggler:
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
-    """Return the last lines of a text file; none when there is no such file."""
+    """Return the last lines of a text file; none when there is no such file.
+
+    A file that cannot be read must not keep a failure from being reported: one line says why.
+    """
     try:
         text = read_end(path, TAIL_BYTES).decode("utf-8", errors="replace")
     except FileNotFoundError:
         return ()
+    except OSError as error:
+        return (f"{path} cannot be read: {error.strerror}",)
     return tuple(text.splitlines()[-lines:])
 
 
@@ -253,10 +259,9 @@ def add_place(culprit: Culprit, seen: Seen, log: Path, asked_at: int) -> Culprit
         asked_at: size of its log at the request.
     """
     stack: list[Frame] = []
-    if log.exists():
-        with log.open("rb") as file:
-            file.seek(asked_at)
-            stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
+    with contextlib.suppress(OSError), log.open("rb") as file:  # there may be no log
+        file.seek(asked_at)
+        stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
     cause = (
         f"{culprit.cause}; it is {describe_stack(stack)}" if stack else seen.locate(culprit.cause)
     )

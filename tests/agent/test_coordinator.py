@@ -352,6 +352,26 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
     attempt.tick()
 
 
+def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, monkeypatch):
+    def stale(*_):
+        raise OSError(116, "Stale file handle")
+
+    attempt = Attempt(tmp_path, replacements=3)
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    attempt.take("started", 1, 1)
+    monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
+    monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
+    monkeypatch.setattr("pathlib.Path.open", stale)
+    attempt.take("hangs", 1, 1, cause="it hangs", seen=SEEN)
+    attempt.take("unresponsive", 2, **_silent("asleep", 100.0))
+    attempt.end(1, status=-9, process=1)
+    attempt.tick(REST_S)
+    assert {c["rank"] for _, c in attempt.commands_of("kill")} == {1, 2}
+    assert [c["process"] for _, c in attempt.commands_of("start")] == [1, 2]
+
+
 def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
     Attempt(tmp_path, nodes=1, ranks_per_node=2)  # its agent is killed, with both workers
     again = Attempt(tmp_path, nodes=1, ranks_per_node=2, begin=False)
