@@ -167,7 +167,10 @@ FAULTS: dict[str, Fault] = {
     "processes of a node vanish": Fault(do=_node_empty, why=NODE),
     "a node goes dark": Fault(do=_node_dark, why=rf"{NODE}|rank \d", alone=True),
     "no controller": Fault(do=_away(breaking.stop_controller), alone=True, late=True),
-    "no munge": Fault(do=_away(breaking.stop_munge), alone=True, late=True),
+    # Meanwhile SLURM cannot ask its nodes, and may take one for failed.
+    "no munge": Fault(
+        do=_away(breaking.stop_munge), why=rf"{NODE}|requeued", alone=True, late=True
+    ),
     "no accounting": Fault(do=_away(breaking.stop_accounting), alone=True, late=True),
     "no controller, and a rank killed": Fault(
         do=_away_and_kill, why=r"rank \d|before the first update", alone=True

@@ -338,7 +338,7 @@ def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | Non
     if job.preempted_at is not None:
         return "preempted"
     if job.restarts > restarts:
-        return "requeued (scontrol requeue, or a node that was set down)"
+        return "requeued (scontrol requeue, or a node that failed or was set down)"
     # The end time of an ended or ending job is no limit.
     left_s = job.ends_at - now if job.ends_at and job.state == "RUNNING" else None
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):
