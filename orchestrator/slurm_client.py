@@ -355,7 +355,7 @@ def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
     return read_queue(client.ask(*QUEUE, "-j", ",".join(ids)))
 
 
-def mine(client: SlurmClient, user_id: int) -> dict[str, Job]:
+def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, Job]:
     """Return all jobs of a user. Raises `SchedulerDown`."""
     return read_queue(client.ask(*QUEUE, "-u", str(user_id)))
 

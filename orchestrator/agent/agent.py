@@ -420,8 +420,14 @@ class Agent:
             return
         # The peer has lost the agents before this one. This one will, too, or the peer is cut off.
         self._early.setdefault(link.peer_index, []).append(message)
-        newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
-        if "workers" in message and newest is not None:
+        if "workers" not in message:
+            return
+        try:
+            newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
+        except (OSError, RunFolderError) as error:  # it is told once this agent coordinates
+            log.warning("the newest generation is not passed on: %s", error)
+            return
+        if newest is not None:
             link.send(command="tell", rank=None, message=message_of(newest))
 
     def _from_follower(self, index: int, message: dict[str, Any]) -> None:

@@ -94,7 +94,7 @@ class WorkerState:
         begun: it is ready to train; trains: its loop has begun.
         ready: it is at a boundary of this generation, after so many updates, and waits for new
             workers.
-        given_up: why it was, if it is ended because it hangs.
+        given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         asked_at: size of its log when it was asked for its stack.
     """
@@ -249,6 +249,7 @@ class Coordinator:
             worker.seen = Seen.from_json(event["seen"])
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
+            self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
         elif kind == "exit":
             if worker.state != "ended" and worker.process == event["process"]:
                 worker.state, worker.waits = "ended", False
@@ -275,11 +276,11 @@ class Coordinator:
     def _check_unresponsive(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
         state, seconds, silent_s = event["state"], event["seconds"], event["silent_s"]
-        if state == BUSY and not self._survived:
+        if state == BUSY and not self._survives_losses:
             return  # the others wait for it
         limit_s = self._spec.hang_s
         if state == STOPPED_PROCESS:
-            limit_s = self._spec.silence_s if self._survived else self._spec.heartbeat_s
+            limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
         elif state == SILENT and worker.trains:  # before, it may wait for others in C code
             limit_s = self._spec.heartbeat_s
         if seconds >= limit_s:
@@ -288,7 +289,11 @@ class Coordinator:
             with contextlib.suppress(OSError):  # it may have no log
                 worker.asked_at = self._run.rank_log(worker.rank).stat().st_size
             self._give_up(worker, cause, stalled=state in (STOPPED_PROCESS, ASLEEP))
-        elif self._survived and silent_s > self._spec.silence_s and not worker.silence_reported:
+        elif (
+            self._survives_losses
+            and silent_s > self._spec.silence_s
+            and not worker.silence_reported
+        ):
             worker.silence_reported = True
             self._warn(
                 worker.rank,
@@ -325,7 +330,7 @@ class Coordinator:
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
         finished = any(worker.final_state == FINISHED for worker in self.workers.values())
-        survived = taken_away and self._survived and not finished
+        survived = taken_away and self._survives_losses and not finished
         if self._killed or not (evicted or survived):
             self._failed(end)
             return
@@ -377,7 +382,7 @@ class Coordinator:
             self._give_up_at = self._clock() + GRACE_S
 
     def _wait_for_checkpoint(self, rank: int) -> None:
-        if self._give_up_at is not None and self._saving is None and not self._survived:
+        if self._give_up_at is not None and self._saving is None and not self._survives_losses:
             self._saving, self._give_up_at = rank, self._clock() + SAVE_S
 
     def _give_up(
@@ -396,7 +401,7 @@ class Coordinator:
             rank=worker.rank, node=self._spec.name_of(index), cause=cause, log_tail=tuple(lines),
             hangs=True,
         )  # fmt: skip
-        if self._survived:
+        if self._survives_losses:
             cause = self._described(culprit).cause
             self._warn(worker.rank, f"{cause}; it is ended, and the others go on without it")
             self._command(index, "kill", rank=worker.rank)
@@ -492,7 +497,7 @@ class Coordinator:
     # ------------------------------------------------------------------ generations
 
     @property
-    def _survived(self) -> bool:
+    def _survives_losses(self) -> bool:
         """Return whether the others continue without a lost worker: they have begun to train."""
         return self._spec.survive and self._generation >= 0
 

@@ -120,8 +120,8 @@ class WorkerSigns:
 
 
 class AwakeClock:
-    """Monotonic seconds without those in which this process was suspended: it heard nothing then,
-    and cannot hold that against others. It must be asked more often than every `SUSPENDED_S`.
+    """Monotonic seconds without those in which this process was suspended: it received nothing
+    then, which does not mean that others were silent. Call it more often than every `SUSPENDED_S`.
     """
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:

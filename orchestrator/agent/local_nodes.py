@@ -194,7 +194,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
     watch.join()  # a fork must not run with another thread alive
 
 
-def _live(order: dict[str, Any]) -> int:
+def _run_nodes(order: dict[str, Any]) -> int:
     """Run this process, or the agent or worker that it becomes; return the exit status."""
     run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
     specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
@@ -296,7 +296,7 @@ def _run() -> int:
     order = json.load(sys.stdin)
     # The pipe to the launcher ends at the same time.
     set_parent_death_signal(order["launcher"], signal.SIGTERM)
-    return _live(order)
+    return _run_nodes(order)
 
 
 def main() -> None:

@@ -198,7 +198,7 @@ def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
     if end.rank is None:
         return Culprit(rank=None, node=end.node, cause=end.why, log_tail=tail(end.log))
     log = tail(run.rank_log(end.rank))
-    if not log and end.status >= 0:  # who is killed before it has written has left nothing
+    if not log and end.status >= 0:  # a process that was killed before it wrote has no log
         log = tail(end.log)
     cause = end.describe_cause()
     if cause.startswith("out of memory"):

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from orchestrator.rundir.files import read_end
 
-ASKS = signal.SIGQUIT
+STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
 MOST_FRAMES = 40
@@ -52,8 +52,8 @@ class Frame(NamedTuple):
 
 
 def answer_when_asked() -> None:
-    """Install the handler: `ASKS` has this process write its stacks to standard error."""
-    faulthandler.register(ASKS, file=sys.stderr, all_threads=True)
+    """Install the handler: `STACK_SIGNAL` has this process write its stacks to standard error."""
+    faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
 
 def main_stack() -> list[Frame]:
@@ -99,13 +99,13 @@ def describe_stack(stack: Sequence[Frame]) -> str:
 
 
 def catches(pid: int) -> bool:
-    """Return whether a process has a handler for `ASKS`, which would kill it otherwise."""
+    """Return whether a process has a handler for `STACK_SIGNAL`, which would kill it otherwise."""
     try:
         status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8", errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return False
     caught = next(line for line in status.splitlines() if line.startswith("SigCgt:"))
-    return bool(int(caught.split()[1], 16) >> (ASKS - 1) & 1)
+    return bool(int(caught.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
 def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
@@ -116,7 +116,7 @@ def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
     found: dict[int, list[Frame]] = {}
     for pid in filter(catches, pids):
         before = log.stat().st_size
-        os.kill(pid, ASKS)
+        os.kill(pid, STACK_SIGNAL)
         until = time.monotonic() + STACK_S
         while time.monotonic() < until and log.stat().st_size == before:
             time.sleep(0.01)

@@ -31,7 +31,7 @@ from orchestrator.agent.processes import (
     fork_session,
 )
 from orchestrator.agent.programs import Program
-from orchestrator.agent.stacks import ASKS, catches
+from orchestrator.agent.stacks import STACK_SIGNAL, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 from orchestrator.errors import EXIT_FAILED
 from orchestrator.rundir.outcome import failure_record
@@ -124,6 +124,8 @@ class Workers:
         self._cpus = cpus_in_order()
         self._kills_for_memory, self._killing = kills_for_memory(), False
         self.all: dict[int, Worker] = {}
+        self._closed_link = Link(socket.socket())  # of workers that could not be started
+        self._closed_link.close()
 
     @property
     def alive(self) -> list[Worker]:
@@ -145,15 +147,16 @@ class Workers:
             if before.status is None:
                 return
             self._close(before)
-        ours, theirs = socket.socketpair()
+        pair: tuple[socket.socket, ...] = ()
         agent = os.getpid()
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # no stop between fork and ignoring
         try:
+            ours, theirs = pair = socket.socketpair()
             pid = fork_session()
-        except OSError as error:  # no memory or process left
-            ours.close()
-            theirs.close()
-            self.all[rank] = unborn = self._unborn(rank, process, Link(ours), error)
+        except OSError as error:  # no memory, process or descriptor left
+            for end in pair:
+                end.close()
+            self.all[rank] = unborn = self._unborn(rank, process, error)
             self._report(self.exit_of(unborn))
             return
         finally:
@@ -169,16 +172,16 @@ class Workers:
         for name in self._stops:
             self.send(rank, stop=name)
 
-    def _unborn(self, rank: int, process: int, link: Link, error: OSError) -> Worker:
+    def _unborn(self, rank: int, process: int, error: OSError) -> Worker:
         """Return a worker that could not be forked: at the start it fails the run; later it counts
         as a replacement that was killed at once.
         """
         cause = (
-            f"its process could not be started: {error.strerror}; what limits it: `ulimit -u`, "
-            "pids.max of the job's cgroup, or memory"
+            f"its process could not be started: {error.strerror}; what limits it: `ulimit -u` "
+            "and `-n`, pids.max of the job's cgroup, or memory"
         )
         log.warning("rank %d: %s", rank, cause)
-        worker = Worker(rank, process, WorkerSigns(0), link, status=-signal.SIGKILL)
+        worker = Worker(rank, process, WorkerSigns(0), self._closed_link, status=-signal.SIGKILL)
         worker.ended = time.monotonic()
         if not process:
             worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
@@ -329,7 +332,7 @@ class Workers:
         self._keeps_places = True
         for worker in self.alive if stacks else ():
             if catches(worker.pid):  # without the handler the signal would end it
-                os.kill(worker.pid, ASKS)
+                os.kill(worker.pid, STACK_SIGNAL)
 
     # ------------------------------------------------------------------ send and end
 

@@ -34,7 +34,7 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
     if sweep.search == "none":
         for name in stated(sweep, OF_A_SEARCH):
             yield (
-                f"sweep.{name} means nothing without a search of ours; add sweep.search=tpe, or "
+                f"sweep.{name} has no effect without a search; add sweep.search=tpe, or "
                 f"leave it out"
             )
         return
@@ -68,7 +68,10 @@ FROM_CHECKPOINT = (
     "since are redone"
 )
 WITH_ITS_NODE = "; a rank takes its node along, whose ranks hold one copy of the model together"
-UNKNOWN = "the job's source does not say which framework it is for; run.survive=true insists"
+UNKNOWN = (
+    "the job's source does not say which framework it is for; run.survive=true enables it all the "
+    "same"
+)
 
 
 @dataclass(frozen=True, slots=True)

@@ -542,7 +542,8 @@ class Survives(Protocol):
             progress: what this rank knows of its updates, for those that have applied fewer.
 
         Returns:
-            None; on a rank that was behind the `progress` of the rank whose state it has now.
+            On a rank that was behind, the `progress` of the rank whose state it received. Else
+            None.
 
         Raises:
             StateLost: on all alike; a part of the state is gone. They go on after `regroup` and

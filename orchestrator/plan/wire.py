@@ -17,7 +17,7 @@ SUMS = 4
 """Exact sums in addition to the metrics': weight, loss, and two that show if ranks still agree."""
 
 FLAGS = 6
-"""Agreed yes-or-no facts that travel with every boundary (stop, overflow, out of memory, ...)."""
+"""Agreed yes-or-no facts that travel with every boundary (stop, non-finite values, ...)."""
 
 WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
 """Default number of buckets and their bytes; see `bucket_count`."""

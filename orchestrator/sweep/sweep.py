@@ -178,8 +178,8 @@ def _cell(
     run = RunDir(status.folder)
     if status.state in ("damaged", "private"):
         raise RunFolderError(
-            f"nothing was started: {status.reason}; the line of the sweep, typed again, begins "
-            f"such a point anew"
+            f"nothing was started: {status.reason}; the sweep's command, repeated, restarts "
+            f"such points"
         )
     config = config_of(run)
     action = Action.IN_PROGRESS

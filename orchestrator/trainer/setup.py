@@ -58,7 +58,7 @@ class Training:
         updates: of the whole run.
         rates: the job's own learning rates, if any.
         survivors: None where losses are not survived.
-        changes: a newcomer's notes of its coming, to be recorded.
+        changes: changes of the group that a newcomer has to record.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """
 

@@ -4,7 +4,14 @@ from dataclasses import asdict
 
 import pytest
 
-from orchestrator.agent.coordinator import GRACE_S, LOSS_WAIT_S, MOST_IN_VAIN, REST_S, Coordinator
+from orchestrator.agent.coordinator import (
+    COME_S,
+    GRACE_S,
+    LOSS_WAIT_S,
+    MOST_IN_VAIN,
+    REST_S,
+    Coordinator,
+)
 from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import Seen
 from orchestrator.agent.node_spec import publish_agent
@@ -391,6 +398,21 @@ def test_a_node_that_is_gone_takes_its_workers_with_it_and_may_come_back(tmp_pat
     attempt.coordinator.agent_connected(1, [])
     attempt.tick()
     assert [(a, c["rank"]) for a, c in attempt.commands_of("start")] == [(1, 2), (1, 3)]
+
+
+def test_a_node_that_comes_late_after_a_takeover_keeps_its_workers(tmp_path):
+    Attempt(tmp_path, survive=True)
+    later = Attempt(tmp_path, gone=[0], begin=False, replacements=4)
+    later.join(1)
+    later.tick(COME_S + 1)  # the third agent is taken for lost
+    later.tick(REST_S)
+    later.join(2)
+    later.tick(REST_S)
+    assert {c["rank"] for _, c in later.commands_of("start")} <= {0}
+    later.end(2, final_state="evicted")
+    later.tick(REST_S)
+    [(_, start)] = later.commands_of("start")
+    assert (start["rank"], start["process"]) == (2, 1)
 
 
 def test_an_agent_that_falls_silent_is_lost(attempt):

@@ -28,14 +28,15 @@ def test_the_end_of_a_program_is_known_although_nothing_can_be_written(tmp_path,
     assert (failure is not None) == (state == "failed")
 
 
+@pytest.mark.parametrize("lacks", ["fork_session", "socket.socketpair"])
 @pytest.mark.parametrize(("process", "state"), [(0, "failed"), (1, "")])
 def test_a_worker_that_cannot_be_forked_is_reported_with_the_reason(
-    tmp_path, monkeypatch, process, state
+    tmp_path, monkeypatch, process, state, lacks
 ):
     def fork():
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 
-    monkeypatch.setattr(module, "fork_session", fork)
+    monkeypatch.setattr(f"{module.__name__}.{lacks}", fork)
     events = []
     with selectors.DefaultSelector() as selector:
         workers = Workers(spec=node_spec(tmp_path), selector=selector, report=events.append)

@@ -113,9 +113,9 @@ class CurrentAllocation(BaseSlurmCluster):
         begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
         if not job:
             raise ClusterError(
-                f"cluster.allocation=current starts the ranks in an allocation that one is in, and "
-                f"here is none ({JOB} is not set); begin one: {begin}; or leave it out, and the "
-                f"run is queued"
+                f"cluster.allocation=current starts the ranks in an existing allocation, and "
+                f"there is none here ({JOB} is not set); begin one: {begin}; or leave it out, and "
+                f"the run is queued"
             )
         nodes = node_range(asked.nodes)[1]
         most = next((int(os.environ[name]) for name in NODES if name in os.environ), nodes)

@@ -26,7 +26,7 @@ from orchestrator.rundir.status import (
     infer_from_heartbeats,
     status_or_damage,
 )
-from orchestrator.slurm_client import Job, SlurmClient, accounted, mine, queued
+from orchestrator.slurm_client import Job, SlurmClient, accounted, jobs_of_user, queued
 
 HELD = (
     "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
@@ -58,7 +58,7 @@ def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str,
     own = os.getuid()
     if any(run.handle.stat().st_uid != own for run in runs):
         return queued(client, ids)
-    return {job_id: job for job_id, job in mine(client, own).items() if job_id in ids}
+    return {job_id: job for job_id, job in jobs_of_user(client, own).items() if job_id in ids}
 
 
 def _query(

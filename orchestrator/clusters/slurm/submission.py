@@ -23,7 +23,13 @@ from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, describe_status
 from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import SchedulerDown, SlurmClient, accounted_scripts, explained, mine
+from orchestrator.slurm_client import (
+    SchedulerDown,
+    SlurmClient,
+    accounted_scripts,
+    explained,
+    jobs_of_user,
+)
 
 ARRAYS = "arrays"  # the folder of arrays' scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")  # a run's folder that can be an element of an array
@@ -209,7 +215,7 @@ def _job_of(client: SlurmClient, note: Mapping[str, Any]) -> str | None:
     """Return the job, or the array, made from a note's script. Raises `SchedulerDown`."""
     script = os.path.realpath(note["script"])
     before = int(note["before"].partition("_")[0] or 0)
-    for job in mine(client, os.getuid()).values():
+    for job in jobs_of_user(client, os.getuid()).values():
         number = job.id.partition("_")[0]
         if os.path.realpath(job.command) == script and (job.alive or int(number) > before):
             return number

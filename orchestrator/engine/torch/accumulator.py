@@ -191,7 +191,7 @@ class Accumulator:
             self._shard = OptimizerShard(optimizer, self._reduction, group)
         self._replicas = replicas_of(() if self.fully_sharded else named, group)
         self._copies = replicas_of(named, replicas) if self.fully_sharded else self._replicas
-        # A copy over all ranks talks in each micro-step, over the group that others call silent.
+        # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
         silent = options.silent and (not self.fully_sharded or replicas.size > 1)
         options = options.with_options({"silent": silent})
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
@@ -226,7 +226,7 @@ class Accumulator:
             expected_weight: what the window's weights will probably add up to over all ranks, the
                 same number on all. Losses are divided by it before their backward, which costs
                 nothing; where it proves right, the boundary need not divide the gradient. The
-                update is the same either way, but for the last bits.
+                update is the same either way, up to rounding.
 
         Raises:
             ValueError: `leaves` or `expected_weight` cannot be used.
@@ -368,7 +368,7 @@ class Accumulator:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected}
             update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
-            with self.clock.compute:  # the device may still be at it
+            with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
                 mine = Trailer.of_losses(to_floats(self._losses), len(names))
             with self.clock.wait:
@@ -426,6 +426,7 @@ class Accumulator:
                 f"no gradient reached any parameter in update {update}, on any rank: were the "
                 "losses computed by another model, or by a copy of this one?"
             )
+        self._window.at_stake = "accumulator"  # a step may lack memory on one rank alone
         with summed.stepping(unused):
             self._stepping = True
             try:
@@ -438,6 +439,7 @@ class Accumulator:
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
+        self._window.at_stake = ""
         return norm
 
     # ------------------------------------------------------------------ between windows

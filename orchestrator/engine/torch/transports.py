@@ -298,7 +298,7 @@ class TorchGroup(BaseGroup):
             return  # rank 0 has seen all others, and is gone
 
     def refuse_results(self, operation: str) -> None:
-        """Raise `PeerLost` once the group was aborted: results are no results then."""
+        """Raise `PeerLost` once the group was aborted: its results are invalid."""
         if self._aborted:
             raise PeerLost(f"rank {self.rank} lost a peer during {operation}: it was broken off")
 

@@ -115,7 +115,7 @@ class WindowState:
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
             elif self.at_stake == "accumulator" and self._group.size > 1:
                 self._unusable = (
-                    f"update {self.update} failed on this rank alone, so it is no longer in step "
+                    f"update {self.update} failed on this rank, so it may no longer be in step "
                     f"with the others and has to end. What failed was {what}"
                 )
             raise
@@ -219,7 +219,7 @@ class WindowState:
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
 
-        If the call fails before `at_stake` is reset, it fails on this rank alone, which has to end.
+        If the call fails before `at_stake` is reset, this rank may fail alone, and has to end.
 
         Returns:
             Numbers, with their names, that have to be the same on all ranks.
