@@ -172,6 +172,21 @@ def _(ours, model, group):
     ours.boundary()
 
 
+@misuse("going on after an error of one rank's optimizer", ranks=2)
+def _(ours, model, group):
+    def fail(*_):
+        raise MemoryError("no room")
+
+    ours.backward(loss_of(model))
+    if group.rank == 0:
+        hook = ours.optimizer.register_step_pre_hook(fail)
+        with contextlib.suppress(MemoryError):
+            ours.boundary()
+        hook.remove()
+        ours.backward(loss_of(model))
+    ours.boundary()
+
+
 @misuse("more windows on one rank than on another", ranks=2)
 def _(ours, model, group):
     for _ in range(2 + group.rank):
