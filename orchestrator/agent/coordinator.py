@@ -27,7 +27,7 @@ from orchestrator.agent.liveness import (
     SILENT,
     STOPPED,
     STOPPED_PROCESS,
-    Seen,
+    RankPosition,
 )
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
@@ -110,7 +110,7 @@ class WorkerState:
     final_state: str | None = None
     silence_reported: bool = False
     given_up: str = ""
-    seen: Seen = field(default_factory=Seen)
+    seen: RankPosition = field(default_factory=RankPosition)
     asked_at: int | None = None
 
 
@@ -246,7 +246,7 @@ class Coordinator:
         self.heard(index)
         kind, worker = event["event"], self.workers[event["rank"]]
         if "seen" in event:
-            worker.seen = Seen.from_json(event["seen"])
+            worker.seen = RankPosition.from_json(event["seen"])
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late

@@ -33,7 +33,7 @@ FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "evicted"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Seen:
+class RankPosition:
     """Position of a rank, from its report of the last second.
 
     Attributes:
@@ -49,7 +49,7 @@ class Seen:
     stood_s: float = 0.0
 
     @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Seen:
+    def from_json(cls, value: Mapping[str, Any]) -> RankPosition:
         stack = tuple((file, line, name) for file, line, name in value["stack"])
         return cls(at=value["at"], waits=value["waits"], stack=stack, stood_s=value["stood_s"])
 
@@ -83,7 +83,7 @@ class WorkerSigns:
     program: bool = False
     final_state: str = ""
     failure: dict[str, Any] | None = None
-    seen: Seen = Seen()
+    seen: RankPosition = RankPosition()
 
     def receive(self, message: Mapping[str, Any], now: float) -> None:
         """Handle a message of the worker."""
@@ -92,9 +92,9 @@ class WorkerSigns:
         self.final_state = message.get("final_state", self.final_state)
         self.failure = message.get("failure", self.failure)
         if "program" in message:
-            self.program, self.seen = True, Seen()
+            self.program, self.seen = True, RankPosition()
         elif "seen" in message and not self.program:
-            self.seen = Seen.from_json(message["seen"])
+            self.seen = RankPosition.from_json(message["seen"])
 
     def unresponsive(self, now: float) -> tuple[str, float] | None:
         """Return the state of a worker that sends nothing, and for how long, in seconds: since it

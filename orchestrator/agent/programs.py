@@ -36,7 +36,7 @@ from orchestrator.agent.liveness import (
     FINISHED,
     STOPPED,
     IdleTimer,
-    Seen,
+    RankPosition,
 )
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import descendants, processor_s, state_of
@@ -109,7 +109,7 @@ class Program:
 
     def __init__(self, spec: NodeSpec, rank: int, pid: int, facts: Mapping[str, Any]) -> None:
         self._spec, self._rank, self._pid = spec, rank, pid
-        self._run, self.seen = RunDir(spec.run), Seen()
+        self._run, self.seen = RunDir(spec.run), RankPosition()
         self._log = self._run.rank_log(rank)
         self._log_bytes, self._restarts = int(facts["log_bytes"]), bool(facts["restarts"])
         self._signal = signal.Signals[f"SIG{facts['stop_signal']}"]
@@ -205,7 +205,7 @@ class Program:
         pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
         idle = self._idle.hangs(now, sum(map(processor_s, pids)))
         if has_joined(pids, port):
-            self._place, self.seen = None, Seen()
+            self._place, self.seen = None, RankPosition()
         elif waited_s >= patience_s and self._serves:
             self._report_unserved(f"{address}:{port}", idle=idle)
         elif waited_s >= patience_s and not is_port_closed(address, port, REACH_S, unknown=True):
@@ -226,7 +226,7 @@ class Program:
 
     def _report_unserved(self, place: str, *, idle: bool) -> None:
         """On rank 0: let the coordinator know, in case the others fail; warn if it is idle."""
-        self.seen = Seen(
+        self.seen = RankPosition(
             at="at the start of its program, and has not opened the port where the ranks meet",
             stood_s=time.monotonic() - self._began,
         )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, Seen
+from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, RankPosition
 from orchestrator.agent.stacks import (
     DUMP_BYTES,
     Frame,
@@ -86,7 +86,7 @@ class Straggler:
 
     rank: int
     node: str
-    seen: Seen
+    seen: RankPosition
 
 
 def tail(path: Path, lines: int = TAIL_LINES) -> tuple[str, ...]:
@@ -252,7 +252,7 @@ def unresponsive_cause(event: Mapping[str, Any], limit_s: float, *, hang: bool) 
     return UNRESPONSIVE[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
 
 
-def add_place(culprit: Culprit, seen: Seen, log: Path, asked_at: int) -> Culprit:
+def add_place(culprit: Culprit, seen: RankPosition, log: Path, asked_at: int) -> Culprit:
     """Add where a culprit is: the stack that it wrote on request, else its last report.
 
     Args:

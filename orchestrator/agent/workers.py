@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, Seen, WorkerSigns
+from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, RankPosition, WorkerSigns
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -91,7 +91,7 @@ class Worker:
         return self.signs.pid
 
     @property
-    def seen(self) -> Seen:
+    def seen(self) -> RankPosition:
         return self.program.seen if self.program else self.signs.seen
 
 

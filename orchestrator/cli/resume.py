@@ -24,7 +24,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.plan.window import planner_of
@@ -338,7 +338,7 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
     if is_program(config.job):
         return plan_of_program(config)
     try:
-        facts = Known(
+        facts = JobFacts(
             dataset_samples=known.get("dataset_samples"),
             parameters=known.get("parameters"),
             base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),

@@ -39,7 +39,7 @@ from orchestrator.errors import (
     expand_user,
 )
 from orchestrator.notify import check_recipients
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plugins import CLUSTERS
@@ -88,7 +88,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
         refuse_schedule(str(config.job["_target_"]), config.schedule)
-    known = Known(
+    known = JobFacts(
         own_rate=facts.own_rate,
         metric_count=facts.metric_count or 0,
         framework=facts.framework,

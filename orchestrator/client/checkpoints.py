@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from orchestrator.client.loop import Callback, Done, TrainingProgress
+from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import CopiesState
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
@@ -265,7 +265,7 @@ class Checkpoints(Callback):
         running = self._thread is not None and self._thread.is_alive()
         return max(self._waited_s, self._save_s * (1 + running))
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         del done
         self._report_written()
 

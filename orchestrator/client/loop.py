@@ -29,7 +29,7 @@ KEPT = 1000
 
 
 @dataclass(frozen=True, slots=True)
-class Done:
+class CompletedUpdate:
     """An applied update: its window, the boundary's report, and this rank's seconds."""
 
     window: Window
@@ -57,10 +57,10 @@ class Callback:
     def before_record(self) -> None:
         """Raise if this rank must not write any more; called before each of the methods below."""
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         """Handle an applied update. Not collective."""
 
-    def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
+    def on_evaluation(self, done: CompletedUpdate, figures: dict[str, float]) -> None:
         """Handle the held-out figures after an update, on ranks that computed them: rank 0 alone,
         or all where the model is in shards.
         """
@@ -134,15 +134,15 @@ class TrainingProgress:
     samples: int = 0
     loss: float = float("nan")
     evaluation: dict[str, float] = field(default_factory=dict[str, float])
-    done: Done | None = None
+    done: CompletedUpdate | None = None
     stopped: bool = False
     returned: bool = False
     recorded: int = 0
     evaluated: int = 0
     newcomers: bool = False
-    kept: deque[Done] = field(default_factory=lambda: deque(maxlen=KEPT))
+    kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
 
-    def add(self, done: Done) -> None:
+    def add(self, done: CompletedUpdate) -> None:
         """Add an applied update."""
         self.done = done
         self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
@@ -238,13 +238,13 @@ class TrainingLoop:
         seconds = time.perf_counter() - self._began
         if learning_rate is not None:
             window = replace(window, learning_rate=learning_rate)
-        self.progress.add(Done(window, report, seconds))
+        self.progress.add(CompletedUpdate(window, report, seconds))
 
     def _before_record(self) -> None:
         for callback in self.callbacks:
             callback.before_record()
 
-    def _record(self, done: Done) -> None:
+    def _record(self, done: CompletedUpdate) -> None:
         """Pass an update to the callbacks, once. Not collective."""
         if self.progress.recorded <= done.window.update:
             self._before_record()
@@ -252,7 +252,7 @@ class TrainingLoop:
                 callback.on_boundary(done)
             self.progress.recorded = done.window.update + 1
 
-    def _follow_up(self, done: Done, *, again: bool = False) -> None:
+    def _follow_up(self, done: CompletedUpdate, *, again: bool = False) -> None:
         """Record an update; evaluate and save where that is due. Collective.
 
         Args:
@@ -297,7 +297,7 @@ def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:
     return epoch_ends if every is None else bool(every) and done % every == 0
 
 
-def update_line(done: Done, peak_memory_bytes: int) -> dict[str, Any]:
+def update_line(done: CompletedUpdate, peak_memory_bytes: int) -> dict[str, Any]:
     """Return an update's line of metrics.jsonl."""
     window, report = done.window, done.report
     seconds = ("compute_s", "wait_s", "optimizer_s", "compile_s", "plain_step_s")

@@ -14,7 +14,7 @@ from orchestrator.client.loop import Callback
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
 from orchestrator.plan.order import Shards
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
@@ -138,7 +138,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
     try:
-        return Plan.of(config, Known(dataset_samples=samples, shards=options.shards))
+        return Plan.of(config, JobFacts(dataset_samples=samples, shards=options.shards))
     except PlanError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 

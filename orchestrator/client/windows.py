@@ -20,7 +20,7 @@ from torch.nn import Module, ModuleList
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import (
     Callback,
-    Done,
+    CompletedUpdate,
     RankWindows,
     TrainingLoop,
     TrainingProgress,
@@ -256,7 +256,7 @@ class RunRecord(Callback):
     def __init__(self, run: Run, updates: int, device: Any) -> None:
         self._run, self._updates, self._device = run, updates, device
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         self._run.record(update_line(done, peak_memory_bytes(self._device)))
         if done.report.stop_requested and done.window.update + 1 < self._updates:
             self._run.agreed_to_stop(done.window.update)

@@ -10,7 +10,7 @@ from orchestrator.plan.wire import Wire
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Known:
+class JobFacts:
     """Facts of a job besides its configuration: all of them on the ranks, fewer before.
 
     Attributes:

@@ -14,7 +14,7 @@ from orchestrator.config.schema import DEFAULT_BASE_LR, Config, FactsConfig, Tra
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
-from orchestrator.plan.parts import Known, Length, Modes, Rates, Traffic
+from orchestrator.plan.parts import JobFacts, Length, Modes, Rates, Traffic
 from orchestrator.plan.plan_warnings import warnings_of
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
@@ -45,13 +45,13 @@ class Plan:
     traffic: Traffic
 
     @classmethod
-    def of(cls, config: Config, known: Known | None = None) -> Plan:
+    def of(cls, config: Config, known: JobFacts | None = None) -> Plan:
         """Make a plan: with all facts on the ranks, with those of `facts` on the submitting side.
 
         Raises:
             PlanError: a batch, a schedule or a data set that cannot be planned.
         """
-        known = known or Known()
+        known = known or JobFacts()
         nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
         at_least(1, "cluster.nodes", nodes)
         per_node = at_least(1, "cluster.ranks_per_node", config.cluster.ranks_per_node)
@@ -177,7 +177,7 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
     )
 
 
-def _rates(config: Config, known: Known, batch: Batch, length: Length) -> Rates:
+def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rates:
     asked, total = config.schedule, length.updates
     base = known.base_rate if asked.base_lr is None else asked.base_lr
     of_optimizer = not config.optimizer and asked.base_lr is None
@@ -203,7 +203,7 @@ def _rates(config: Config, known: Known, batch: Batch, length: Length) -> Rates:
     )
 
 
-def _traffic(config: Config, known: Known, split: Split) -> Traffic:
+def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
     asked, engine = config.accumulation, config.engine
     parameters = _stated_or(known.parameters, config.facts, "parameters")
     wire = Wire(

@@ -50,7 +50,7 @@ class Allocation:
     gpus: tuple[str, ...]
 
 
-class Room:
+class LocalCapacity:
     """Free resources of this machine.
 
     A run that is larger than the machine has it to itself.
@@ -152,7 +152,9 @@ class LocalQueue:
             than to a file in their folder.
     """
 
-    def __init__(self, output: OutputOptions, room: Room, *, terminal: bool = False) -> None:
+    def __init__(
+        self, output: OutputOptions, room: LocalCapacity, *, terminal: bool = False
+    ) -> None:
         self._output, self._room, self._terminal = output, room, terminal
         self._running: list[_Running] = []
         self._forwarded, self._imported = 0, False
@@ -313,7 +315,7 @@ def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointRe
     Returns:
         Their ends, by folder: of all, or after an interrupt of those that began.
     """
-    room = Room(most_at_once([cell.point.config for cell in cells], output))
+    room = LocalCapacity(most_at_once([cell.point.config for cell in cells], output))
     shares = [share_of(cell) for cell in cells]
     alone = room.at_once(shares) == 1
     waiting = list(cells)

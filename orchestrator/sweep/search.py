@@ -59,7 +59,7 @@ from orchestrator.sweep.cells import (
     replaced_folder,
     submit,
 )
-from orchestrator.sweep.local import LocalQueue, PointResult, Room
+from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
 from orchestrator.units import plural
@@ -216,7 +216,7 @@ class TrialRuns:
 
     def __init__(self, search: Search, output: OutputOptions) -> None:
         quiet = OutputOptions(console=output.console, quiet=True)
-        self._queue = LocalQueue(quiet, Room(search.most)) if search.attended else None
+        self._queue = LocalQueue(quiet, LocalCapacity(search.most)) if search.attended else None
         self._output, self._most = output, search.most or 1
         self.followed: list[Cell] = []  # they continue if this process ends
         self._full = False  # the scheduler accepts no more until one has ended

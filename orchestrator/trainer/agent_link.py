@@ -12,7 +12,7 @@ thread is:
 
 The places are those of the loop: a micro-step (data, forward and backward), a boundary, and what
 follows it. Marking one costs an assignment; the main thread makes no system call. Each line holds
-the place, so that it is known even after the rank cannot report any more (`Seen`).
+the place, so that it is known even after the rank cannot report any more (`RankPosition`).
 
 A worker asks nothing of other workers. It reports when it is ready to train, when it waits at a
 boundary for newcomers, and when it ends; and it receives each new generation (`survival.py`),
@@ -36,7 +36,7 @@ from orchestrator.agent.liveness import (
     BEAT_S,
     LINK_VARIABLE,
     ProgressWatchdog,
-    Seen,
+    RankPosition,
 )
 from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
 from orchestrator.agent.stacks import (
@@ -46,7 +46,7 @@ from orchestrator.agent.stacks import (
     describe_stack,
     main_stack,
 )
-from orchestrator.client.loop import Callback, Done
+from orchestrator.client.loop import Callback, CompletedUpdate
 from orchestrator.engine.common import waiting
 from orchestrator.errors import PeerLost
 from orchestrator.rundir.warnings import warn
@@ -147,13 +147,13 @@ class AgentLink:
             self._send({"seen": asdict(self._seen(stood_s))})
             self.on_beat()
 
-    def _seen(self, stood_s: float) -> Seen:
+    def _seen(self, stood_s: float) -> RankPosition:
         now, (_, place, numbers) = time.monotonic(), self._place
         where, stack, waits = place % numbers, tuple(main_stack()), ""
         if (wait := waiting.under_way()) is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
         at = f"at {where}, {describe_stack(stack)}"
-        return Seen(at=at, waits=waits, stack=stack, stood_s=stood_s)
+        return RankPosition(at=at, waits=waits, stack=stack, stood_s=stood_s)
 
     def _check_progress(self, standstill: ProgressWatchdog) -> float:
         """Report a standstill. Return for how long it has lasted, if unusually long."""
@@ -212,6 +212,6 @@ class PlaceMarks(Callback):
         else:
             self._link.mark("the boundary of update %d", update + 1)
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         after = done.window.update + 1
         self._link.mark("what follows update %d (records, evaluation, checkpoint)", after)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Callback, Done, TrainingProgress, update_line
+from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import BoundaryReport, Engine
@@ -247,7 +247,7 @@ class Recorder(Callback):
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         self._progress.write(update, done, steps)
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         window, report = done.window, done.report
         self._update = window.update
         _warn_of_metrics(report)
@@ -281,7 +281,7 @@ class Recorder(Callback):
                 self.generation = change["generation"]
                 self._line({"update": updates, "time": time.time(), **change})
 
-    def on_evaluation(self, done: Done, figures: dict[str, float]) -> None:
+    def on_evaluation(self, done: CompletedUpdate, figures: dict[str, float]) -> None:
         update = done.window.update
         self._line(
             {

@@ -25,7 +25,7 @@ from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import JobError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
@@ -332,7 +332,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     shards: Shards | None = getattr(dataset, "shards", None)
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
-        known = Known(
+        known = JobFacts(
             shards=shards if samples is not None else None,
             nodes=nodes,
             dataset_samples=samples,

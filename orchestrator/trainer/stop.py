@@ -20,7 +20,7 @@ from typing import Any
 
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Callback, Done, TrainingProgress
+from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.errors import StopRequested, Unrecoverable
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
@@ -184,7 +184,7 @@ class LeaveInTime(Callback):
     def before_record(self) -> None:
         self._fence.check()
 
-    def on_boundary(self, done: Done) -> None:
+    def on_boundary(self, done: CompletedUpdate) -> None:
         update_s = done.seconds
         self._recent.append(update_s)
         if self._warned or self._grace is None or update_s <= self._grace.shortest_s:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.node_spec import SILENCE_S
-from orchestrator.client.loop import Callback, Done, TrainingProgress
+from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.config.schema import ClusterConfig, node_range
 from orchestrator.engine.api import BoundaryReport, Engine, Framework, GroupSpec, Survives, Window
 from orchestrator.engine.common import waiting
@@ -94,7 +94,7 @@ def load_progress(progress: TrainingProgress, text: str) -> None:
     found: dict[str, Any] = json.loads(text)
     window = Window(**found["window"] | {"micro_batches": ()})
     report = BoundaryReport(**found["report"])
-    progress.add(Done(window, report, found["seconds"]))
+    progress.add(CompletedUpdate(window, report, found["seconds"]))
     progress.samples = found["samples"]
 
 

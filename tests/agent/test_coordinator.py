@@ -13,7 +13,7 @@ from orchestrator.agent.coordinator import (
     Coordinator,
 )
 from orchestrator.agent.links import Peer
-from orchestrator.agent.liveness import Seen
+from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
@@ -23,7 +23,7 @@ from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * LOSS_WAIT_S
-SEEN = asdict(Seen())
+SEEN = asdict(RankPosition())
 
 
 class Attempt:

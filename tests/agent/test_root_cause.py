@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.agent.liveness import Seen
+from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.root_cause import (
     TAIL_BYTES,
     AbnormalEnd,
@@ -128,7 +128,7 @@ def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, la
 
 def straggler(rank, stood_s):
     at = "at micro-step 1 of 2 of update 3, in loss (job.py, line 3)"
-    seen = Seen(at=at, stood_s=stood_s, stack=(("job.py", 3, "loss"),))
+    seen = RankPosition(at=at, stood_s=stood_s, stack=(("job.py", 3, "loss"),))
     return Straggler(rank=rank, node=f"node{rank}", seen=seen)
 
 
@@ -187,7 +187,7 @@ def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path
 def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
     begun.rank_log(1).write_text("epoch 1\n")
-    seen = Seen(at="at update 3, in loss", stood_s=1.0)
+    seen = RankPosition(at="at update 3, in loss", stood_s=1.0)
     behind = Straggler(rank=1, node="n1", seen=seen)
     culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1, 1.0)], [behind])
     assert (culprit.rank, culprit.node, culprit.log_tail) == (1, "n1", ("epoch 1",))

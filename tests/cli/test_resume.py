@@ -16,7 +16,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, RunFolderError
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -41,7 +41,9 @@ def make_run(tmp_path):
         config = composed(*overrides)
         run.write_config(to_yaml(config))
         write_json(run.submission, {"cluster": "local", "time": 1.0})
-        write_json(run.plan, Plan.of(config, Known(dataset_samples=240, parameters=10)).to_json())
+        write_json(
+            run.plan, Plan.of(config, JobFacts(dataset_samples=240, parameters=10)).to_json()
+        )
         run.begin_attempt()
         saved = run.checkpoints / f"update-{done:09d}"
         saved.mkdir()

@@ -10,7 +10,7 @@ from orchestrator.config.schema import (
     ScheduleConfig,
     TrainConfig,
 )
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 
 SECTIONS = {
@@ -20,12 +20,12 @@ SECTIONS = {
     "train": TrainConfig,
     "engine": EngineConfig,
 }
-KNOWN = [field.name for field in fields(Known)]
+KNOWN = [field.name for field in fields(JobFacts)]
 
 
 def make_plan(**values) -> Plan:
     """`Plan.of` a configuration with these values and no checks of its own."""
-    known = Known(**{name: values.pop(name) for name in KNOWN if name in values})
+    known = JobFacts(**{name: values.pop(name) for name in KNOWN if name in values})
     config = Config()
     for section, kind in SECTIONS.items():
         given = {f.name: values.pop(f.name) for f in fields(kind) if f.name in values}

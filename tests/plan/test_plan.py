@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig
 from orchestrator.errors import PlanError
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.wire import Wire
 from tests.plan.stated import make_plan
@@ -176,17 +176,17 @@ def test_stated_facts_count_until_the_ranks_know_better():
     figures = Plan.of(STATED).figures()
     assert {name: figures[name] for name in stated} == stated
     for known in ({"nodes": 2}, {"dataset_samples": 500}, {"parameters": 7}):
-        figures = Plan.of(STATED, Known(**known)).figures()
+        figures = Plan.of(STATED, JobFacts(**known)).figures()
         assert {name: figures[name] for name in stated} == stated | known
 
 
 def test_what_travels_beside_the_gradient_is_counted_or_left_open():
     plain = Plan.of(STATED).traffic
-    one_more = Plan.of(STATED, Known(coupled=True)).traffic
+    one_more = Plan.of(STATED, JobFacts(coupled=True)).traffic
     assert one_more.collectives == plain.collectives + 1
     assert (plain.bytes_on_wire is None, one_more.bytes_on_wire) == (False, None)
-    counted = Plan.of(STATED, Known(coupled=True, extra_collectives=5)).traffic
+    counted = Plan.of(STATED, JobFacts(coupled=True, extra_collectives=5)).traffic
     assert counted.collectives == plain.collectives + 5
-    assert Plan.of(STATED, Known(extra_collectives=0)).traffic == plain
+    assert Plan.of(STATED, JobFacts(extra_collectives=0)).traffic == plain
     alone = Config(cluster=ClusterConfig(nodes=1, ranks_per_node=1))
-    assert Plan.of(alone, Known(coupled=True)) == Plan.of(alone)
+    assert Plan.of(alone, JobFacts(coupled=True)) == Plan.of(alone)

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -96,7 +96,7 @@ def maker(home):
         run = RunDir(folder)
         run.create()
         run.write_config(to_yaml(config))
-        write_json(run.plan, Plan.of(config, Known(dataset_samples=1437)).to_json())
+        write_json(run.plan, Plan.of(config, JobFacts(dataset_samples=1437)).to_json())
         submission = {"overrides": list(overrides), "folder": str(home), **more}
         write_json(run.submission, submission)
         lines = [record(n) for n in range(5)] if records is None else records

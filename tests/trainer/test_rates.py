@@ -9,7 +9,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.optimizer import base_rate, described
 from orchestrator.config.schema import ScheduleConfig
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.plan.parts import Known
+from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.trainer.consistency_checks import own_rates
 
@@ -107,7 +107,7 @@ class TestBaseOfOwnOptimizer:
 
     def test_the_plan_says_what_decides_the_rate(self):
         config = compose(["optimizer=null", "train.updates=2"])
-        unknown = Plan.of(config, Known()).to_json()
-        known = Plan.of(config, Known(base_rate=0.1)).to_json()
+        unknown = Plan.of(config, JobFacts()).to_json()
+        known = Plan.of(config, JobFacts(base_rate=0.1)).to_json()
         assert unknown["learning_rate_first"] is None
         assert (known["learning_rate_from"], known["learning_rate_last"]) == ("optimizer", 0.1)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from orchestrator.client.loop import Done, TrainingProgress
+from orchestrator.client.loop import CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
@@ -22,7 +22,7 @@ from orchestrator.trainer.stop import (
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 GRACE = GracePeriods(kill_wait_s=30, preempt_s=20, ahead_s=60)
 
-DONE = Done(
+DONE = CompletedUpdate(
     Window(update=7, samples=10, micro_batches=(), steps=1, learning_rate=0.1),
     BoundaryReport(update=7, loss=0, weight=1),
     seconds=9,

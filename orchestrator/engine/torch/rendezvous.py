@@ -34,7 +34,7 @@ from orchestrator.engine.common.rendezvous import (
 )
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.transports import (
-    Presence,
+    RankCapabilities,
     TorchGroup,
     choose,
     presence,
@@ -137,7 +137,9 @@ def host(spec: GroupSpec) -> SecretStore:
     return ours
 
 
-def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
+def decide(
+    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
+) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
     verdict = _verdict(spec, store, me, until)
     good = verdict["verdict"] == "go"
@@ -150,7 +152,9 @@ def decide(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> d
     return verdict
 
 
-def _verdict(spec: GroupSpec, store: SecretStore, me: Presence, until: float) -> dict[str, Any]:
+def _verdict(
+    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
+) -> dict[str, Any]:
     names = [f"rank-{rank}" for rank in range(1, spec.size)]
     backoff, look = Backoff(), 0.0
     while True:
@@ -164,7 +168,7 @@ def _verdict(spec: GroupSpec, store: SecretStore, me: Presence, until: float) ->
         # The count is unsigned, so it only says when it is worth reading all notes.
         if store.count("arrived") >= len(names) or now > until:
             notes = [store.get(name) for name in names]
-            there = [Presence(**note) for note in notes if note is not None]
+            there = [RankCapabilities(**note) for note in notes if note is not None]
             if len(there) == len(names):
                 try:
                     return {"verdict": "go", "transport": choose([me, *there])}
@@ -220,7 +224,7 @@ def _connect(content: dict[str, Any]) -> SecretStore | None:
 
 
 def await_verdict(
-    spec: GroupSpec, store: SecretStore, me: Presence, until: float
+    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
 ) -> dict[str, Any]:
     """Arrive, and wait for the verdict of rank 0."""
     try:

@@ -442,7 +442,7 @@ def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Presence:
+class RankCapabilities:
     """Report of a rank at its arrival.
 
     Attributes:
@@ -474,7 +474,7 @@ def gpu_index(local_rank: int) -> int | None:
     return 0 if count == 1 else None
 
 
-def presence(spec: GroupSpec) -> Presence:
+def presence(spec: GroupSpec) -> RankCapabilities:
     """Return this rank's report."""
     gpu, error = "", ""
     index = gpu_index(spec.local_rank) if torch.cuda.is_available() else None
@@ -483,7 +483,7 @@ def presence(spec: GroupSpec) -> Presence:
             gpu = str(torch.cuda.get_device_properties(index).uuid)
         except RuntimeError as failed:  # it is listed, and does not answer
             error = f"GPU {index}: {str(failed).strip().splitlines()[0]}"
-    return Presence(
+    return RankCapabilities(
         rank=spec.rank,
         node=spec.node,
         asked=spec.transport,
@@ -502,7 +502,7 @@ class Transport(ABC):
     """
 
     @classmethod
-    def lacking(cls, everyone: Sequence[Presence]) -> str:
+    def lacking(cls, everyone: Sequence[RankCapabilities]) -> str:
         """Return why these ranks cannot use it, in a sentence; "" where they can."""
         del everyone
         return ""
@@ -534,7 +534,7 @@ def transport_of(name: str) -> type[Transport]:
         raise TransportError(str(error)) from error
 
 
-def choose(everyone: Sequence[Presence]) -> str:
+def choose(everyone: Sequence[RankCapabilities]) -> str:
     """Return the transport for these ranks: NCCL where each has a GPU of its own, gloo where no
     devices were requested.
 
@@ -569,9 +569,9 @@ def choose(everyone: Sequence[Presence]) -> str:
     return name
 
 
-def _without_own_gpu(everyone: Sequence[Presence]) -> str:
+def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
     """Return why these ranks cannot use NCCL, or ""."""
-    owner: dict[str, Presence] = {}
+    owner: dict[str, RankCapabilities] = {}
     for one in everyone:
         if not one.nccl:
             return f"torch {torch.__version__} on {one.node} was built without NCCL"
@@ -641,7 +641,7 @@ class Nccl(_ProcessGroupTransport):
     """NCCL on NVIDIA GPUs, one per rank."""
 
     @classmethod
-    def lacking(cls, everyone: Sequence[Presence]) -> str:
+    def lacking(cls, everyone: Sequence[RankCapabilities]) -> str:
         lacking = _without_own_gpu(everyone)
         return lacking and (
             f"transport=nccl needs a GPU of its own for every rank, and a torch built with NCCL: "
@@ -674,7 +674,7 @@ class Hccl(_ProcessGroupTransport):
     """HCCL on Ascend NPUs, one per rank. Untested: there was no NPU."""
 
     @classmethod
-    def lacking(cls, everyone: Sequence[Presence]) -> str:
+    def lacking(cls, everyone: Sequence[RankCapabilities]) -> str:
         del everyone
         if importlib.util.find_spec("torch_npu") is not None:
             return ""

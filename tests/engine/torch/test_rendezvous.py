@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import TCPStore
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
-from orchestrator.engine.torch.transports import Presence, choose
+from orchestrator.engine.torch.transports import RankCapabilities, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from orchestrator.rundir.files import write_atomically
 from orchestrator.testing.processes import collect, run_ranks, spec, start_ranks
@@ -222,7 +222,7 @@ def test_a_killed_rank_is_a_lost_peer_to_the_others_within_seconds(tmp_path):
 
 def _ranks(asked, gpus, *, nccl=True):
     return [
-        Presence(rank=rank, node="n", asked=asked, gpu=gpu, nccl=nccl)
+        RankCapabilities(rank=rank, node="n", asked=asked, gpu=gpu, nccl=nccl)
         for rank, gpu in enumerate(gpus)
     ]
 

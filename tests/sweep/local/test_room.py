@@ -13,7 +13,7 @@ from orchestrator.clusters.api import Share
 from orchestrator.clusters.local.cluster import LocalCluster
 from orchestrator.clusters.machine import Machine, cores
 from orchestrator.config.composer import compose
-from orchestrator.sweep.local import RANK_BYTES, Room, most_at_once
+from orchestrator.sweep.local import RANK_BYTES, LocalCapacity, most_at_once
 
 machines = st.builds(
     Machine,
@@ -35,7 +35,7 @@ shares = st.integers(1, 6).flatmap(
     machines, st.lists(shares, min_size=1, max_size=12), st.none() | st.integers(1, 6), st.data()
 )
 def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted, most, data):
-    room, running, waiting = Room(most, machine), [], list(wanted)
+    room, running, waiting = LocalCapacity(most, machine), [], list(wanted)
     while waiting or running:
         for share in list(waiting):
             if place := room.take(share):
@@ -59,7 +59,7 @@ def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted,
 
 def test_what_nothing_may_run_beside_has_the_machine_to_itself():
     machine = Machine(cores=8, free_memory_bytes=99 * RANK_BYTES, gpus=())
-    small, room = Share(ranks=1, cores=1, gpus=0), Room(None, machine)
+    small, room = Share(ranks=1, cores=1, gpus=0), LocalCapacity(None, machine)
     alone = room.take(None)
     assert room.take(small) is None
     room.give_back(alone)
