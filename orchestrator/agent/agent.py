@@ -103,7 +103,7 @@ class Agent:
             clock=self._clock,
             on_fork=self._close_in_fork,
         )
-        publish_agent(spec, int(self._listener.getsockname()[1]))
+        self._published = publish_agent(spec, int(self._listener.getsockname()[1]))
 
     def _close_in_fork(self) -> None:
         """Release the agent's resources in a new worker."""
@@ -276,10 +276,6 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    @property
-    def _seniority(self) -> tuple[int, int]:
-        return self._spec.incarnation, self._spec.index
-
     def _others(self) -> list[Peer]:
         """Return the other agents that have published an address, the most senior first."""
         indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
@@ -302,7 +298,7 @@ class Agent:
             candidates = [first_node]
         else:
             candidates = [one for one in self._others() if one.seniority not in self._lost_peers]
-        senior = [one for one in candidates if one.seniority < self._seniority]
+        senior = [one for one in candidates if one.seniority < self._published.seniority]
         if not senior:
             self._take_over()
             return
@@ -405,7 +401,7 @@ class Agent:
 
     def _take_message(self, link: Link, message: dict[str, Any]) -> None:
         if link.peer_index is None:
-            index = authenticate(message, secret=self._secret, me=self._seniority)
+            index = authenticate(message, secret=self._secret, me=self._published.seniority)
             if index is None or not 0 <= index < self._spec.nodes:
                 self._close(link)
                 return
@@ -424,7 +420,7 @@ class Agent:
             return
         try:
             newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
-        except (OSError, RunFolderError) as error:  # it is told once this agent coordinates
+        except (OSError, RunFolderError) as error:  # the follower gets it when this one coordinates
             log.warning("the newest generation is not passed on: %s", error)
             return
         if newest is not None:

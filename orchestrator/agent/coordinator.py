@@ -238,8 +238,8 @@ class Coordinator:
         self._on_abnormal_end(end, ranks)
 
     # ------------------------------------------------------------------ events
-    # An event comes once, so nothing below may raise before it is handled: files that cannot be
-    # read are done without. What `tick` decides is decided again at the next one.
+    # An event comes once, so nothing below may raise `OSError` before the event has had its effect;
+    # files that cannot be read are left out. `tick` may raise: the next one decides again.
 
     def handle_event(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle an agent's event about one of its workers."""

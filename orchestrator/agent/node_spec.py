@@ -125,10 +125,11 @@ def _path(run: RunDir, attempt: int, index: int) -> Path:
     return run.attempt(attempt) / f"agent-{index:05d}.json"
 
 
-def publish_agent(spec: NodeSpec, port: int) -> None:
-    """Write where this agent listens."""
+def publish_agent(spec: NodeSpec, port: int) -> Peer:
+    """Write where this agent listens; return it."""
     peer = Peer(spec.address, port, spec.index, spec.incarnation)
     write_json(_path(RunDir(spec.run), spec.attempt, spec.index), asdict(peer))
+    return peer
 
 
 def agent_file(run: RunDir, attempt: int, index: int) -> Peer | None:

@@ -259,7 +259,7 @@ def add_place(culprit: Culprit, seen: RankPosition, log: Path, asked_at: int) ->
         asked_at: size of its log at the request.
     """
     stack: list[Frame] = []
-    with contextlib.suppress(OSError), log.open("rb") as file:  # there may be no log
+    with contextlib.suppress(OSError), log.open("rb") as file:  # no log: see `tail`
         file.seek(asked_at)
         stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
     cause = (

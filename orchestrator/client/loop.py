@@ -30,7 +30,9 @@ KEPT = 1000
 
 @dataclass(frozen=True, slots=True)
 class CompletedUpdate:
-    """An applied update: its window, the boundary's report, and this rank's seconds."""
+    """A completed update: its window, the boundary's report, and this rank's seconds. The optimizer
+    did not step if `report.applied` is False.
+    """
 
     window: Window
     report: BoundaryReport
@@ -58,7 +60,7 @@ class Callback:
         """Raise if this rank must not write any more; called before each of the methods below."""
 
     def on_boundary(self, done: CompletedUpdate) -> None:
-        """Handle an applied update. Not collective."""
+        """Handle a completed update. Not collective."""
 
     def on_evaluation(self, done: CompletedUpdate, figures: dict[str, float]) -> None:
         """Handle the held-out figures after an update, on ranks that computed them: rank 0 alone,
@@ -143,7 +145,7 @@ class TrainingProgress:
     kept: deque[CompletedUpdate] = field(default_factory=lambda: deque(maxlen=KEPT))
 
     def add(self, done: CompletedUpdate) -> None:
-        """Add an applied update."""
+        """Add a completed update."""
         self.done = done
         self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
         self.updates, self.loss = done.window.update + 1, done.report.loss

@@ -208,7 +208,8 @@ class MindSporeGroup(Group):
     def close(self) -> None:
         """Wait for all ranks, and end the scheduler. The group is of no use afterwards."""
         self.barrier()
-        self._leave()
+        with for_others("leaving the group"):
+            self._leave()
         if self._scheduler is not None:
             self._scheduler.end()
 
