@@ -82,6 +82,7 @@ class Agent:
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
         self._coordinator_link: Link | None = None
+        self._was_heard = False  # the coordinator has sent something on this link
         self._clock = AwakeClock()
         self._began = self._clock()
         self._tried_since = 0.0
@@ -220,7 +221,7 @@ class Agent:
         if self._coordinator_link is not None and now - self._coordinator_link.heard > max(
             self._spec.silence_s, LEAST_SILENCE_S
         ):
-            self._coordinator_gone()
+            self._leave_coordinator(lost=True)
         if self._on_beat():
             log.info("a newer attempt has begun; this one ends")
             self._over = True
@@ -251,7 +252,11 @@ class Agent:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
         for agent, command in self._coordinator.commands():
             for index, link in list(self._followers.items()):
-                if agent in (None, index):
+                if agent not in (None, index):
+                    continue
+                if command["command"] == "disconnect":
+                    self._close(link)
+                else:
                     link.send(**command)
             if agent in (None, self._spec.index):
                 self._obey(command)
@@ -313,7 +318,7 @@ class Agent:
             if now - self._tried_since > self._spec.silence_s:
                 self._lose_candidate(first)
             return
-        self._tried_since = 0.0
+        self._tried_since, self._was_heard = 0.0, False
         self._coordinator_link, self._coordinator_peer = link, first
         link.heard = self._clock()
         link.socket.setblocking(True)
@@ -353,21 +358,24 @@ class Agent:
         assert self._coordinator_link is not None  # noqa: S101  # its socket is registered
         messages = self._coordinator_link.receive()
         if messages is None:
-            self._coordinator_gone()
+            # A broken link does not mean that it has ended: `_follow` asks it again. But a link
+            # that never sent anything was closed by another agent at its address.
+            self._leave_coordinator(lost=not self._was_heard or self._is_over())
             return
-        self._coordinator_link.heard = self._clock()
+        self._coordinator_link.heard, self._was_heard = self._clock(), True
         for message in messages:
             if "command" in message:
                 self._obey(message)
                 for link in list(self._followers.values()):  # cut off from the coordinator
                     link.send(**message)
 
-    def _coordinator_gone(self) -> None:
+    def _leave_coordinator(self, *, lost: bool) -> None:
         assert self._coordinator_link is not None  # noqa: S101  # there was one
         self._selector.unregister(self._coordinator_link.socket)
         self._coordinator_link.close()
         self._coordinator_link = None
-        self._lose_candidate(self._coordinator_peer)
+        if lost:
+            self._lose_candidate(self._coordinator_peer)
 
     # ------------------------------------------------------------------ followers
 

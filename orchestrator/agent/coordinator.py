@@ -141,7 +141,7 @@ class Coordinator:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._folder_seen = self._clock()
+        self._began = self._folder_seen = self._record_read = self._clock()
         self._took_over = bool(set(lost))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
@@ -149,8 +149,10 @@ class Coordinator:
         self._generation: int = newest["generation"] if newest else -1
         self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
         self._message = message_of(newest) if newest else {}
-        for member in self._members:
-            self.workers[rank_of(member, spec.ranks)].process = process_of(member, spec.ranks)
+        for generation in self._record.since():
+            for member in generation["members"]:
+                worker = self.workers[rank_of(member, spec.ranks)]
+                worker.process = max(worker.process, process_of(member, spec.ranks))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self._noticed = 0.0
         self._beyond_reach: tuple[float, bool] = (0.0, False)
@@ -518,6 +520,7 @@ class Coordinator:
         self._check_agents(now)
         if not self._over:
             self._first_generation()
+            self._adopt_generation(now)
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
@@ -552,6 +555,7 @@ class Coordinator:
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
             if silent and agent.index != self._spec.index:
+                self._command(agent.index, "disconnect")  # if it lives after all, it comes again
                 self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
         if self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S
@@ -575,6 +579,14 @@ class Coordinator:
             return
         self._publish(0, self._members, code=self.workers[0].code)
 
+    def _adopt_generation(self, now: float) -> None:
+        """Adopt what another coordinator has recorded, which took this one for lost."""
+        if now - self._record_read < BEAT_S:
+            return
+        self._record_read = now
+        if (found := self._record.read(self._generation + 1)) is not None:
+            self._accept(found)
+
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members."""
         left = [member for member in self._members if member not in self._lost_members]
@@ -586,9 +598,6 @@ class Coordinator:
         ):
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
-            found = self._record.read(self._generation + 1)
-            if found is not None:
-                self._accept(found)
             return
         why = [
             end.describe()
@@ -682,7 +691,9 @@ class Coordinator:
             return
         if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
             log.info("the other nodes continue without this one; its agent ends")
-            self._command(None, "end")
+            for agent in self.agents.values():
+                if not agent.lost:  # a lost one, connected again, may hold what goes on
+                    self._command(agent.index, "end")
             return
         state, culprit = self._decide()
         self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {

@@ -507,6 +507,63 @@ def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, ot
     listener.close()
 
 
+def test_an_evicted_coordinator_does_not_end_a_node_that_has_come_back(tmp_path):
+    """It was stopped, has connected again, but has not said yet that its worker trains alone."""
+    attempt = Attempt(tmp_path, nodes=2)
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(tmp_path, nodes=2, index=1), listener.getsockname()[1])
+        attempt.end(0, status=-9)
+        attempt.tick(MOMENT_S)
+        assert attempt.newest["members"] == [1]
+        attempt.coordinator.agent_disconnected(1)
+        attempt.tick()
+    assert attempt.outcome is None
+    assert [agent for agent, _ in attempt.commands_of("end")] == [0]
+
+
+def test_an_agent_that_was_silent_is_disconnected_and_its_ranks_come_back_after_it(tmp_path):
+    attempt = Attempt(tmp_path, replacements=1)
+    attempt.now += 6.0
+    for index in (0, 1):
+        attempt.coordinator.heard(index)
+    attempt.coordinator.tick()
+    attempt.commands += attempt.coordinator.commands()
+    assert [agent for agent, _ in attempt.commands_of("disconnect")] == [2]
+    attempt.tick(MOMENT_S)
+    assert attempt.newest["members"] == [0, 1]
+    attempt.join(2)
+    attempt.tick(1.0)
+    assert not attempt.commands_of("start"), "its worker has not ended yet"
+    attempt.end(2, 75, "evicted")
+    attempt.tick(1.0)
+    assert attempt.commands_of("start") == [(2, {"command": "start", "rank": 2, "process": 1})]
+
+
+def test_a_generation_that_another_coordinator_has_recorded_is_adopted(tmp_path):
+    attempt = Attempt(tmp_path)
+    attempt.record.publish(1, [0, 2], gone=[1])
+    attempt.tick(1.0)
+    [(_, told)] = attempt.commands_of("tell")[-1:]
+    assert told["message"]["members"] == [0, 2]
+    attempt.end(0, status=-9)
+    attempt.tick(MOMENT_S)
+    assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [2])
+
+
+def test_no_number_of_a_member_is_given_twice(tmp_path):
+    """A member that has joined and was lost again is in no newest generation."""
+    run = RunDir(tmp_path)
+    run.attempt(0).mkdir(parents=True)
+    record = GenerationRecord(run.attempt(0))
+    for number, members in enumerate(([0, 1], [0], [0, 3], [0])):
+        record.publish(number, members)
+    attempt = Attempt(tmp_path, nodes=2, replacements=4, begin=False)
+    attempt.join(0)
+    attempt.coordinator.agent_connected(1, [])
+    attempt.tick(1.0)
+    assert attempt.commands_of("start") == [(1, {"command": "start", "rank": 1, "process": 2})]
+
+
 def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(tmp_path):
     attempt = Attempt(tmp_path, survive=True)
     attempt.end(0, final_state="finished")

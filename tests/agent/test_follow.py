@@ -48,6 +48,22 @@ def test_an_agent_does_not_follow_another_one_at_the_address_of_its_coordinator(
         link.close()
 
 
+@pytest.mark.parametrize("spoke", [True, False])
+def test_an_agent_whose_link_breaks_follows_the_same_coordinator_if_that_has_spoken(agent, spoke):
+    """One that never spoke was perhaps another agent at its address, which refused this one."""
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
+        agent._follow()
+        with listener.accept()[0] as senior:
+            if spoke:
+                senior.sendall(b"{}\n")
+                agent._hear_coordinator(agent._coordinator_link.socket)
+        agent._hear_coordinator(agent._coordinator_link.socket)
+        agent._follow()
+        assert (agent._coordinator_link is not None) is spoke
+        assert (agent._coordinator is not None) is not spoke
+
+
 def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
     with listen("127.0.0.1") as listener:
         publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
