@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job_source import cached, copied_script, find_module
-from orchestrator.config.program import Program
+from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import make_folder, read_json, remove, write_json
 from orchestrator.units import format_bytes
@@ -135,7 +135,7 @@ def source_root(module: str) -> tuple[Path, str] | None:
 
 
 @cached
-def source_roots(target: str | Program) -> dict[Path, set[str]]:
+def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
     """Return the source folders to copy, each with the top entries that are certainly needed.
 
     Args:
@@ -150,7 +150,7 @@ def source_roots(target: str | Program) -> dict[Path, set[str]]:
     return roots
 
 
-def _root_of(target: str | Program) -> tuple[Path, str] | None:
+def _root_of(target: str | ProgramConfig) -> tuple[Path, str] | None:
     """Return the source folder of a job or program, and its top entry in it; of a script, its
     repository, or else its folder.
     """
@@ -237,7 +237,7 @@ def _is_of_runs(root: Path, folder: str) -> bool:
     return False
 
 
-def python_files(target: str | Program) -> Iterator[Path]:
+def python_files(target: str | ProgramConfig) -> Iterator[Path]:
     """Yield the files that a job's or program's copy would certainly need, and every other Python
     file that it would hold, but tests and this package.
     """
@@ -259,12 +259,12 @@ def _leads_out(root: Path, name: str) -> bool:
     return not inside or os.path.isabs(os.readlink(link))  # noqa: PTH115, PTH117  # text is enough
 
 
-def copies(target: str | Program, into: Path) -> dict[Path, Path]:
+def copies(target: str | ProgramConfig, into: Path) -> dict[Path, Path]:
     """Return where each source folder's copy goes: the start of the job's PYTHONPATH, in order."""
     return {root: into / str(i) for i, root in enumerate(source_roots(target))}
 
 
-def take(target: str | Program, run: Path, into: Path) -> list[str]:
+def take(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     """Copy the code of the run, or sweep, `run` into the folder `into`; it appears complete.
 
     A copy of an earlier start that was refused is replaced. Files cannot be written.

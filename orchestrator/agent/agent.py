@@ -242,7 +242,7 @@ class Agent:
             events: list[dict[str, Any]] = [
                 {"event": "started", "rank": worker.rank, "process": worker.process}
             ]
-            events += worker.said.values()
+            events += worker.latest_events.values()
             if worker.status is not None:
                 events.append(self._workers.exit_of(worker))
             found.append({"rank": worker.rank, "events": events})

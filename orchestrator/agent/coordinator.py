@@ -78,7 +78,7 @@ AGENT_SILENT = (
 NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
-MOST_IN_VAIN = 2
+MOST_FRUITLESS = 2
 """So many processes of a rank in a row may end before they have done an update with the others."""
 
 
@@ -91,9 +91,9 @@ class WorkerState:
         final_state: from its final message, "" without one; None while it runs, or if the others
             survived its loss.
         waits: a new worker that asks to join.
-        begun: it is ready to train; trains: its loop has begun.
-        ready: it is at a boundary of this generation, after so many updates, and waits for new
-            workers.
+        set_up: it is ready to train; training: its loop has begun.
+        awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
+            for new workers.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         asked_at: size of its log when it was asked for its stack.
@@ -103,10 +103,10 @@ class WorkerState:
     process: int = 0
     state: Literal["expected", "alive", "ended"] = "expected"
     waits: bool = False
-    begun: bool = False
-    trains: bool = False
+    set_up: bool = False
+    training: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
-    ready: tuple[int, int] | None = None
+    awaits_newcomers: tuple[int, int] | None = None
     final_state: str | None = None
     silence_reported: bool = False
     given_up: str = ""
@@ -160,7 +160,7 @@ class Coordinator:
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restart_at: dict[int, float] = {}  # by rank
-        self._in_vain: Counter[int] = Counter()  # a rank's processes in a row without an update
+        self._fruitless: Counter[int] = Counter()  # a rank's processes in a row without an update
         self._ends: list[AbnormalEnd] = []
         self._losses: list[tuple[AbnormalEnd, list[int]]] = []
         self._failures: list[dict[str, Any]] = []
@@ -264,14 +264,14 @@ class Coordinator:
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             self._give_up(worker, event["cause"], lines)
         elif kind == "begins":
-            worker.begun, worker.code = True, event["code"]
+            worker.set_up, worker.code = True, event["code"]
         elif kind == "trains":
-            worker.trains = True
+            worker.training = True
         elif kind == "joins":
             worker.waits = True
             self._announced_newcomers = False
         elif kind == "ready":
-            worker.ready = event["generation"], event["updates"]
+            worker.awaits_newcomers = event["generation"], event["updates"]
         elif kind == "saving":
             self._wait_for_checkpoint(worker.rank)
 
@@ -283,7 +283,7 @@ class Coordinator:
         limit_s = self._spec.hang_s
         if state == STOPPED_PROCESS:
             limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
-        elif state == SILENT and worker.trains:  # before, it may wait for others in C code
+        elif state == SILENT and worker.training:  # before, it may wait for others in C code
             limit_s = self._spec.heartbeat_s
         if seconds >= limit_s:
             cause = unresponsive_cause(event, limit_s, hang=limit_s == self._spec.hang_s)
@@ -338,26 +338,26 @@ class Coordinator:
             return
         if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
-        lost |= self._end_mates(ranks)
+        lost |= self._end_rest_of_unit(ranks)
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
-        if not any(self._trains(worker) for worker in self.workers.values()):
+        if not any(self._is_member(worker) for worker in self.workers.values()):
             self._end_in_order()
 
-    def _end_mates(self, ranks: Iterable[int]) -> set[int]:
+    def _end_rest_of_unit(self, ranks: Iterable[int]) -> set[int]:
         """End the workers that are lost together with these; return those of them that train."""
         found: set[int] = set()
-        for rank in {mate for one in ranks for mate in self._mates(one)}.difference(ranks):
+        for rank in {other for one in ranks for other in self._failure_unit(one)}.difference(ranks):
             if self.workers[rank].state == "alive":
                 self._command(self._spec.node_of(rank), "kill", rank=rank)
                 found.add(self._member(rank))
         return found.intersection(self._members)
 
-    def _trains(self, worker: WorkerState) -> bool:
+    def _is_member(self, worker: WorkerState) -> bool:
         return worker.state != "ended" and self._member(worker.rank) in self._members
 
     def _end_in_order(self) -> None:
@@ -367,7 +367,7 @@ class Coordinator:
             self._restart_at.clear()
             self._to_worker(None, left=True)
             for worker in self.workers.values():
-                if worker.state == "alive" and not self._trains(worker):
+                if worker.state == "alive" and not self._is_member(worker):
                     self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
 
     def _failed(self, end: AbnormalEnd) -> None:
@@ -447,20 +447,20 @@ class Coordinator:
 
     def _schedule_restart(self, rank: int) -> None:
         """Schedule a lost rank's next process; warn if none is started though it is expected."""
-        self._in_vain[rank] = self._in_vain[rank] + 1 if self._was_in_vain(rank) else 0
+        self._fruitless[rank] = self._fruitless[rank] + 1 if self._was_fruitless(rank) else 0
         most = self._spec.replacements
         if self._over or not most:
             return
         started = sum(worker.process for worker in self.workers.values())  # by all coordinators
         if most - started <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
-        elif self._in_vain[rank] >= MOST_IN_VAIN:
-            why_not = f"its last {MOST_IN_VAIN} processes did no update"
+        elif self._fruitless[rank] >= MOST_FRUITLESS:
+            why_not = f"its last {MOST_FRUITLESS} processes did no update"
             self._warn(rank, f"it is not started again: {why_not}")
         else:
             self._restart_at[rank] = self._clock() + REST_S
 
-    def _was_in_vain(self, rank: int) -> bool:
+    def _was_fruitless(self, rank: int) -> bool:
         """Return whether this replacement process has completed no update, as far as is known."""
         if not self.workers[rank].process:
             return False
@@ -480,17 +480,17 @@ class Coordinator:
     def _restart(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""
         due = {rank for rank, at in self._restart_at.items() if now >= at}
-        for mates in dict.fromkeys(self._mates(rank) for rank in sorted(due)):
-            agent = self.agents[self._spec.node_of(mates[0])]
-            if not due.issuperset(mates) or agent.heard is None or agent.lost:
+        for unit in dict.fromkeys(self._failure_unit(rank) for rank in sorted(due)):
+            agent = self.agents[self._spec.node_of(unit[0])]
+            if not due.issuperset(unit) or agent.heard is None or agent.lost:
                 continue
-            process = 1 + max(self.workers[rank].process for rank in mates)
-            for rank in mates:
+            process = 1 + max(self.workers[rank].process for rank in unit)
+            for rank in unit:
                 del self._restart_at[rank]
                 self._command(agent.index, "start", rank=rank, process=process)
                 self.workers[rank] = WorkerState(rank, process)
 
-    def _mates(self, rank: int) -> tuple[int, ...]:
+    def _failure_unit(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that are lost, and come back, together with this one."""
         if not self._spec.whole_nodes:
             return (rank,)
@@ -575,7 +575,7 @@ class Coordinator:
 
     def _first_generation(self) -> None:
         """Publish the first generation once all workers are ready; later losses are survived."""
-        if self._generation >= 0 or not all(worker.begun for worker in self.workers.values()):
+        if self._generation >= 0 or not all(worker.set_up for worker in self.workers.values()):
             return
         self._publish(0, self._members, code=self.workers[0].code)
 
@@ -637,7 +637,9 @@ class Coordinator:
             worker.rank for worker in self.workers.values()
             if worker.waits and worker.state == "alive" and worker.rank not in taken
         }  # fmt: skip
-        return [self._member(r) for r in sorted(waiting) if waiting.issuperset(self._mates(r))]
+        return [
+            self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
+        ]
 
     def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.
@@ -655,8 +657,11 @@ class Coordinator:
                 leader = rank_of(self._members[0], self._spec.ranks)
                 self._to_worker(leader, newcomers=True)
         states = [self.workers[rank_of(m, self._spec.ranks)] for m in self._members]
-        if all(one.ready is not None and one.ready[0] == self._generation for one in states):
-            updates = max(one.ready[1] for one in states if one.ready)
+        if all(
+            one.awaits_newcomers is not None and one.awaits_newcomers[0] == self._generation
+            for one in states
+        ):
+            updates = max(one.awaits_newcomers[1] for one in states if one.awaits_newcomers)
             joined = {str(member): [] for member in newcomers}
             self._publish(
                 self._generation + 1, [*self._members, *newcomers], joined=joined, updates=updates

@@ -91,7 +91,7 @@ def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
     return end
 
 
-class Program:
+class RankProgram:
     """The program of one rank, from its start to its end.
 
     Args:

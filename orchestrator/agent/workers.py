@@ -30,7 +30,7 @@ from orchestrator.agent.processes import (
     descendants,
     fork_session,
 )
-from orchestrator.agent.programs import Program
+from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.stacks import STACK_SIGNAL, catches
 from orchestrator.agent.topology import REPLACES_VARIABLE
 from orchestrator.errors import EXIT_FAILED
@@ -71,7 +71,7 @@ class Worker:
     Attributes:
         process: how many processes had this rank before.
         program: what it has become by exec, if it has.
-        said: its newest message of each kind that the coordinator needs.
+        latest_events: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
         ended: monotonic time of its end.
     """
@@ -80,11 +80,11 @@ class Worker:
     process: int
     signs: WorkerSigns
     link: Link
-    program: Program | None = None
+    program: RankProgram | None = None
     status: int | None = None
     ended: float = 0.0
     out_of_memory: bool = False
-    said: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
+    latest_events: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
 
     @property
     def pid(self) -> int:
@@ -238,15 +238,15 @@ class Workers:
                 message.pop("seen", None)
             worker.signs.receive(message, self._clock())
             if facts := message.get("program"):
-                worker.program = Program(self._spec, worker.rank, worker.pid, facts)
+                worker.program = RankProgram(self._spec, worker.rank, worker.pid, facts)
             if "event" in message:
                 self._report_of(worker, message)
 
     def _report_of(self, worker: Worker, event: Mapping[str, Any]) -> None:
         """Report an event about a worker, to a later coordinator as well."""
         own = {"rank": worker.rank, "process": worker.process}
-        worker.said[event["event"]] = {**event, **own}
-        self._report(worker.said[event["event"]])
+        worker.latest_events[event["event"]] = {**event, **own}
+        self._report(worker.latest_events[event["event"]])
 
     def check_programs(self) -> None:
         """Forward stops to programs, and report those that hang."""

@@ -60,7 +60,7 @@ class Finding:
 
 
 @dataclass
-class Window:
+class JudgedWindow:
     """One update of one optimizer on one rank.
 
     Attributes:
@@ -84,7 +84,7 @@ class Window:
 class Trace:
     """The observations of one rank."""
 
-    windows: dict[tuple[int, int], Window] = field(default_factory=dict)
+    windows: dict[tuple[int, int], JudgedWindow] = field(default_factory=dict)
     end: dict[str, Any] = field(default_factory=dict)
     skipped: int = 0
 
@@ -132,7 +132,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
                 rows = values.reshape(count, record["values"])
                 steps = len(record["micro_steps"])
                 clipped = rows[steps + 1] if record["clipped"] else None
-                window = Window(record, rows[:steps], rows[steps], clipped)
+                window = JudgedWindow(record, rows[:steps], rows[steps], clipped)
                 trace.windows[record["optimizer"], record["update"]] = window
     return trace
 
@@ -205,8 +205,8 @@ class _Update:
     """The judgement of one update of one optimizer."""
 
     def __init__(
-        self, made: Judgement, windows: list[Window], before: list[Window | None], update: int,
-        usual: int, depth: int, reason: str | None,
+        self, made: Judgement, windows: list[JudgedWindow], before: list[JudgedWindow | None],
+        update: int, usual: int, depth: int, reason: str | None,
     ) -> None:  # fmt: skip
         self.made, self.windows, self.before = made, windows, before
         self.update, self.usual, self.depth, self.reason = update, usual, depth, reason
@@ -280,7 +280,7 @@ class _Update:
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
         return next((reason for reason in reasons if reason), None)
 
-    def _reasons(self, window: Window) -> list[str]:
+    def _reasons(self, window: JudgedWindow) -> list[str]:
         return [r for r in window.record["reasons"] if r != CLIPPED_WHILE_SCALED]
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:

@@ -62,7 +62,7 @@ class Reduction:
 
 
 @dataclass
-class Loss:
+class LossGraph:
     """The loss of one backward pass.
 
     Attributes:
@@ -82,7 +82,7 @@ class Loss:
         return {"reductions": reductions, "reason": self.reason, "factors": self.factors}
 
 
-def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> Loss:
+def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> LossGraph:
     """Follow a loss to its first reduction, and register hooks for the gradient that arrives.
 
     Args:
@@ -90,17 +90,17 @@ def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> Loss:
         record: returns whether gradients are those of the script's own backward.
     """
     if len(roots) != 1 or roots[0].numel() != 1:
-        return Loss([], "backward began at several numbers")
+        return LossGraph([], "backward began at several numbers")
     [root] = roots
     if root.grad_fn is None:
-        return Loss([], "the loss has no graph")
-    loss, edge = Loss([]), (root.grad_fn, root.output_nr)
+        return LossGraph([], "the loss has no graph")
+    loss, edge = LossGraph([]), (root.grad_fn, root.output_nr)
     while edge is not None:
         edge = _descend(loss, *edge, record)
     return loss
 
 
-def _descend(loss: Loss, node: Any, output: int, record: Callable[[], bool]) -> Any:
+def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]) -> Any:
     """Add one node to what is known of a loss; return the edge to follow, None at the end."""
     found = _reduction(node)
     if found is not None:
@@ -130,7 +130,7 @@ def _factor(node: Any) -> float:
     return float(node._saved_other if right else node._saved_self)
 
 
-def _reduce(loss: Loss, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
+def _reduce(loss: LossGraph, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
     """Add a reduction; return the edge below it where it reduces a single element."""
 
     def arrived(gradients: tuple[Tensor, ...]) -> None:
@@ -237,7 +237,7 @@ def _why_not(node: Any) -> str:
     return f"the loss is a function ({name.removesuffix('Backward0')}) of what was reduced before"
 
 
-def mixes_samples(loss: Loss, outputs: Sequence[Tensor]) -> bool | None:
+def mixes_samples(loss: LossGraph, outputs: Sequence[Tensor]) -> bool | None:
     """Return whether one element of the loss depends on the model's outputs of other samples.
 
     One row of the elements is differentiated with respect to a module's output; the gradient must

@@ -34,7 +34,7 @@ from torch.optim.optimizer import (
 
 from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
-from orchestrator.audit.loss_graph import Loss, mixes_samples, read_loss
+from orchestrator.audit.loss_graph import LossGraph, mixes_samples, read_loss
 
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
@@ -58,7 +58,7 @@ class OwnRanks(SystemExit):
 
 
 @dataclass
-class Window:
+class ObservedWindow:
     """The micro-steps of one optimizer since its last update."""
 
     micro_steps: list[dict[str, Any]] = field(default_factory=list)
@@ -79,7 +79,7 @@ class TrackedOptimizer:
         self.hooked: set[int] = set()
         self.places: list[tuple[int, slice]] = []
         self.updates = 0
-        self.window = Window()
+        self.window = ObservedWindow()
         self.backward = -1  # the backward pass of the newest micro-step
         self.closure_calls = 0
         self.reason: str | None = None  # why its updates cannot be judged
@@ -128,7 +128,7 @@ class Observer:
         self.of_parameter: dict[int, list[tuple[TrackedOptimizer, int]]] = {}
         self.backwards = self.depth = self.probes = 0
         self.events = 0  # clippings and collectives so far
-        self.loss: Loss | None = None
+        self.loss: LossGraph | None = None
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
         self.forwards: list[dict[str, Any]] = []
         self.outputs: list[Tensor] = []
@@ -303,7 +303,7 @@ class Observer:
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
             group=_group_size(), dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
         )  # fmt: skip
-        tracked.window = Window()
+        tracked.window = ObservedWindow()
         tracked.updates += 1
         self.forwards, self.collectives = [], []
         if self.updates is None:
@@ -326,7 +326,7 @@ class Observer:
 
     def skip(self, tracked: TrackedOptimizer) -> None:
         """Forget a window whose update a loss scaler has skipped."""
-        tracked.window = Window()
+        tracked.window = ObservedWindow()
         self.forwards, self.collectives = [], []
         self._write(skipped=tracked.updates, optimizer=tracked.index)
 

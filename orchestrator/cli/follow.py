@@ -45,11 +45,11 @@ from orchestrator.rundir.outcome import (
     EXIT_CODES,
     NO_RESULT,
     LaunchResult,
-    Ruling,
+    RestartDecision,
+    decide_restart,
     describe_culprit,
     describe_stop,
     result_from_records,
-    rule,
 )
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
@@ -252,16 +252,16 @@ def run_to_end(ready: Ready) -> LaunchResult:
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)
-        ruling = Ruling(restarts=False)
+        decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
-            ruling = rule(run, number, culprit, first=ready.attempt, most=most)
-        if culprit is None or not ruling.restarts:
+            decision = decide_restart(run, number, culprit, first=ready.attempt, most=most)
+        if culprit is None or not decision.restarts:
             break
         Notifier(run).send()
         if not output.quiet:
             say(output.console, describe_culprit(culprit.to_json()), "bold red")
-            say(output.console, ruling.message, "yellow")
+            say(output.console, decision.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
             # No person started this attempt who could accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
@@ -272,7 +272,7 @@ def run_to_end(ready: Ready) -> LaunchResult:
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it
-        result = result_from_records(run, state, culprit, remark=ruling.message)
+        result = result_from_records(run, state, culprit, remark=decision.message)
         try:
             write_json(run.result, result)
         except OSError as error:

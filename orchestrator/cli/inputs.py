@@ -28,9 +28,9 @@ from orchestrator.config.job_source import (
     find_module,
     origin_of,
 )
-from orchestrator.config.program import Program, is_program, program_of, target_of
+from orchestrator.config.program import ProgramConfig, is_program, program_of, target_of
 from orchestrator.config.schema import Config
-from orchestrator.rundir.checkpoints import digest_of
+from orchestrator.rundir.checkpoints import file_sha256
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_installed, python_files
@@ -147,7 +147,7 @@ def _shown(name: str) -> str:
 @cached
 def _sha256(path: Path) -> str | None:
     try:
-        return digest_of(path)
+        return file_sha256(path)
     except OSError:
         return None
 
@@ -170,7 +170,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 @cached
-def imported_files(target: str | Program) -> list[Path]:
+def imported_files(target: str | ProgramConfig) -> list[Path]:
     """Return the files of the user's own that a job or program is made of, sorted.
 
     A script's or module's imports are followed, those inside functions too. If one of the files

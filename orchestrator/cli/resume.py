@@ -31,7 +31,7 @@ from orchestrator.plan.window import planner_of
 from orchestrator.rundir.checkpoints import (
     PREFIX,
     complete,
-    digest_of,
+    file_sha256,
     newest,
     refuse_beyond,
     weights_of,
@@ -139,7 +139,7 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
     else:
         shutil.copyfile(path, run.initial_weights)
     run.initial_weights.chmod(0o600)
-    return {INITIAL_DIGEST: digest_of(run.initial_weights)}
+    return {INITIAL_DIGEST: file_sha256(run.initial_weights)}
 
 
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly

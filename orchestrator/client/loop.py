@@ -79,8 +79,8 @@ class RankWindows:
         rates: of the job, in the place of the plan's.
         ranks: their number, where it is not the plan's. No micro-batch becomes larger then, since
             it might not fit into memory.
-        copy: the ranks that hold one copy of the model together with this one, if it is in shards.
-            They get equally many micro-batches, since these are collective among them.
+        shard_ranks: the ranks that hold one copy of the model together with this one, if it is in
+            shards. They get equally many micro-batches, since these are collective among them.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class RankWindows:
         rates: Callable[[int], float] | None = None,
         *,
         ranks: int | None = None,
-        copy: Sequence[int] = (),
+        shard_ranks: Sequence[int] = (),
     ) -> None:
         self._planner = planner_of(plan)
         if ranks is not None and ranks != plan.ranks:
@@ -98,7 +98,7 @@ class RankWindows:
             cap = plan.batch.micro_batch_cap or largest
             batch = replace(plan.batch, micro_batch_cap=cap)
             self._planner = replace(self._planner, ranks=ranks, batch=batch)
-        self._rank, self._rates, self._copy = rank, rates, copy
+        self._rank, self._rates, self._shard_ranks = rank, rates, shard_ranks
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
@@ -107,7 +107,7 @@ class RankWindows:
 
     def _padded(self, window: Window) -> Window:
         of_ranks = self._planner.assignment(window.update).micro_batches
-        longest = max(self._copy, key=lambda rank: len(of_ranks[rank]), default=self._rank)
+        longest = max(self._shard_ranks, key=lambda rank: len(of_ranks[rank]), default=self._rank)
         own = len(window.micro_batches)
         if (padding := len(of_ranks[longest]) - own) == 0:
             return window

@@ -124,10 +124,10 @@ class Windows:
         record: list[Callback] = [RunRecord(run, self.updates, accumulators[0].group.device)]
         if checkpoints is not None and rank == 0:
             record.append(checkpoints)
-        copies = {one.fully_sharded.copy for one in accumulators if one.fully_sharded}
+        copies = {one.fully_sharded.shard_ranks for one in accumulators if one.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
-        self._ahead = RankWindows(plan, rank, copy=next(iter(copies), ()))
+        self._ahead = RankWindows(plan, rank, shard_ranks=next(iter(copies), ()))
         self._loop = TrainingLoop(
             windows=self._ahead,
             updates=self.updates,

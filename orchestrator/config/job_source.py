@@ -21,7 +21,7 @@ from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
-from orchestrator.config.program import Program
+from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
 from orchestrator.job import COUPLED_METHODS
 
@@ -311,7 +311,7 @@ PYTHONS = ("python", "python3")
 MOST_NAMED = 200
 
 
-def check_program(program: Program) -> None:
+def check_program(program: ProgramConfig) -> None:
     """Refuse what cannot be started. Raises `JobError`."""
     if program.is_module:
         _check_module(program.target)
@@ -332,7 +332,7 @@ def check_program(program: Program) -> None:
         _check_executable(target, path)
 
 
-def copied_script(program: Program) -> Path | None:
+def copied_script(program: ProgramConfig) -> Path | None:
     """Return the script that a copy of the code has to hold; None for modules, binaries and
     programs of the machine.
     """
@@ -343,12 +343,12 @@ def copied_script(program: Program) -> Path | None:
         return None if file.read(len(ELF)) == ELF else script
 
 
-def runs_here(program: Program) -> bool:
+def runs_here(program: ProgramConfig) -> bool:
     """Return True if the program is a file or module of the user's, not one found on PATH."""
     return program.is_module or os.sep in program.target or Path(program.target).exists()
 
 
-def script_of(program: Program) -> Path | None:
+def script_of(program: ProgramConfig) -> Path | None:
     """Return the user's file that is run; None for modules and programs on PATH."""
     if program.is_module or not runs_here(program):
         return None

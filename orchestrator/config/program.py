@@ -30,7 +30,7 @@ LAUNCHERS = ("torchrun", "accelerate", "deepspeed", "msrun", "srun", "mpirun", "
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Program:
+class ProgramConfig:
     """Program that each rank runs.
 
     Attributes:
@@ -119,17 +119,17 @@ def short_name(job: Mapping[str, Any]) -> str:
     return str(job["_target_"]).rpartition(".")[2].lower()
 
 
-def target_of(job: Mapping[str, Any]) -> str | Program:
+def target_of(job: Mapping[str, Any]) -> str | ProgramConfig:
     """Return the class, by its dotted name, or the program that a section names."""
     return program_of(job) if is_program(job) else str(job["_target_"])
 
 
-def program_of(job: Mapping[str, Any]) -> Program:
+def program_of(job: Mapping[str, Any]) -> ProgramConfig:
     """Return the program of a valid section."""
     values: dict[str, Any] = {key: job[key] for key in KEYS if job.get(key) is not None}
     for key in {"command", "resume_arguments"} & values.keys():
         values[key] = tuple(map(str, job[key]))
-    return Program(**values)
+    return ProgramConfig(**values)
 
 
 def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:

@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
 from orchestrator.rundir.checkpoints import WEIGHTS, Saves
 
-_RANK_SPECIFIC = ("overlap", "silent", "broadcast", "advise")
+_RANK_SPECIFIC = ("overlap", "silent", "broadcast", "warn_about_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,7 +41,7 @@ class AccumulationOptions:
         overlap: send buckets during the last backward; False sends them at the boundary.
         silent: refuse collectives on the group between boundaries.
         broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
-        advise: warn, once, of layers whose output depends on the split.
+        warn_about_layers: warn, once, of layers whose output depends on the split.
     """
 
     clip_norm: float | None = None
@@ -54,7 +54,7 @@ class AccumulationOptions:
     overlap: bool = True
     silent: bool = True
     broadcast: bool = False
-    advise: bool = True
+    warn_about_layers: bool = True
 
     def with_options(self, keywords: Mapping[str, Any]) -> AccumulationOptions:
         """Return a copy with other values for these names.
@@ -325,7 +325,7 @@ class Engine(Protocol):
     """
 
     @property
-    def copy(self) -> tuple[int, ...]:
+    def shard_ranks(self) -> tuple[int, ...]:
         """Return the ranks that hold this rank's copy of a model in shards; () for any other."""
         return ()
 

@@ -44,7 +44,7 @@ GOOD, NOTE, BAD = "good", "note", "bad"
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
+class CheckResult:
     """The result of one check.
 
     Attributes:
@@ -60,7 +60,7 @@ class Finding:
     do: str = ""
 
 
-Check = Callable[[], Iterable[Finding]]
+Check = Callable[[], Iterable[CheckResult]]
 
 # The versions that the tests run with; constraints.txt has the same (a test compares them).
 TESTED = {
@@ -74,9 +74,9 @@ NEEDED = ("hydra-core", "omegaconf", "submitit")
 COLLECTIVES = re.compile(r"nvidia-nccl-.*|torch-npu")
 
 
-def packages() -> Iterator[Finding]:
+def packages() -> Iterator[CheckResult]:
     """Report Python and the packages that runs depend on, with the tested versions."""
-    yield Finding("Python", f"{platform.python_version()} on {platform.platform()}")
+    yield CheckResult("Python", f"{platform.python_version()} on {platform.platform()}")
     for name, tested in TESTED.items():
         version = _version(name)
         install = f"pip install {name}=={tested}"
@@ -84,15 +84,15 @@ def packages() -> Iterator[Finding]:
             optional = name not in NEEDED
             remedy = f"{install} where ranks run{', if jobs are written for it' * optional}"
             state = NOTE if optional else BAD
-            yield Finding("packages", f"{name} is not installed here", state, remedy)
+            yield CheckResult("packages", f"{name} is not installed here", state, remedy)
         elif version.split(".")[:2] == tested.split(".")[:2]:
-            yield Finding("packages", f"{name} {version}, as tested")
+            yield CheckResult("packages", f"{name} {version}, as tested")
         else:
             remedy = f"if something is odd: {install}"
-            yield Finding("packages", f"{name} {version}, tested with {tested}", NOTE, remedy)
+            yield CheckResult("packages", f"{name} {version}, tested with {tested}", NOTE, remedy)
     for package in importlib.metadata.distributions():
         if COLLECTIVES.fullmatch(name := package.metadata["Name"] or ""):
-            yield Finding("packages", f"{name} {package.version}")
+            yield CheckResult("packages", f"{name} {package.version}")
 
 
 def _version(name: str) -> str | None:
@@ -105,14 +105,14 @@ def _version(name: str) -> str | None:
 LITTLE_SHARED = 1 << 30
 
 
-def limits() -> Iterator[Finding]:
+def limits() -> Iterator[CheckResult]:
     """Report processors, memory, and limits of this shell that ranks inherit."""
     cores, memory = len(os.sched_getaffinity(0)), psutil.virtual_memory()
     total, free = format_bytes(memory.total), format_bytes(memory.available)
-    yield Finding("machine", f"{plural(cores, 'core')}, {total} of memory, {free} free")
+    yield CheckResult("machine", f"{plural(cores, 'core')}, {total} of memory, {free} free")
     locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if any(Path("/sys/class/infiniband").glob("*")) and locked != resource.RLIM_INFINITY:
-        yield Finding(
+        yield CheckResult(
             "limits",
             f"{format_bytes(locked)} of memory may be locked",
             BAD,
@@ -123,19 +123,19 @@ def limits() -> Iterator[Finding]:
     size = shutil.disk_usage(shared).total if shared.is_dir() else 0
     if size < LITTLE_SHARED:
         remedy = "docker run --shm-size=8g, say: loader workers and NCCL pass data through it"
-        yield Finding("limits", f"{shared} has {format_bytes(size)}", NOTE, remedy)
+        yield CheckResult("limits", f"{shared} has {format_bytes(size)}", NOTE, remedy)
 
 
 ASCEND = Path("/usr/local/Ascend")
 COMMAND_S = 10.0
 
 
-def devices() -> Iterator[Finding]:
+def devices() -> Iterator[CheckResult]:
     """Report GPUs and NPUs, their drivers and toolkits."""
     gpus = len(list(Path("/proc/driver/nvidia/gpus").glob("*")))
     npus = sum(path.name[7:].isdigit() for path in Path("/dev").glob("davinci*"))
     if not gpus and not npus:
-        yield Finding(
+        yield CheckResult(
             "devices",
             "no GPU and no NPU on this machine: ranks compute on CPUs, over gloo (torch) or MCCL "
             "(MindSpore)",
@@ -146,12 +146,12 @@ def devices() -> Iterator[Finding]:
         count, answer = plural(gpus, "NVIDIA GPU"), _output("nvidia-smi", *asked)
         if answer is None:
             remedy = "look at `nvidia-smi` and `dmesg`: the driver is not usable"
-            yield Finding("devices", f"{count}, but nvidia-smi does not answer", BAD, remedy)
+            yield CheckResult("devices", f"{count}, but nvidia-smi does not answer", BAD, remedy)
         else:
-            yield Finding("devices", f"{count}: {'; '.join(sorted(set(answer.splitlines())))}")
+            yield CheckResult("devices", f"{count}: {'; '.join(sorted(set(answer.splitlines())))}")
         if "+cpu" in (torch := _version("torch") or ""):
             remedy = "install torch's build for your CUDA: NCCL is in it"
-            yield Finding("devices", f"torch {torch} is a build for CPUs", BAD, remedy)
+            yield CheckResult("devices", f"torch {torch} is a build for CPUs", BAD, remedy)
     if npus:
         driver = _version_in([ASCEND / "driver/version.info"]) or "unknown"
         toolkits = sorted(ASCEND.glob("*/version.cfg")) + sorted(ASCEND.glob("*/*/version.cfg"))
@@ -159,7 +159,7 @@ def devices() -> Iterator[Finding]:
         found = f"{plural(npus, 'Ascend NPU')}, driver {driver}, CANN {cann or 'not found'}"
         remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh in cluster.setup"
         state = (GOOD, "") if cann else (BAD, remedy)
-        yield Finding("devices", f"{found} (HCCL is part of it)", *state)
+        yield CheckResult("devices", f"{found} (HCCL is part of it)", *state)
 
 
 def _version_in(paths: Iterable[Path]) -> str | None:
@@ -185,21 +185,21 @@ LITTLE_ROOM = 5 << 30
 SHARED = {"nfs", "nfs4", "lustre", "gpfs", "beegfs", "cephfs", "ceph", "fuse.sshfs", "glusterfs"}
 
 
-def file_system(folder: Path) -> Iterator[Finding]:
+def file_system(folder: Path) -> Iterator[CheckResult]:
     """Report whether the file system of runs is writable, has room, and is shared by nodes."""
     parent = next(path for path in (folder, *folder.parents) if path.exists())
     if not os.access(parent, os.W_OK):
         remedy = "go to a folder of your own, or run.dir=/where/there/is/room"
-        yield Finding("runs", f"{parent} cannot be written", BAD, remedy)
+        yield CheckResult("runs", f"{parent} cannot be written", BAD, remedy)
     free = shutil.disk_usage(parent).free
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[at] for at in (parent, *parent.parents) if at in mounts), "unknown")
     room = (GOOD, "")
     if free < LITTLE_ROOM:
         room = (NOTE, "make room: a checkpoint is three times its parameters")
-    yield Finding("runs", f"{folder} is on {kind}, {format_bytes(free)} free", *room)
+    yield CheckResult("runs", f"{folder} is on {kind}, {format_bytes(free)} free", *room)
     if kind not in SHARED:
-        yield Finding(
+        yield CheckResult(
             "runs",
             f"{kind} is mostly no file system that nodes share",
             NOTE,
@@ -217,28 +217,30 @@ NETWORK_VARIABLES = (
 NAME_IT = "cluster.interface=eth0, say: gloo, NCCL and HCCL get it, on every node"
 
 
-def network() -> Iterator[Finding]:
+def network() -> Iterator[CheckResult]:
     """Report interfaces with an address, the default one, and variables that change it."""
     there = interfaces()
     listed = ", ".join(f"{name} {' '.join(found)}" for name, found in there.items())
-    yield Finding("network", f"interfaces: {listed}")
+    yield CheckResult("network", f"interfaces: {listed}")
     for name in NETWORK_VARIABLES:
         if value := os.environ.get(name):
             remedy = "ranks inherit it; unset it to let the framework choose"
-            yield Finding("network", f"{name}={value} is set", NOTE, remedy)
+            yield CheckResult("network", f"{name}={value} is set", NOTE, remedy)
     node = socket.gethostname()
     try:
         address = own_address(os.environ, node=node, node_index=0, nodes=1)
     except UsageError as error:
-        yield Finding("network", str(error), BAD, NAME_IT)
+        yield CheckResult("network", str(error), BAD, NAME_IT)
         return
     gloo = os.environ.get(GLOO_INTERFACE) or interface_of(address) or "unknown"
-    yield Finding("network", f"gloo would take {gloo} ({address}) for one node")
+    yield CheckResult("network", f"gloo would take {gloo} ({address}) for one node")
     nccl = os.environ.get("NCCL_SOCKET_IFNAME") or nccl_choice(there)
     state = (GOOD, "") if nccl else (NOTE, NAME_IT)
-    yield Finding("network", f"NCCL would take {nccl or 'none'} where it finds no fabric", *state)
+    yield CheckResult(
+        "network", f"NCCL would take {nccl or 'none'} where it finds no fabric", *state
+    )
     if is_loopback(address) and any(name != "lo" for name in there):
-        yield Finding(
+        yield CheckResult(
             "network",
             f"the name {node} means {address} here, which no other node reaches",
             NOTE,
@@ -315,7 +317,7 @@ HURTFUL: tuple[tuple[Callable[[Settings], bool], str, str], ...] = (
 )
 
 
-def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
+def slurm(slurm_conf: str | None = None) -> Iterator[CheckResult]:
     """Report the cluster's settings; one note on a machine without SLURM.
 
     Args:
@@ -323,7 +325,7 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
     """
     missing = [name for name in COMMANDS if shutil.which(name) is None]
     if len(missing) == len(COMMANDS):
-        yield Finding(
+        yield CheckResult(
             "SLURM",
             "none of its commands is on this machine",
             NOTE,
@@ -332,19 +334,19 @@ def slurm(slurm_conf: str | None = None) -> Iterator[Finding]:
         return
     if missing:
         remedy = "install SLURM's client commands, or add their folder to PATH"
-        yield Finding("SLURM", f"there is no {' and no '.join(missing)}", BAD, remedy)
+        yield CheckResult("SLURM", f"there is no {' and no '.join(missing)}", BAD, remedy)
     try:
         client = SlurmClient(slurm_conf)
         settings = client.settings()
     except NoClient as error:  # its sentence says what to do
-        yield Finding("SLURM", str(error), NOTE)
+        yield CheckResult("SLURM", str(error), NOTE)
     except ClusterError as error:
-        yield Finding("SLURM", str(error), BAD, "`sinfo` has to answer in this shell")
+        yield CheckResult("SLURM", str(error), BAD, "`sinfo` has to answer in this shell")
     else:
         yield from from_settings(settings)
 
 
-def from_settings(settings: Settings) -> Iterator[Finding]:
+def from_settings(settings: Settings) -> Iterator[CheckResult]:
     """Report the cluster's name and version, and each setting that hurts.
 
     Args:
@@ -353,9 +355,9 @@ def from_settings(settings: Settings) -> Iterator[Finding]:
     version = settings.get("SLURM_VERSION", "unknown")
     found = f"cluster {settings.get('ClusterName', '?')}, version {version}"
     if version.startswith(f"{TESTED_SLURM}."):
-        yield Finding("SLURM", found)
+        yield CheckResult("SLURM", found)
     else:
-        yield Finding(
+        yield CheckResult(
             "SLURM",
             f"{found}, tested with {TESTED_SLURM}",
             NOTE,
@@ -364,7 +366,7 @@ def from_settings(settings: Settings) -> Iterator[Finding]:
         )
     for hurts, means, remedy in HURTFUL:
         if hurts(settings):
-            yield Finding("SLURM", means, NOTE, remedy)
+            yield CheckResult("SLURM", means, NOTE, remedy)
 
 
 LITTLE_MEMORY = 256 << 20
@@ -375,7 +377,7 @@ SLOWER = 4.0  # a node is slow if its better link has less than the median's ban
 LEAST_NODES = 3  # from which on a median tells which node is slow
 
 
-def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Finding]:
+def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[CheckResult]:
     """Run the trial program as `overrides` say, wait for its end, and report its measurements.
 
     Raises the errors of a launch.
@@ -390,7 +392,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Findi
     yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
 
 
-def trial_findings(run: RunDir, exit_code: int) -> Iterator[Finding]:
+def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
     """Report what a trial run measured of its nodes."""
     plan, result = run.read_plan(), run.read_result() or {}
     where = f"{plural(plan.get('ranks') or 0, 'rank')} on {plural(plan.get('nodes') or 0, 'node')}"
@@ -398,14 +400,14 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[Finding]:
         culprit = result.get("culprit")
         why = describe_culprit(culprit) if culprit else f"exit code {exit_code}"
         remedy = f"python -m orchestrator logs {run.path}; name the network: cluster.interface="
-        yield Finding("collective", f"{where}: {why}", BAD, remedy)
+        yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
-    yield Finding("runs", f"{run.path} was written here and read on {where}, and back")
+    yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")
     measured = read_json(run.attempt(0) / exchange.NODES_FILE) or {}
     for one in measured.get("nodes", ()):
         rate = one["bytes_per_s"]
         speed = f", {format_bytes(rate)}/s to and from other nodes" if rate else ""
-        yield Finding(
+        yield CheckResult(
             "nodes",
             f"{one['node']}: {format_bytes(one['memory'])} of memory free, meets the others on "
             f"{one['interface'] or one['address']}{speed}, its clock {one['clock_s']:+.1f} s",
@@ -419,12 +421,14 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[Finding]:
             "look at the nodes' logs"
         )
         state = (BAD, remedy) if record["loss"] else (GOOD, "")
-        yield Finding("collective", f"{figures['mib']:g} MiB summed over {where}: {rate}", *state)
+        yield CheckResult(
+            "collective", f"{figures['mib']:g} MiB summed over {where}: {rate}", *state
+        )
 
 
 def node_faults(
     nodes: Sequence[Mapping[str, Any]], damaged: Sequence[Sequence[str]]
-) -> Iterator[Finding]:
+) -> Iterator[CheckResult]:
     """Report the faults of nodes.
 
     Args:
@@ -456,6 +460,6 @@ def node_faults(
             )
 
 
-def _fault(node: str, why: str, state: str = NOTE) -> Finding:
+def _fault(node: str, why: str, state: str = NOTE) -> CheckResult:
     remedy = f"leave it out with cluster.exclude={node}, and report it to its administrator"
-    return Finding("nodes", f"{node}: {why}", state, remedy)
+    return CheckResult("nodes", f"{node}: {why}", state, remedy)

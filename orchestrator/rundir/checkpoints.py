@@ -83,14 +83,14 @@ class Checkpoint:
         for name in names:
             path = self.folder / name
             try:
-                if digest_of(path) != self.files[name]:
+                if file_sha256(path) != self.files[name]:
                     return f"{path} is damaged: its digest is not the one in {STATE}"
             except OSError as error:
                 return f"{path} cannot be read: {error.strerror}"
         return None
 
 
-def digest_of(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     """Return the SHA-256 of a file."""
     whole = hashlib.sha256()
     for block in blocks(path):
@@ -101,7 +101,7 @@ def digest_of(path: Path) -> str:
 def synced_digest(path: Path) -> str:
     """Sync a file that was just written to disk; return its SHA-256."""
     _sync(path)
-    return digest_of(path)
+    return file_sha256(path)
 
 
 def _sync(path: Path) -> None:
@@ -311,7 +311,7 @@ def newest(
 def check_initial(run: RunDir) -> None:
     """Raise `RunFolderError` if the initial weights are not those that the run began with."""
     try:
-        found = digest_of(run.initial_weights)
+        found = file_sha256(run.initial_weights)
     except OSError as error:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
     if found != run.read_submission().get(INITIAL_DIGEST):

@@ -219,14 +219,16 @@ def describe_stop(run: RunDir) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ruling:
+class RestartDecision:
     """The decision on another attempt. `message`: which one begins, or why none, if remarkable."""
 
     restarts: bool
     message: str = ""
 
 
-def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) -> Ruling:
+def decide_restart(
+    run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int
+) -> RestartDecision:
     """Decide whether a failed run starts again, and note a restart in the attempt's folder.
 
     The launcher (local) or the scheduler (SLURM) starts it. A start that a person asked for gives
@@ -237,7 +239,7 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
         most: `run.max_restarts`.
     """
     if most == 0 or culprit.usage or run.cancel.exists():
-        return Ruling(restarts=False)
+        return RestartDecision(restarts=False)
     earlier: list[dict[str, Any]] = [
         departure["failed"]
         for number in range(first, attempt)
@@ -257,11 +259,11 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
             f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
             f"another start would only repeat it"
         )
-        return Ruling(restarts=False, message=message)
+        return RestartDecision(restarts=False, message=message)
     if len(earlier) >= most:
         times = plural(len(earlier), "time")
         message = f"not started again: that was done {times} already (run.max_restarts={most})"
-        return Ruling(restarts=False, message=message)
+        return RestartDecision(restarts=False, message=message)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
     write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
@@ -269,7 +271,7 @@ def rule(run: RunDir, attempt: int, culprit: Culprit, *, first: int, most: int) 
         f"attempt {attempt + 1} {begins} (restart {len(earlier) + 1} of "
         f"{most} that run.max_restarts allows)"
     )
-    return Ruling(restarts=True, message=message)
+    return RestartDecision(restarts=True, message=message)
 
 
 def _is_repeated(before: dict[str, Any], now: dict[str, Any]) -> bool:

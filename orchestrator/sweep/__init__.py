@@ -1,1 +1,1 @@
-"""Sweeps and searches: points, cells and where they run."""
+"""Sweeps and searches: points, tasks and where they run."""

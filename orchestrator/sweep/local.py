@@ -35,7 +35,7 @@ from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.sweep.cells import Cell, ready_of
+from orchestrator.sweep.tasks import PointTask, ready_of
 from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
@@ -122,22 +122,22 @@ class PointResult:
         refusal: why it could not start, or left no result; its folder does not say it then.
     """
 
-    cell: Cell
+    task: PointTask
     exit_code: int
     refusal: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Running:
-    cell: Cell
+    task: PointTask
     pid: int
     pipe: Connection
     allocation: Allocation
 
 
-def share_of(cell: Cell) -> Share | None:
+def share_of(task: PointTask) -> Share | None:
     """Return what a point takes of this machine; None if no other may run at the same time."""
-    return cluster_of(cell.point.config).share
+    return cluster_of(task.point.config).share
 
 
 class LocalQueue:
@@ -178,41 +178,41 @@ class LocalQueue:
         interrupts.__exit__(*error)
 
     @property
-    def running(self) -> Sequence[Cell]:
-        return [one.cell for one in self._running]
+    def running(self) -> Sequence[PointTask]:
+        return [one.task for one in self._running]
 
-    def has_room(self, cell: Cell) -> bool:
+    def has_room(self, task: PointTask) -> bool:
         """Return True if a point could start now. After an interrupt none can."""
-        return not interrupts.count and self._room.has(share_of(cell))
+        return not interrupts.count and self._room.has(share_of(task))
 
-    def start(self, cell: Cell) -> bool:
+    def start(self, task: PointTask) -> bool:
         """Start a point; return False if it has no room yet, or after an interrupt."""
-        allocation = None if interrupts.count else self._room.take(share_of(cell))
+        allocation = None if interrupts.count else self._room.take(share_of(task))
         if allocation is None:
             return False
         if not self._imported:
             self._imported = True
-            self._import_ahead(cell)
+            self._import_ahead(task)
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it counts them itself
         try:
-            log = None if self._terminal else cell.run
-            body = partial(_run_point, cell, self._output, allocation, its_end, before, log)
+            log = None if self._terminal else task.run
+            body = partial(_run_point, task, self._output, allocation, its_end, before, log)
             self._running.append(
-                _Running(cell=cell, pid=fork(body), pipe=pipe, allocation=allocation)
+                _Running(task=task, pid=fork(body), pipe=pipe, allocation=allocation)
             )
         finally:
             its_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return True
 
-    def _import_ahead(self, cell: Cell) -> None:
+    def _import_ahead(self, task: PointTask) -> None:
         """Import what points need once, in this process, of which their nodes are forks."""
-        config = cell.point.config
+        config = task.point.config
         if not config.cluster.environment:  # which may concern the interpreter itself
-            request = cluster_of(config).request(cell.run.path, 0)
+            request = cluster_of(config).request(task.run.path, 0)
             import_ahead(config.job, request.environment)
 
     def wait_one(self, timeout_s: float = math.inf) -> PointResult | None:
@@ -228,17 +228,17 @@ class LocalQueue:
                 return None
         return None
 
-    def cancel(self, cell: Cell) -> None:
+    def cancel(self, task: PointTask) -> None:
         """Stop a point at its next update boundary, with a checkpoint, if it runs."""
         for one in self._running:
-            if one.cell.run.path == cell.run.path:
+            if one.task.run.path == task.run.path:
                 os.kill(one.pid, signal.SIGINT)
 
     def _forward_interrupts(self) -> None:
         """Forward interrupts to all points, which are not in the terminal's process group."""
         count = min(interrupts.count, len(FORWARDED))
         if count and not self._forwarded and not self._terminal:
-            begun = [one.cell.run for one in self._running if one.cell.run.plan.exists()]
+            begun = [one.task.run for one in self._running if one.task.run.plan.exists()]
             ways = dict.fromkeys(map(describe_stop, begun))
             what = f"each point that runs {', or '.join(ways)}" if ways else "no more are started"
             text = f"{what}; once more ends every process at once"
@@ -257,17 +257,17 @@ class LocalQueue:
         one.pipe.close()
         status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
         self._running.remove(one)
-        run = one.cell.run
+        run = one.task.run
         self._room.give_back(one.allocation)
         if report is not None:
-            return PointResult(cell=one.cell, exit_code=report[0], refusal=report[1])
+            return PointResult(task=one.task, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""
         why = f"its process ended without a report ({describe_status(status)}){see}"
-        return PointResult(cell=one.cell, exit_code=EXIT_FAILED, refusal=why)
+        return PointResult(task=one.task, exit_code=EXIT_FAILED, refusal=why)
 
 
 def _run_point(
-    cell: Cell,
+    task: PointTask,
     output: OutputOptions,
     allocation: Allocation,
     pipe: Connection,
@@ -280,7 +280,7 @@ def _run_point(
         mask: of signals, once they are counted.
         log: write to this run's terminal log, rather than to the terminal.
     """
-    name_process(f"point {cell.point.number}")
+    name_process(f"point {task.point.number}")
     interrupts.count = 0
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     if allocation.gpus:
@@ -290,7 +290,7 @@ def _run_point(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         output = replace(output, console=Console(width=output.console.width))
     try:
-        with ready_of(cell, output) as ready:
+        with ready_of(task, output) as ready:
             if log is not None:
                 sys.stdout.flush()
                 terminal = open_nofollow(log.terminal_log, APPENDING)
@@ -308,34 +308,34 @@ TIMED = ("accumulation", "cluster", "engine", "transport")
 """Sections whose values people compare by time and memory."""
 
 
-def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointResult]:
+def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, PointResult]:
     """Run points to their ends, as many at once as `sweep.parallel` and the machine allow: a next
     one starts when one ends.
 
     Returns:
         Their ends, by folder: of all, or after an interrupt of those that began.
     """
-    room = LocalCapacity(most_at_once([cell.point.config for cell in cells], output))
-    shares = [share_of(cell) for cell in cells]
+    room = LocalCapacity(most_at_once([task.point.config for task in tasks], output))
+    shares = [share_of(task) for task in tasks]
     alone = room.at_once(shares) == 1
-    waiting = list(cells)
-    names = _names(cells)
+    waiting = list(tasks)
+    names = _names(tasks)
     ended: dict[Path, PointResult] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
         while True:
-            for cell in list(waiting):
-                if not queue.has_room(cell):
+            for task in list(waiting):
+                if not queue.has_room(task):
                     continue
                 if alone:
-                    say(output.console, cell.point.label, "bold")
+                    say(output.console, task.point.label, "bold")
                 elif not output.quiet:
-                    say(output.console, f"{names[cell.run.path]} starts", "dim")
-                if queue.start(cell):  # else an interrupt, or the memory is gone meanwhile
-                    waiting.remove(cell)
+                    say(output.console, f"{names[task.run.path]} starts", "dim")
+                if queue.start(task):  # else an interrupt, or the memory is gone meanwhile
+                    waiting.remove(task)
             one = queue.wait_one()
             if one is None:
                 return ended
-            path, good = one.cell.run.path, one.exit_code == EXIT_FINISHED
+            path, good = one.task.run.path, one.exit_code == EXIT_FINISHED
             ended[path] = one
             if one.refusal is not None:
                 say(output.console, f"{names[path]}: {one.refusal}", "bold red")
@@ -346,12 +346,12 @@ def run_here(cells: Sequence[Cell], output: OutputOptions) -> dict[Path, PointRe
                 say(output.console, f"{names[path]}: {_outcome(one)} ({left})", style)
 
 
-def _names(cells: Sequence[Cell]) -> dict[Path, str]:
+def _names(tasks: Sequence[PointTask]) -> dict[Path, str]:
     """Return a name for each point, with the overrides that tell it from the others."""
-    varying = only_varying([cell.point.overrides for cell in cells])
+    varying = only_varying([task.point.overrides for task in tasks])
     return {
-        cell.run.path: f"point {cell.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
-        for cell, o in zip(cells, varying, strict=True)
+        task.run.path: f"point {task.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
+        for task, o in zip(tasks, varying, strict=True)
     }
 
 
@@ -376,7 +376,7 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
 
 def _outcome(one: PointResult) -> str:
     """Return how a point ended and what it measured, in short."""
-    result = one.cell.run.read_result() or {}
+    result = one.task.run.read_result() or {}
     if result.get("culprit"):
         return describe_culprit(result["culprit"])
     figures = summarize(result, ())

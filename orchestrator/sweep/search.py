@@ -50,18 +50,18 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, find_runs
-from orchestrator.sweep.cells import (
-    Action,
-    Cell,
-    alone_in,
-    cells_of,
-    notes_of,
-    replaced_folder,
-    submit,
-)
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
+from orchestrator.sweep.tasks import (
+    Action,
+    PointTask,
+    alone_in,
+    notes_of,
+    replaced_folder,
+    submit,
+    tasks_of,
+)
 from orchestrator.units import plural
 
 COMBINATIONS = 8  # tried before a value is refused as impossible in all of them
@@ -218,7 +218,7 @@ class TrialRuns:
         quiet = OutputOptions(console=output.console, quiet=True)
         self._queue = LocalQueue(quiet, LocalCapacity(search.most)) if search.attended else None
         self._output, self._most = output, search.most or 1
-        self.followed: list[Cell] = []  # they continue if this process ends
+        self.followed: list[PointTask] = []  # they continue if this process ends
         self._full = False  # the scheduler accepts no more until one has ended
         self._next_poll = 0.0
 
@@ -227,22 +227,22 @@ class TrialRuns:
         return self._queue or interrupts
 
     @property
-    def running(self) -> Sequence[Cell]:
+    def running(self) -> Sequence[PointTask]:
         """The runs to wait for; after an interrupt only children."""
         children = self._queue.running if self._queue else ()
         return [*children, *([] if interrupts.count else self.followed)]
 
-    def has_room(self, cell: Cell) -> bool:
+    def has_room(self, task: PointTask) -> bool:
         if self._queue is not None:
-            return not self.followed and self._queue.has_room(cell)
+            return not self.followed and self._queue.has_room(task)
         return not self._full and len(self.followed) < self._most
 
-    def start(self, cell: Cell) -> bool:
+    def start(self, task: PointTask) -> bool:
         """Start a trial; return False if it waits. Raises `ConfigError` if it can never run."""
         if self._queue is not None:
-            return self._queue.start(cell)
+            return self._queue.start(task)
         try:
-            submit([cell], self._output)
+            submit([task], self._output)
         except UsageError as error:
             if interrupts.count:  # Ctrl-C ends the scheduler's commands, too
                 return False
@@ -251,12 +251,12 @@ class TrialRuns:
             self._full = True
             self._warn(f"{error}\nthe next trial waits until one has ended")
             return False
-        self.followed.append(cell)
+        self.followed.append(task)
         return True
 
-    def follow(self, cell: Cell) -> None:
+    def follow(self, task: PointTask) -> None:
         """Wait for a run that an earlier start of the search has left."""
-        self.followed.append(cell)
+        self.followed.append(task)
 
     def wait(self) -> list[PointResult]:
         """Wait for a moment; return the runs that have ended."""
@@ -271,23 +271,23 @@ class TrialRuns:
     def _poll_followed(self) -> list[PointResult]:
         if not self.followed or time.monotonic() < self._next_poll:
             return []
-        found = statuses(RunDir(cell.run.path) for cell in self.followed)[0]
-        kinds = {cell.point.config.cluster.kind for cell in self.followed}
+        found = statuses(RunDir(task.run.path) for task in self.followed)[0]
+        kinds = {task.point.config.cluster.kind for task in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
         over = (*OVER, *UNREADABLE)
         ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
-        self.followed = [cell for cell in self.followed if cell not in ended]
+        self.followed = [task for task in self.followed if task not in ended]
         self._full = self._full and not ended
-        return [PointResult(cell=cell, exit_code=0) for cell in ended]
+        return [PointResult(task=task, exit_code=0) for task in ended]
 
-    def stop(self, cell: Cell) -> None:
+    def stop(self, task: PointTask) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
-        if cell not in self.followed:
+        if task not in self.followed:
             assert self._queue is not None  # noqa: S101
-            self._queue.cancel(cell)
+            self._queue.cancel(task)
             return
         try:
-            cancel(cell.run)
+            cancel(task.run)
         except ClusterError as error:
             self._warn(f"not stopped: {error}")
 
@@ -306,7 +306,7 @@ class Trial:
     """
 
     number: int
-    cell: Cell
+    task: PointTask
     metrics: Tail
     reported: int = -1
     over: bool = False
@@ -322,7 +322,7 @@ class Searcher:
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
         self._folders: dict[int, Path] = {}
-        self._newest: Cell | None = None
+        self._newest: PointTask | None = None
         self.table: dict[str, Any] = {}
 
     def run(self) -> None:
@@ -359,20 +359,20 @@ class Searcher:
             except UsageError as error:
                 if trial.state is TrialState.RUNNING:  # killed before it could write that
                     self._tell(trial.number, TrialState.FAIL, str(error))
-        cells = dict(zip(points, cells_of([*points.values()]), strict=True)) if points else {}
-        self._folders = {n: cell.run.path for n, cell in cells.items() if cell.run.config.exists()}
-        self._refuse_changed(cells)
-        for number, cell in cells.items():
+        tasks = dict(zip(points, tasks_of([*points.values()]), strict=True)) if points else {}
+        self._folders = {n: task.run.path for n, task in tasks.items() if task.run.config.exists()}
+        self._refuse_changed(tasks)
+        for number, task in tasks.items():
             if self._trials()[number].state is TrialState.RUNNING:
-                self._take_up(number, cell)
+                self._take_up(number, task)
 
-    def _refuse_changed(self, cells: Mapping[int, Cell]) -> None:
+    def _refuse_changed(self, tasks: Mapping[int, PointTask]) -> None:
         """Raise `ConfigError` if trials that count are of other code or data."""
         trials = self._trials()
         changed = {
-            number: cell.why
-            for number, cell in cells.items()
-            if trials[number].state is not TrialState.FAIL and cell.why.startswith("changed")
+            number: task.why
+            for number, task in tasks.items()
+            if trials[number].state is not TrialState.FAIL and task.why.startswith("changed")
         }
         if changed:
             raise ConfigError(
@@ -381,19 +381,19 @@ class Searcher:
                 f"another run.dir, or begin the search anew with --force"
             )
 
-    def _take_up(self, number: int, cell: Cell) -> None:
+    def _take_up(self, number: int, task: PointTask) -> None:
         """Follow, evaluate or start a trial that has no result yet, as its folder requires."""
-        self._newest = cell
+        self._newest = task
         reported = max(self._trials()[number].intermediate_values, default=-1)
-        trial = Trial(number=number, cell=cell, metrics=Tail(cell.run.metrics), reported=reported)
-        if cell.action is Action.IN_PROGRESS:
-            if cell.run.cancel.exists():
+        trial = Trial(number=number, task=task, metrics=Tail(task.run.metrics), reported=reported)
+        if task.action is Action.IN_PROGRESS:
+            if task.run.cancel.exists():
                 raise RunFolderError(
-                    f"{cell.run.path} is being stopped; type the same again once it has ended"
+                    f"{task.run.path} is being stopped; type the same again once it has ended"
                 )
-            self._running[cell.run.path] = trial
-            self._runs.follow(cell)
-        elif cell.action is Action.NOTHING or cell.why == "failed":
+            self._running[task.run.path] = trial
+            self._runs.follow(task)
+        elif task.action is Action.NOTHING or task.why == "failed":
             self._evaluate(trial)
         else:
             self._waiting.append(trial)
@@ -401,23 +401,23 @@ class Searcher:
     # Trials begin.
 
     def _start_waiting(self) -> None:
-        while self._waiting and self._runs.has_room(self._waiting[0].cell):
+        while self._waiting and self._runs.has_room(self._waiting[0].task):
             trial = self._waiting[0]
-            path = trial.cell.run.path
+            path = trial.task.run.path
             # Recorded first, since the run's folder appears while it starts.
             self._folders[trial.number], self._running[path] = path, trial
             try:
-                started, refusal = self._runs.start(trial.cell), ""
+                started, refusal = self._runs.start(trial.task), ""
             except ConfigError as error:
                 started, refusal = False, str(error)
             if started or refusal:
                 self._waiting.pop(0)
             if started:
-                chosen = trial.cell.point.overrides[len(self._search.space.fixed) :]
+                chosen = trial.task.point.overrides[len(self._search.space.fixed) :]
                 self._say(f"trial {trial.number} begins: {' '.join(chosen)}", "dim")
                 continue
             del self._running[path]
-            if not trial.cell.run.config.exists():
+            if not trial.task.run.config.exists():
                 del self._folders[trial.number]
             if not refusal:  # the room was taken meanwhile
                 return
@@ -448,7 +448,7 @@ class Searcher:
         except UsageError as error:
             self._tell(number, TrialState.FAIL, str(error))
             return
-        self._take_up(number, Cell(point=point, action=Action.START, why="new", notes=notes))
+        self._take_up(number, PointTask(point=point, action=Action.START, why="new", notes=notes))
         self._start_waiting()
 
     # Trials end.
@@ -462,8 +462,8 @@ class Searcher:
                 if self._pruner is not None and self._pruner.prune(self._study, frozen):
                     why = f"worse after update {update + 1} than the median of those before it"
                     trial.over = True
-                    write_json(trial.cell.run.pruned, {"why": why})
-                    self._runs.stop(trial.cell)
+                    write_json(trial.task.run.pruned, {"why": why})
+                    self._runs.stop(trial.task)
                     self._tell(trial.number, TrialState.PRUNED, why)
                     break
 
@@ -483,10 +483,10 @@ class Searcher:
                 yield update
 
     def _end(self, ended: PointResult) -> None:
-        trial = self._running.pop(ended.cell.run.path)
+        trial = self._running.pop(ended.task.run.path)
         if trial.over:
             return
-        result = None if ended.refusal else trial.cell.run.read_result()
+        result = None if ended.refusal else trial.task.run.read_result()
         finished = result is not None and result["state"] == "finished"
         if interrupts.count and not finished:
             return  # the next start resumes it
@@ -495,9 +495,9 @@ class Searcher:
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
         objective, value = self._search.sweep.objective, None
-        why = refusal or why_no_value(trial.cell)
+        why = refusal or why_no_value(trial.task)
         if not why:
-            result = trial.cell.run.read_result() or {}
+            result = trial.task.run.read_result() or {}
             found = {
                 **(result.get("metrics") or {}),
                 **{k: result.get(k) for k in ("loss", "seconds")},
@@ -584,12 +584,12 @@ def is_judged(updates: int) -> bool:
     return updates % 10 ** max(0, len(str(updates)) - 2) == 0
 
 
-def why_no_value(cell: Cell) -> str:
+def why_no_value(task: PointTask) -> str:
     """Return why a run that is over measured nothing; "" if it has finished."""
-    [status], _ = statuses([cell.run])
+    [status], _ = statuses([task.run])
     if status.state == "finished":
         return ""
-    culprit = (cell.run.read_result() or {}).get("culprit") if status.state == "failed" else None
+    culprit = (task.run.read_result() or {}).get("culprit") if status.state == "failed" else None
     return describe_culprit(culprit) if culprit else status.reason or f"it was {status.state}"
 
 

@@ -40,8 +40,8 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.cells import Action, Cell, alone_in, cells_of, refuse_replacing, submit
 from orchestrator.sweep.points import Point, checked, shared_output
+from orchestrator.sweep.tasks import Action, PointTask, alone_in, refuse_replacing, submit, tasks_of
 from orchestrator.units import plural
 
 if TYPE_CHECKING:
@@ -74,33 +74,33 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
             until_the_end.enter_context(alone_in(folder))
-        cells = cells_of(points, force=any(p.config.sweep.force for p in points))
+        tasks = tasks_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
-            refuse_replacing(cells)
-        return _run_cells(cells, output)
+            refuse_replacing(tasks)
+        return _run_tasks(tasks, output)
 
 
-def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
+def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
     """Start or resume what needs it, and print the table; return the exit code: the worst of the
     points'. A failing point does not end the sweep.
 
     Raises `UsageError` for what refuses them, before any is started.
     """
-    if not output.quiet and any(cell.why != "new" for cell in cells):
-        for cell in cells:
-            say(output.console, f"{cell.point.label}: {cell.action.value} ({cell.why})", "dim")
-    todo = [cell for cell in cells if cell.action in (Action.START, Action.RESUME)]
-    alone = [cell for cell in todo if not class_for(cell.point.config).attended]
+    if not output.quiet and any(task.why != "new" for task in tasks):
+        for task in tasks:
+            say(output.console, f"{task.point.label}: {task.action.value} ({task.why})", "dim")
+    todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
+    alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:
         submit(alone, output)
     ended: dict[Path, PointResult] = {}
-    here = [cell for cell in todo if cell not in alone]
+    here = [task for task in todo if task not in alone]
     if here:
         from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
 
         ended = run_here(here, output)
     codes = {one.exit_code for one in ended.values()} - {EXIT_FINISHED}
-    if queued := [c.run.path for c in cells if c in alone or c.action is Action.IN_PROGRESS]:
+    if queued := [c.run.path for c in tasks if c in alone or c.action is Action.IN_PROGRESS]:
         # They go on without us; the table would be of runs that have not begun.
         folders = {path.parent for path in queued}
         shown = folders.pop() if len(folders) == 1 else queued[0]
@@ -108,13 +108,13 @@ def _run_cells(cells: Sequence[Cell], output: OutputOptions) -> int:
         say(output.console, f"{text}{command('status', shown)}", "bold")
         return max(codes, default=EXIT_FINISHED)
     interrupted = len(ended) < len(here)
-    varying = only_varying([cell.point.overrides for cell in cells])
+    varying = only_varying([task.point.overrides for task in tasks])
     shown = [
-        swept_run(cell.run, overrides, result=_refusal(ended.get(cell.run.path)))
-        for cell, overrides in zip(cells, varying, strict=True)
-        if not interrupted or cell.run.config.exists()
+        swept_run(task.run, overrides, result=_refusal(ended.get(task.run.path)))
+        for task, overrides in zip(tasks, varying, strict=True)
+        if not interrupted or task.run.config.exists()
     ]
-    print_sweep(shown, output.console, len(cells) - len(shown))
+    print_sweep(shown, output.console, len(tasks) - len(shown))
     if concurrent := timed_concurrently(shown):
         say(output.console, concurrent, "dim", prose=True)
     elif pairs := accumulation_pairs(shown):
@@ -161,20 +161,20 @@ def resume_sweep(
         found = statuses(runs)[0]
         inputs: dict[str, list[str]] = {}
         with read_once():
-            cells = [_cell(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
+            tasks = [_task(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
         if inputs and not changed:
             refuse_changed(inputs)
-        return _run_cells(cells, output)
+        return _run_tasks(tasks, output)
 
 
-def _cell(
+def _task(
     status: RunStatus,
     number: int,
     overrides: Sequence[str],
     config_dir: str | None,
     changed: dict[str, list[str]],
-) -> Cell:
-    """Return the cell of a point as its folder describes it; add what has changed to `changed`."""
+) -> PointTask:
+    """Return the task of a point as its folder describes it; add what has changed to `changed`."""
     run = RunDir(status.folder)
     if status.state in ("damaged", "private"):
         raise RunFolderError(
@@ -197,4 +197,4 @@ def _cell(
         config=config,
         plan=prepare(config, new=False),
     )
-    return Cell(point=point, action=action, why=status.state, notes={})
+    return PointTask(point=point, action=action, why=status.state, notes={})

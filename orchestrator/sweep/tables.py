@@ -24,8 +24,8 @@ from orchestrator.report.terminal import (
     print_json,
     say,
 )
-from orchestrator.sweep.cells import Action, Cell, cells_of
 from orchestrator.sweep.points import checked
+from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural
 
 STYLES = {
@@ -54,24 +54,24 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
         )
     points = checked(composer.all_points())
-    cells = cells_of(points, force=any(point.config.sweep.force for point in points))
+    tasks = tasks_of(points, force=any(point.config.sweep.force for point in points))
     with read_once():
         plans = [with_notes(point.plan, point.config) for point in points]
-    sentences = _cluster_answers(cells)
-    if any(cell.replaces for cell in cells):
+    sentences = _cluster_answers(tasks)
+    if any(task.replaces for task in tasks):
         sentences.append("finished points run again only with --changed")
     if as_json:
         print_json([
-            {"overrides": list(cell.point.overrides), "cell": _row_of(cell), **plan}
-            for cell, plan in zip(cells, plans, strict=True)
+            {"overrides": list(task.point.overrides), "cell": _row_of(task), **plan}
+            for task, plan in zip(tasks, plans, strict=True)
         ])  # fmt: skip
         for sentence in sentences:
             say(Console(stderr=True), f"warning: {sentence}", "yellow")
         return
-    for cell, plan in zip(cells, plans, strict=True) if len(cells) <= MOST_PLANS else ():
-        say(console, cell.point.label, "bold")
+    for task, plan in zip(tasks, plans, strict=True) if len(tasks) <= MOST_PLANS else ():
+        say(console, task.point.label, "bold")
         _print_plan(plan, console)
-    _print_cells(cells, console)
+    _print_tasks(tasks, console)
     for sentence in sentences:
         say(console, sentence, "yellow", prose=True)
 
@@ -97,18 +97,18 @@ def _print_plan(plan: dict[str, Any], console: Console) -> None:
         say(console, sentence, "dim", prose=True)
 
 
-def _cluster_answers(cells: Sequence[Cell]) -> list[str]:
+def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:
     """Return the clusters' answers about all points that would be submitted, refusals included."""
     asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
     kinds: dict[str, list[tuple[Cluster, Request]]] = {}
-    for cell in cells:
-        config = cell.point.config
-        if cell.action not in (Action.START, Action.RESUME) or class_for(config).attended:
+    for task in tasks:
+        config = task.point.config
+        if task.action not in (Action.START, Action.RESUME) or class_for(config).attended:
             continue
         key = repr(config.cluster)
         if key not in asked:
             cluster = cluster_of(config)
-            asked[key] = cluster, cluster.request(cell.run.path, 0)
+            asked[key] = cluster, cluster.request(task.run.path, 0)
         kinds.setdefault(config.cluster.kind, []).append(asked[key])
     said: list[str] = []
     for kind, placed in kinds.items():
@@ -120,28 +120,28 @@ def _cluster_answers(cells: Sequence[Cell]) -> list[str]:
     return said
 
 
-def _row_of(cell: Cell) -> dict[str, Any]:
+def _row_of(task: PointTask) -> dict[str, Any]:
     return {
-        "folder": str(cell.run.path),
-        "do": cell.action.value,
-        "why": cell.why,
-        "nodes": node_range(cell.point.config.cluster.nodes)[1],
+        "folder": str(task.run.path),
+        "do": task.action.value,
+        "why": task.why,
+        "nodes": node_range(task.point.config.cluster.nodes)[1],
     }
 
 
-def _print_cells(cells: Sequence[Cell], console: Console) -> None:
+def _print_tasks(tasks: Sequence[PointTask], console: Console) -> None:
     """Print a row for each point, and how many are to run."""
     table = new_table(("run", "point", "", "because", "nodes"), right=(4,))
-    varying = only_varying([cell.point.overrides for cell in cells])
-    for cell, overrides in zip(cells, varying, strict=True):
+    varying = only_varying([task.point.overrides for task in tasks])
+    for task, overrides in zip(tasks, varying, strict=True):
         values = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
         table.add_row(
-            literal(cell.run.path.name, console),
+            literal(task.run.path.name, console),
             literal(values, console),
-            literal(cell.action.value, console, STYLES[cell.action]),
-            literal(cell.why, console),
-            str(_row_of(cell)["nodes"]),
+            literal(task.action.value, console, STYLES[task.action]),
+            literal(task.why, console),
+            str(_row_of(task)["nodes"]),
         )
     console.print(table)
-    left = sum(cell.action in (Action.START, Action.RESUME) for cell in cells)
-    say(console, f"{plural(left, 'point')} of {len(cells)} to run")
+    left = sum(task.action in (Action.START, Action.RESUME) for task in tasks)
+    say(console, f"{plural(left, 'point')} of {len(tasks)} to run")

@@ -37,7 +37,7 @@ WAIT_S = 120.0
 LAUNCHER_GONE_S = 15.0
 SILENT_S = 10 * INTERVAL_S
 TRAINED = (
-    "job._target_=orchestrator.testing.trial_job.Trial", "job.pause_s=0.05", "tracker=none",
+    "job._target_=orchestrator.testing.trial_job.LineJob", "job.pause_s=0.05", "tracker=none",
     "transport=gloo", "accumulation.global_batch=8", "accumulation.steps=2", "train.updates=100000",
 )  # fmt: skip
 

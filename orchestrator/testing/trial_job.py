@@ -12,7 +12,7 @@ from torch.utils.data import TensorDataset
 from orchestrator.job import Job, Loss
 
 
-class Trial(Job):
+class LineJob(Job):
     """A line through a few points.
 
     Args:

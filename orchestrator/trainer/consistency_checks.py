@@ -114,7 +114,7 @@ def _digests(dataset: Any, places: Sequence[int]) -> list[float]:
             np.random.seed(_SEED + place)
             if torch:
                 torch.default_generator.manual_seed(_SEED + place)
-            found.append(digest_of(dataset[place]))
+            found.append(sample_digest(dataset[place]))
     finally:
         random.setstate(python)
         np.random.set_state(numpys)
@@ -123,7 +123,7 @@ def _digests(dataset: Any, places: Sequence[int]) -> list[float]:
     return found
 
 
-def digest_of(value: Any) -> float:
+def sample_digest(value: Any) -> float:
     """Return a digest of types, keys, shapes and contents, as a number of 48 bits.
 
     Numbers, text, bytes, tensors, arrays, mappings, sequences, and objects by their fields are

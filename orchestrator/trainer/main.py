@@ -81,18 +81,18 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     Raises:
         PeerLost: a rank is lost, and the others cannot continue.
     """
-    survivors, progress, engine = training.survivors, training.progress, training.engine
+    membership, progress, engine = training.membership, training.progress, training.engine
     rank, ranks, changes = training.group.rank, training.group.size, training.changes
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
     worker.link.send_event("trains")
     while True:
-        if survivors is not None and changes is not None:  # in another group than before
+        if membership is not None and changes is not None:  # in another group than before
             progress.newcomers = False
-            rank, ranks = survivors.place
+            rank, ranks = membership.place
             training.checkpoints.rank = rank
             if rank == 0:
                 training.take_over_record(changes)
-            if why := survivors.too_few():
+            if why := membership.too_few():
                 training.save()
                 raise why
         if (rank == 0) != (training.recorder is not None):
@@ -104,11 +104,11 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 rank,
                 training.rates,
                 ranks=ranks,
-                copy=engine.copy,
+                shard_ranks=engine.shard_ranks,
             ),
             updates=training.updates,
             checkpoints=training.checkpoints,
-            callbacks=callbacks if survivors is None else [survivors, *callbacks],
+            callbacks=callbacks if membership is None else [membership, *callbacks],
             progress=progress,
             checkpoint_every=train.checkpoint_every,
             evaluate_every=train.evaluate_every,
@@ -120,19 +120,19 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 rows = engine.gather([progress.evaluated])
                 progress.evaluated = int(min(row[0] for row in rows))
             _compute(loop, engine, worker.stop)
-            if survivors is None or not progress.newcomers:
+            if membership is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
                 return facts_of_ranks(engine)  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
-            changes = survivors.grow(progress)
+            changes = membership.grow(progress)
         except PeerLost as error:
             training.checkpoints.drop_parts()
-            if survivors is None:
+            if membership is None:
                 if worker.topology.scheduled:
                     worker.fence.check()
                 training.save_after_failure()
                 raise
-            changes = survivors.go_on(error, progress)
+            changes = membership.go_on(error, progress)
 
 
 def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
@@ -148,7 +148,7 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
 
 
 def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
-    """Return the callbacks of this rank's loop in a new group, but for `Survivors`."""
+    """Return the callbacks of this rank's loop in a new group, but for `GroupMembership`."""
     run, attempt, recorder, progress = (
         worker.run,
         worker.attempt,

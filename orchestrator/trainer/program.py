@@ -20,7 +20,7 @@ from typing import NamedTuple, NoReturn
 from orchestrator.agent.topology import OUTER_PATH_VARIABLE, OUTER_UMASK_VARIABLE, Topology
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
-from orchestrator.config.program import Program, program_of, with_newest_files
+from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.engine.common.rendezvous import Backoff, read_published
 from orchestrator.engine.common.waiting import for_others
@@ -153,7 +153,7 @@ class ProgramStart:
         timeout_s: for the ranks to meet.
     """
 
-    program: Program
+    program: ProgramConfig
     topology: Topology
     place: Rendezvous | None
     run: RunDir
@@ -164,7 +164,7 @@ class ProgramStart:
 
 
 def command_line(
-    program: Program, run: RunDir, copies: Mapping[Path, Path], attempt: int
+    program: ProgramConfig, run: RunDir, copies: Mapping[Path, Path], attempt: int
 ) -> list[str]:
     """Return the command to execute; a script or module comes from the copy of the code, if any."""
     python = [sys.executable, "-u"]
@@ -234,7 +234,10 @@ def _ours(start: ProgramStart) -> dict[str, str]:
 
 
 def _search_path(
-    found: dict[str, str], env: Mapping[str, str], program: Program, copies: Mapping[Path, Path]
+    found: dict[str, str],
+    env: Mapping[str, str],
+    program: ProgramConfig,
+    copies: Mapping[Path, Path],
 ) -> None:
     """Set the user's own PYTHONPATH, within the copies if there are any, without our entries.
 

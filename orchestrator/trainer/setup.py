@@ -45,7 +45,7 @@ from orchestrator.trainer.consistency_checks import (
 )
 from orchestrator.trainer.recorder import GroupChange, Recorder
 from orchestrator.trainer.stop import StopFlag
-from orchestrator.trainer.survival import Survivors, may_stay_out
+from orchestrator.trainer.survival import GroupMembership, may_stay_out
 from orchestrator.trainer.worker import WorkerProcess
 
 
@@ -71,7 +71,7 @@ class Training:
     planned: Plan
     updates: int
     rates: Callable[[int], float] | None
-    survivors: Survivors | None = None
+    membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
     changes: list[GroupChange] | None = None
     recorder: Recorder | None = None
@@ -128,7 +128,7 @@ class Training:
 
     def _planned_collectives(self) -> int | None:
         """Return the collectives of each update of this group, if the plan knows them."""
-        ranks = self.survivors.place[1] if self.survivors else self.planned.ranks
+        ranks = self.membership.place[1] if self.membership else self.planned.ranks
         return self.planned.traffic.among(ranks)
 
     def take_over_record(self, changes: list[GroupChange]) -> None:
@@ -194,12 +194,12 @@ def _set_up(worker: WorkerProcess) -> Training:
     )  # fmt: skip
     progress = training.progress
     if config.run.survive:
-        training.survivors = Survivors(
+        training.membership = GroupMembership(
             spec, config.cluster, framework, engine, worker,
             updates=training.updates, go_back=training.go_back,
         )  # fmt: skip
-    if alone and training.survivors is not None:
-        training.changes = training.survivors.join(job, progress, lambda: stop.requested)
+    if alone and training.membership is not None:
+        training.changes = training.membership.join(job, progress, lambda: stop.requested)
         return training
     training.restore(topology.rank)
     if progress.updates:
@@ -214,8 +214,8 @@ def _set_up(worker: WorkerProcess) -> Training:
         environment = describe_environment(framework.versions(), group.transport, code)
         _write_environment(run, environment, engine, planned)
         training.record()
-    if training.survivors is not None:
-        training.survivors.begin(job, group)
+    if training.membership is not None:
+        training.membership.begin(job, group)
     return training
 
 

@@ -198,7 +198,7 @@ def may_stay_out() -> Generator[None]:
         raise Evicted(f"it could not take its place again: {describe(error)}") from error
 
 
-class Survivors(Callback):
+class GroupMembership(Callback):
     """One worker's part in training on without lost ranks. `begin` or `join` comes first.
 
     The coordinator decides the generations. The link's threads receive them, and interrupt the main
@@ -357,7 +357,7 @@ class Survivors(Callback):
 
     @property
     def _in_shards(self) -> bool:
-        return bool(self._engine.copy)
+        return bool(self._engine.shard_ranks)
 
     # ------------------------------------------------------------------ the next generation
 

@@ -72,7 +72,7 @@ class Process:
     leave_at: float | None = None
     outbox: list = field(default_factory=list)
     # As its agent sees it:
-    said: dict = field(default_factory=dict)
+    latest_events: dict = field(default_factory=dict)
     status: int | None = None
     reported: bool = False
     final_state: str = ""
@@ -133,8 +133,12 @@ class SimulatedWorkers:
         """Here only: read what the workers have sent."""
         for one in self.alive:
             for event in one.outbox:
-                one.said[event["event"]] = {**event, "rank": one.rank, "process": one.process}
-                self.report(one.said[event["event"]])
+                one.latest_events[event["event"]] = {
+                    **event,
+                    "rank": one.rank,
+                    "process": one.process,
+                }
+                self.report(one.latest_events[event["event"]])
             one.outbox.clear()
 
     def reap(self):

@@ -8,7 +8,7 @@ from orchestrator.agent.coordinator import (
     COME_S,
     GRACE_S,
     LOSS_WAIT_S,
-    MOST_IN_VAIN,
+    MOST_FRUITLESS,
     REST_S,
     Coordinator,
 )
@@ -337,7 +337,7 @@ def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
         attempt.take("started", 1, 3, pid=4)
     assert lose(attempt, 1, 2 + did_an_update) == []
     warned = attempt.run.warnings(0, 1).read_text()
-    assert f"its last {MOST_IN_VAIN} processes did no update" in warned
+    assert f"its last {MOST_FRUITLESS} processes did no update" in warned
     assert lose(attempt, 2, 0) == [(2, 1)], "another one is"
 
 

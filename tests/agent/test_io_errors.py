@@ -8,7 +8,7 @@ import shutil
 import pytest
 
 from orchestrator.agent import workers as module
-from orchestrator.agent.programs import Program
+from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.workers import Workers
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
@@ -20,7 +20,7 @@ FACTS = {"stop_signal": "TERM", "place": None, "serves": False, "most_s": 1.0, "
 @pytest.mark.parametrize(("status", "state"), [(0, "finished"), (3, "failed"), (-9, "failed")])
 def test_the_end_of_a_program_is_known_although_nothing_can_be_written(tmp_path, status, state):
     run = RunDir(tmp_path)
-    program = Program(node_spec(tmp_path), 0, os.getpid(), FACTS)
+    program = RankProgram(node_spec(tmp_path), 0, os.getpid(), FACTS)
     run.attempts.write_text("no folder")  # so each write fails
     shutil.rmtree(run.logs, ignore_errors=True)
     found, failure = program.end(status)

@@ -10,7 +10,7 @@ import pytest
 from orchestrator.cli import inputs
 from orchestrator.cli.inputs import imported_files, inputs_of
 from orchestrator.config.composer import compose
-from orchestrator.config.program import Program
+from orchestrator.config.program import ProgramConfig
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests import helpers
@@ -45,19 +45,19 @@ def source(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("target", "expected"),
     [
-        (Program(command=("train.py",)), [*IMPORTED, "train.py"]),
-        (Program(command=("-m", "train")), [*IMPORTED, "train.py"]),
+        (ProgramConfig(command=("train.py",)), [*IMPORTED, "train.py"]),
+        (ProgramConfig(command=("-m", "train")), [*IMPORTED, "train.py"]),
         ("package.one.Job", IMPORTED[2:]),
         ("package.Job", ["package/__init__.py"]),
-        (Program(command=("plugins.py",)), PYTHON),
-        (Program(command=("run.sh",)), [*PYTHON, "run.sh"]),
-        (Program(command=("ls",)), []),
+        (ProgramConfig(command=("plugins.py",)), PYTHON),
+        (ProgramConfig(command=("run.sh",)), [*PYTHON, "run.sh"]),
+        (ProgramConfig(command=("ls",)), []),
     ],
 )
 def test_the_code_is_what_is_imported_or_everything_where_that_is_unknown(
     source, monkeypatch, target, expected
 ):
-    if target != Program(command=("train.py",)):  # whose own folder Python searches anyway
+    if target != ProgramConfig(command=("train.py",)):  # whose own folder Python searches anyway
         monkeypatch.syspath_prepend(source)
     found = [str(path.relative_to(source)) for path in imported_files(target)]
     assert found == sorted(expected)

@@ -10,7 +10,7 @@ import time
 
 import pytest
 
-from orchestrator.agent.programs import SHOULD_STOP_S, Program
+from orchestrator.agent.programs import SHOULD_STOP_S, RankProgram
 from orchestrator.client.run import Run
 from orchestrator.client.stop import Stop
 from orchestrator.rundir.folder import RunDir
@@ -118,7 +118,7 @@ def watched_program(attempt):
     log = RunDir(attempt.parents[1]).rank_log(0)
     log.parent.mkdir(exist_ok=True)
     log.touch()
-    return Program(node_spec(attempt.parents[1]), 0, os.getpid(), facts)
+    return RankProgram(node_spec(attempt.parents[1]), 0, os.getpid(), facts)
 
 
 @pytest.mark.parametrize("silent", [0, 1])

@@ -85,7 +85,7 @@ def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_
 @pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
 def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
     folder = save(tmp_path, 2)
-    digest = checkpoint.digest_of(folder / checkpoint.WEIGHTS)
+    digest = checkpoint.file_sha256(folder / checkpoint.WEIGHTS)
     state = {"updates": 2, "samples": 20, "run": None, "files": {name: digest}, "extra": {}}
     write_json(folder / checkpoint.STATE, state)
     with pytest.raises(RunFolderError, match="is damaged"):
@@ -178,7 +178,7 @@ def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(
 def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, content):
     run = RunDir(tmp_path)
     run.initial_weights.write_bytes(b"weights")
-    write_json(run.submission, {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights)})
+    write_json(run.submission, {INITIAL_DIGEST: checkpoint.file_sha256(run.initial_weights)})
     checkpoint.check_initial(run)
     run.initial_weights.unlink()
     if content is not None:

@@ -56,7 +56,7 @@ def full(whole, tmp_path_factory):
     note = {"attempt": 1, "why": "preempted", "resumed_from": 1, "lost_updates": 0}
     write_json(run.restart(0), note)
     run.initial_weights.write_bytes(bytes(range(100)))
-    digest = {INITIAL_DIGEST: checkpoint.digest_of(run.initial_weights)}
+    digest = {INITIAL_DIGEST: checkpoint.file_sha256(run.initial_weights)}
     write_json(run.submission, {**run.read_submission(), **digest})
     return run
 

@@ -9,7 +9,7 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
-from orchestrator.rundir.outcome import Ruling, describe_stop, rule
+from orchestrator.rundir.outcome import RestartDecision, decide_restart, describe_stop
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
 RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
@@ -30,20 +30,20 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
     if culprit.cause != KILLED.cause:
         failure = {"rank": 1, "cause": culprit.cause, "secondary": False}
         write_json(run.failure(attempt, 1), failure)
-    return rule(run, attempt, culprit, first=first, most=most)
+    return decide_restart(run, attempt, culprit, first=first, most=most)
 
 
 def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
-    ruling = ruled(run, KILLED, most=0)
-    assert ruling == Ruling(restarts=False)
+    decision = ruled(run, KILLED, most=0)
+    assert decision == RestartDecision(restarts=False)
 
 
 def test_as_many_restarts_as_are_allowed(run):
-    rulings = [ruled(run, KILLED, update=5) for _ in range(3)]
-    assert [ruling.restarts for ruling in rulings] == [True, True, False]
-    assert "attempt 2 begins" in rulings[1].message
-    assert "restart 2 of 2" in rulings[1].message
-    assert "run.max_restarts=2" in rulings[2].message
+    decisions = [ruled(run, KILLED, update=5) for _ in range(3)]
+    assert [decision.restarts for decision in decisions] == [True, True, False]
+    assert "attempt 2 begins" in decisions[1].message
+    assert "restart 2 of 2" in decisions[1].message
+    assert "run.max_restarts=2" in decisions[2].message
     assert "rank 1 on node0 failed first: killed" in read_json(run.departure(0))["why"]
 
 
@@ -68,14 +68,14 @@ WRONG = Culprit(rank=0, node="node0", cause="no such file", usage=True)
 )
 def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(run, failures, again):
     *before, last = [ruled(run, culprit, most=9, update=update) for culprit, update in failures]
-    assert all(ruling.restarts for ruling in before)
+    assert all(decision.restarts for decision in before)
     assert last.restarts is again
     assert again or not before or "attempt 0 raised the same" in last.message
 
 
 def test_a_cancelled_run_stays_ended(run):
     run.cancel.touch()
-    assert ruled(run, KILLED, most=9) == Ruling(restarts=False)
+    assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
 
 
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
@@ -99,7 +99,7 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
         run.attempt(attempt).mkdir()
         failure = {"rank": rank, "cause": "x", "secondary": secondary}
         write_json(run.failure(attempt, rank), failure)
-        assert rule(run, attempt, KILLED, first=0, most=9).restarts
+        assert decide_restart(run, attempt, KILLED, first=0, most=9).restarts
         assert read_json(run.departure(attempt))["failed"]["raised"] is None
 
 
@@ -107,10 +107,10 @@ def test_departures_that_were_no_failures_use_nothing_up(run):
     for _ in range(3):
         left = run.begin_attempt()
         write_json(run.departure(left), {"why": "preempted", "updates": 3, "time": 1.0})
-    ruling = ruled(run, KILLED, most=1)
-    assert ruling.restarts
-    assert "restart 1 of 1" in ruling.message
-    assert "attempt 4 begins" in ruling.message
+    decision = ruled(run, KILLED, most=1)
+    assert decision.restarts
+    assert "restart 1 of 1" in decision.message
+    assert "attempt 4 begins" in decision.message
     said = ruled(run, KILLED, most=1).message
     assert said == "not started again: that was done 1 time already (run.max_restarts=1)"
 

@@ -15,8 +15,8 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
-from orchestrator.sweep.cells import REPLACED, Action, cells_of, ready_of, refuse_replacing
 from orchestrator.sweep.points import checked
+from orchestrator.sweep.tasks import REPLACED, Action, ready_of, refuse_replacing, tasks_of
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
@@ -46,14 +46,14 @@ class Sweep:
     def edit(self, more):
         (self.code / "cells_job.py").write_text(SOURCE + more)
 
-    def cells(self, *more, over=("train.seed=1,2",), force=False):
+    def tasks(self, *more, over=("train.seed=1,2",), force=False):
         line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
-        return cells_of(checked(Composer(read_command_line(line)).all_points()), force=force)
+        return tasks_of(checked(Composer(read_command_line(line)).all_points()), force=force)
 
-    def run(self, cells, state=State.FINISHED):
+    def run(self, tasks, state=State.FINISHED):
         """What a launch of these cells leaves, but for what the ranks would have computed."""
-        for cell in cells:
-            with ready_of(cell, QUIET) as ready:
+        for task in tasks:
+            with ready_of(task, QUIET) as ready:
                 ready.run.begin_attempt()
                 write_result(ready.run, state)
 
@@ -65,7 +65,7 @@ class Sweep:
 def sweep(tmp_path, monkeypatch):
     found = Sweep(tmp_path)
     monkeypatch.syspath_prepend(found.code)
-    found.run(found.cells())
+    found.run(found.tasks())
     return found
 
 
@@ -98,36 +98,36 @@ HAPPENED = [  # to a point, what is done with it then, and why; is what lay ther
 
 def test_what_happened_to_a_point_decides_what_is_done_with_it_and_with_no_other(sweep):
     over = (f"train.seed=range(1,{len(HAPPENED) + 1})",)
-    sweep.run([cell for cell in sweep.cells(over=over) if cell.action is Action.START])
-    begun = sweep.cells(over=over)
-    for cell, (happen, *_) in zip(begun, HAPPENED, strict=True):
-        happen(cell.run)
-    for cell, (_, do, why, _) in zip(sweep.cells(over=over), HAPPENED, strict=True):
-        assert (cell.action, why in cell.why) == (do, True), (cell.why, why)
+    sweep.run([task for task in sweep.tasks(over=over) if task.action is Action.START])
+    begun = sweep.tasks(over=over)
+    for task, (happen, *_) in zip(begun, HAPPENED, strict=True):
+        happen(task.run)
+    for task, (_, do, why, _) in zip(sweep.tasks(over=over), HAPPENED, strict=True):
+        assert (task.action, why in task.why) == (do, True), (task.why, why)
         if do is not Action.NOTHING:
-            sweep.run([cell])
-    assert {cell.action for cell in sweep.cells(over=over)} == {Action.NOTHING}
+            sweep.run([task])
+    assert {task.action for task in sweep.tasks(over=over)} == {Action.NOTHING}
     kept = {f"{c.run.path.name}-0" for c, (*_, k) in zip(begun, HAPPENED, strict=True) if k}
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == kept
 
 
 def test_code_and_data_that_changed_are_named_and_run_again_if_that_is_accepted(sweep):
     (sweep.code / "another.py").write_text("import cells_job\n")  # which the job does not import
-    assert {cell.why for cell in sweep.cells()} == {"finished"}
+    assert {task.why for task in sweep.tasks()} == {"finished"}
     (sweep.data / "samples").write_text("4")
-    assert {cell.why for cell in sweep.cells()} == {"changed: files of job.data have changed"}
+    assert {task.why for task in sweep.tasks()} == {"changed: files of job.data have changed"}
     sweep.edit("# another line\n")
-    cells = sweep.cells()
-    for cell in cells:
-        assert cell.action is Action.START
+    tasks = sweep.tasks()
+    for task in tasks:
+        assert task.action is Action.START
         code = sweep.code / "cells_job.py"
-        assert cell.why == f"changed: {code} has changed, files of job.data have changed"
+        assert task.why == f"changed: {code} has changed, files of job.data have changed"
     with pytest.raises(ConfigError, match=r"all points: finished, and changed: .*\n--changed"):
-        refuse_replacing(cells)
-    refuse_replacing(sweep.cells(force=True))
+        refuse_replacing(tasks)
+    refuse_replacing(sweep.tasks(force=True))
     write_result_again(sweep.run_of(0), State.FAILED)
     write_result_again(sweep.run_of(1), State.FAILED)
-    refuse_replacing(sweep.cells())
+    refuse_replacing(sweep.tasks())
 
 
 def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrote(
@@ -148,16 +148,16 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
             "job.arguments.folder=folder", "job.arguments.all=[data.csv,more.txt]",
             *program_overrides(words))  # fmt: skip
 
-    def cells():
-        return cells_of(checked(Composer(read_command_line(line)).all_points()))
+    def tasks():
+        return tasks_of(checked(Composer(read_command_line(line)).all_points()))
 
-    Sweep.run(None, cells())
+    Sweep.run(None, tasks())
     Path("log.txt").write_text("of the first run")
-    assert {cell.why for cell in cells()} == {"finished"}
+    assert {task.why for task in tasks()} == {"finished"}
     for file in files:
         file.write_text("changed\n")
-    assert {cell.action for cell in cells()} == {Action.START}
-    [why] = {cell.why for cell in cells()}
+    assert {task.action for task in tasks()} == {Action.START}
+    [why] = {task.why for task in tasks()}
     assert why.removeprefix("changed: ").split(", ") == [
         "data.csv has changed", "data.csv (job.arguments.all) has changed",
         "files of job.arguments.folder have changed", "more.txt (job.arguments.all) has changed",
@@ -167,23 +167,23 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
 
 def test_where_and_how_a_point_is_run_is_no_change_unless_that_is_what_is_compared(sweep):
     elsewhere = ("run.max_restarts=3", "sweep.parallel=1")
-    assert [cell.action for cell in sweep.cells(*elsewhere)] == [Action.NOTHING] * 2
+    assert [task.action for task in sweep.tasks(*elsewhere)] == [Action.NOTHING] * 2
     over = ("run.max_restarts=0,1",)
-    compared = sweep.cells(over=over)
-    assert len({cell.run.path for cell in compared}) == 2
-    assert [cell.action for cell in compared] == [Action.START] * 2
+    compared = sweep.tasks(over=over)
+    assert len({task.run.path for task in compared}) == 2
+    assert [task.action for task in compared] == [Action.START] * 2
     sweep.run(compared)
-    again = sweep.cells(over=over)
-    assert [cell.action for cell in again] == [Action.NOTHING] * 2
-    assert [cell.run.path for cell in again] == [cell.run.path for cell in compared]
+    again = sweep.tasks(over=over)
+    assert [task.action for task in again] == [Action.NOTHING] * 2
+    assert [task.run.path for task in again] == [task.run.path for task in compared]
 
 
 def test_values_more_leave_the_other_points_where_they_are_and_force_runs_all(sweep):
-    cells = sweep.cells(over=("train.seed=7,2,1",))
-    assert [cell.action for cell in cells] == [Action.START, Action.NOTHING, Action.NOTHING]
-    assert [cell.run.path.name for cell in cells] == ["2", "1", "0"]
-    forced = sweep.cells(force=True)
-    assert [cell.action for cell in forced] == [Action.START] * 2
+    tasks = sweep.tasks(over=("train.seed=7,2,1",))
+    assert [task.action for task in tasks] == [Action.START, Action.NOTHING, Action.NOTHING]
+    assert [task.run.path.name for task in tasks] == ["2", "1", "0"]
+    forced = sweep.tasks(force=True)
+    assert [task.action for task in forced] == [Action.START] * 2
     sweep.run(forced)
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == {"0-0", "1-0"}
 
@@ -192,17 +192,17 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
     run = sweep.run_of(1)
     run.result.unlink()
     with locked(run):
-        assert [cell.action for cell in sweep.cells()] == [Action.NOTHING, Action.IN_PROGRESS]
+        assert [task.action for task in sweep.tasks()] == [Action.NOTHING, Action.IN_PROGRESS]
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
-            sweep.cells()
+            sweep.tasks()
 
 
 def test_a_folder_of_somebody_elses_is_never_taken(sweep):
     foreign = sweep.folder / "2" / "theirs"
     foreign.parent.mkdir()
     foreign.touch()
-    *_, third = sweep.cells(over=("train.seed=1,2,3",))
+    *_, third = sweep.tasks(over=("train.seed=1,2,3",))
     with pytest.raises((ConfigError, RunFolderError), match="is not empty"):
         sweep.run([third])
     assert foreign.exists()

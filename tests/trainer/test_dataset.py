@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from orchestrator.engine.torch import run_in_threads
 from orchestrator.errors import JobError
-from orchestrator.trainer.consistency_checks import agreed_samples, digest_of
+from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
 
 
 class Gathers:
@@ -137,5 +137,5 @@ values = st.recursive(
 @settings(max_examples=50)
 @given(values, values)
 def test_values_are_told_apart_and_equal_ones_are_not(one, other):
-    assert digest_of(one) == digest_of(one)
-    assert (digest_of(one) == digest_of(other)) == (repr(one) == repr(other))
+    assert sample_digest(one) == sample_digest(one)
+    assert (sample_digest(one) == sample_digest(other)) == (repr(one) == repr(other))

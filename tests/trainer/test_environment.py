@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.topology import Topology
-from orchestrator.config.program import Program
+from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
@@ -26,7 +26,7 @@ def variables(run, env, *, style="torch", devices="rank", local_rank=1):
         address="127.0.0.1", job_id="1",
     )  # fmt: skip
     start = ProgramStart(
-        program=Program(command=("train.py",), style=style, devices=devices), topology=place,
+        program=ProgramConfig(command=("train.py",), style=style, devices=devices), topology=place,
         place=Rendezvous("127.0.0.1", 4242), run=run, error_file=Path("/error"),
         attempt=0, most_restarts=0, timeout_s=60,
     )  # fmt: skip

@@ -36,7 +36,13 @@ from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.rundir.outcome import State, departure_note, read_outcome, rule, write_result
+from orchestrator.rundir.outcome import (
+    State,
+    decide_restart,
+    departure_note,
+    read_outcome,
+    write_result,
+)
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
@@ -229,12 +235,12 @@ def conclude(
     found = culprit()
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    ruling = rule(run, attempt, found, first=first, most=allowed if job.requeue else 0)
-    if ruling.restarts:
+    decision = decide_restart(run, attempt, found, first=first, most=allowed if job.requeue else 0)
+    if decision.restarts:
         restart()
     else:
-        write_result(run, State.FAILED, found, remark=ruling.message)
-    return ruling.restarts
+        write_result(run, State.FAILED, found, remark=decision.message)
+    return decision.restarts
 
 
 def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int) -> None:

@@ -197,12 +197,12 @@ class Accumulator:
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
-        if options.advise:
+        if options.warn_about_layers:
             weakref.finalize(self, _warn_of_unfinished_window, self._window)
-        self._expected = 1.0
+        self._expected_weight = 1.0
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
-        self._hooks = GradHooks([p for _, p in trained], self.buffers.expected)
+        self._hooks = GradHooks([p for _, p in trained], self.buffers.expected_versions)
         self._hooks.ready = self._window.stray
         _living.add(self)
 
@@ -269,7 +269,7 @@ class Accumulator:
             expected_weight = finite_float("expected_weight", expected_weight, least="above 0")
         # A float16 backward wants sums: means of large batches would underflow in it.
         early = expected_weight is not None and self.precision.scale == 1.0
-        self._expected = float(expected_weight or 1.0) if early else 1.0
+        self._expected_weight = float(expected_weight or 1.0) if early else 1.0
         self._window.begin(update, implied_by=implied_by)
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
@@ -302,7 +302,7 @@ class Accumulator:
                 self._window.begin_micro_step(last=last)
                 self._losses += row
                 self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
-                factor = 0.0 if self.padding else self.precision.scale / self._expected
+                factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
@@ -330,7 +330,7 @@ class Accumulator:
                 )
             row = checked_loss(loss, self.options.metric_names)
             self._window.begin_micro_step(recorded=True)
-            if self._expected != 1.0:
+            if self._expected_weight != 1.0:
                 raise ValueError("record() is for windows without `expected_weight`")
             self._losses += row
             if self._tracker is not None:
@@ -366,7 +366,7 @@ class Accumulator:
                 stop = stop or tracker.stop()
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
-            agreed = {**self._window.end(), "expected_weight": self._expected}
+            agreed = {**self._window.end(), "expected_weight": self._expected_weight}
             update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
@@ -412,7 +412,7 @@ class Accumulator:
         """
         summed = self._shard or self._reduction.buffers
         found = self._policy.decide(
-            update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected
+            update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected_weight
         )
         if found is None:
             return None

@@ -205,8 +205,8 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
-        same_as: another set of buffers of this model, whose `expected` and `used` are shared:
-            gradients go to one set at a time.
+        same_as: another set of buffers of this model, whose `expected_versions` and `used` are
+            shared: gradients go to one set at a time.
 
     Attributes:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
@@ -214,7 +214,8 @@ class GradientBuffers:
         gradients: their gradients alone.
         parameters, places, views: one for each, in the order of `parameters`.
         trailer: the trailer's numbers.
-        expected: the version that each view has if only backwards wrote to it; hooks count here.
+        expected_versions: the version that each view has if only backwards wrote to it; hooks count
+            here.
         used: 1 for each parameter that got a gradient, as of the latest `complete`.
     """
 
@@ -253,7 +254,9 @@ class GradientBuffers:
         self.parameters = [parameter for _, parameter in parameters]
         self._gradients = list(map(as_sharded, self.views, self.parameters))
         self._addresses = [view.data_ptr() for view in self.views]
-        self.expected = [0] * len(parameters) if same_as is None else same_as.expected
+        self.expected_versions = (
+            [0] * len(parameters) if same_as is None else same_as.expected_versions
+        )
         self.used = bytearray(len(parameters)) if same_as is None else same_as.used
         self._at_begin: list[int] = []
         self._narrow = [
@@ -278,7 +281,7 @@ class GradientBuffers:
         for flat in self.flats:
             flat.zero_()
         self._at_begin = list(map(version_of, self.views))
-        self.expected[:] = self._at_begin
+        self.expected_versions[:] = self._at_begin
         self.attach()
 
     def attach(self) -> None:
@@ -298,8 +301,8 @@ class GradientBuffers:
         if not all(map(is_, map(_GRADIENT, self.parameters), self._gradients)):
             for number, parameter in enumerate(self.parameters):
                 self._take(number, parameter, self._gradients[number])
-        if list(map(version_of, self.views)) != self.expected:
-            versions = zip(self.views, self.expected, strict=True)
+        if list(map(version_of, self.views)) != self.expected_versions:
+            versions = zip(self.views, self.expected_versions, strict=True)
             raise self._foreign_write(
                 next(n for n, (v, due) in enumerate(versions) if version_of(v) != due)
             )
@@ -307,10 +310,10 @@ class GradientBuffers:
     def _take(self, number: int, parameter: Tensor, gradient: Tensor) -> None:
         found, view = parameter.grad, self.views[number]
         if found is not None and found is not gradient:
-            if found.requires_grad or self.expected[number] == version_of(view):
+            if found.requires_grad or self.expected_versions[number] == version_of(view):
                 raise self._foreign_write(number)
             view.add_(local_part(found))
-            self.expected[number] = version_of(view)
+            self.expected_versions[number] = version_of(view)
         parameter.grad = gradient
 
     def complete(self) -> None:
@@ -325,7 +328,7 @@ class GradientBuffers:
             raise self._foreign_write(
                 next(n for n, now in enumerate(addresses) if now != self._addresses[n])
             )
-        self.used[:] = bytes(map(or_, self.used, map(ne, self.expected, self._at_begin)))
+        self.used[:] = bytes(map(or_, self.used, map(ne, self.expected_versions, self._at_begin)))
 
     def _foreign_write(self, number: int) -> JobError:
         name, gradient = self.places[number].name, self.parameters[number].grad

@@ -162,8 +162,8 @@ class TorchEngine(Engine):
             shard_model(job, self.model, group, settings.shard_model)
             join_copies(group, settings.shard_model)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
-        # advises for the run.
-        how = {"overlap": not talks, "silent": not talks, "advise": False}
+        # warns for the run.
+        how = {"overlap": not talks, "silent": not talks, "warn_about_layers": False}
         optimizer = _build_job_optimizer(job, self.model, settings)
         self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
@@ -202,8 +202,8 @@ class TorchEngine(Engine):
         return self.accumulator.fully_sharded
 
     @property
-    def copy(self) -> tuple[int, ...]:
-        return () if self._sharded is None else self._sharded.copy
+    def shard_ranks(self) -> tuple[int, ...]:
+        return () if self._sharded is None else self._sharded.shard_ranks
 
     def _prepared(self, batch: Any) -> Any:
         return moved(batch, self._group.device, double=self._settings.precision == "float64")
@@ -244,7 +244,7 @@ class TorchEngine(Engine):
     @contextmanager
     def _within_copy(self, what: str) -> Generator[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
-        if not self.copy:
+        if not self.shard_ranks:
             yield
             return
         with peer_lost_during(f"{what} of a model in shards", self._group.rank):
@@ -279,7 +279,7 @@ class TorchEngine(Engine):
             with self.accumulator.precision.forward():
                 return self._job.loss(self.model, batch)
         except RuntimeError as error:
-            if self.copy and "mixed torch.Tensor and DTensor" in str(error):
+            if self.shard_ranks and "mixed torch.Tensor and DTensor" in str(error):
                 raise JobError(
                     f"{type(self._job).__name__}.loss() computes with parts of the model, whose "
                     "weights are in shards (engine.shard_model): they are gathered where a module "
@@ -290,7 +290,7 @@ class TorchEngine(Engine):
 
     def _check_samples(self, micro_batch: MicroBatch) -> None:
         """Check the run's very first micro-batch, on the rank that has it."""
-        if micro_batch.update == 0 and micro_batch.start == 0 and not self.copy:
+        if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
             check_samples(
                 self._job, self.model, micro_batch.indices,
                 self._loss if self._coupled is None else None,
@@ -390,7 +390,7 @@ class TorchEngine(Engine):
 
     def weights_sha256(self) -> str:
         with self._within_copy("the digest of the weights"):
-            return weights_sha256(self.model, keep=not self.copy or self._group.rank == 0)
+            return weights_sha256(self.model, keep=not self.shard_ranks or self._group.rank == 0)
 
     def extra_collectives(self) -> int:
         return 0 if self._coupled is None else self._coupled.collectives

@@ -83,7 +83,7 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         folder.mkdir(mode=0o700, exist_ok=True)
         ours = form_group(replace(spec, folder=folder, generation=0))
         alone = spec.size == 1
-        store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.kept).below)
+        store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.store).below)
         _stores.append((store, ours))
         backend = f"cpu:gloo,cuda:{ours.transport}" if group.device.type == "cuda" else "gloo"
         dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.size)
@@ -94,8 +94,8 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
 
 
 def join_copies(group: BaseGroup, over: str) -> None:
-    """Set a new group's `copy`, the ranks that hold this rank's copy of the model, and `replicas`,
-    those that hold the same shards of the other copies. Collective.
+    """Set a new group's `shard_ranks`, the ranks that hold this rank's copy of the model, and
+    `replicas`, those that hold the same shards of the other copies. Collective.
 
     Args:
         over: see `shard_model`.
@@ -103,12 +103,12 @@ def join_copies(group: BaseGroup, over: str) -> None:
     spec = cast("GroupSpec", group.spec)
     nodes = gather_texts(group, spec.node if over == "node" else "all")
     copies = [[n for n, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
-    group.copy = tuple(next(ranks for ranks in copies if group.rank in ranks))
-    place = group.copy.index(group.rank)
+    group.shard_ranks = tuple(next(ranks for ranks in copies if group.rank in ranks))
+    place = group.shard_ranks.index(group.rank)
     same = [ranks[place] for ranks in copies]
     group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
-        store = PrefixStore(f"replicas-{place}", cast("Any", group.kept).below)
+        store = PrefixStore(f"replicas-{place}", cast("Any", group.store).below)
         own = replace(spec, rank=same.index(group.rank), size=len(same))
         group.replicas = transport_of(group.transport).form(own, store)
 
@@ -139,7 +139,7 @@ class FullySharded:
         group: all ranks.
 
     Attributes:
-        copy: numbers in `group` of the ranks that hold this rank's copy.
+        shard_ranks: numbers in `group` of the ranks that hold this rank's copy.
         replicas: the ranks that hold the same shards of the other copies.
 
     Raises:
@@ -150,8 +150,8 @@ class FullySharded:
         self._group = group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
-        self.copy, self.replicas = (
-            group.copy,
+        self.shard_ranks, self.replicas = (
+            group.shard_ranks,
             group.replicas or TorchGroup.alone(device=group.device),
         )
         for name, parameter in trained:
@@ -165,7 +165,7 @@ class FullySharded:
         if not meshes:
             raise ConfigError("fully_shard() was called on the model, but nothing that is trained")
         mesh: DeviceMesh = meshes.pop()
-        if not self.copy and (mesh.ndim > 2 or mesh.size() != group.size):
+        if not self.shard_ranks and (mesh.ndim > 2 or mesh.size() != group.size):
             raise ConfigError(
                 f"the model is sharded over a mesh of shape {tuple(mesh.shape)}, but there are "
                 f"{group.size} ranks: it has to be over all of them, in one dimension or in two "
@@ -176,9 +176,9 @@ class FullySharded:
                 f"shards are kept on another device than {mesh.device_type}, where the mesh "
                 "reduces: CPUOffloadPolicy is not available"
             )
-        if not self.copy:
+        if not self.shard_ranks:
             row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
-            self.copy = tuple(int(rank) for rank in row)
+            self.shard_ranks = tuple(int(rank) for rank in row)
             if mesh.ndim > 1 and mesh.size(0) > 1:
                 self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
         for module in self._modules:
@@ -208,7 +208,7 @@ class FullySharded:
         """Return the number of this rank's part of a checkpoint: its place in the first copy, -1 in
         the others.
         """
-        return self.copy.index(self._group.rank) if self.replicas.rank == 0 else -1
+        return self.shard_ranks.index(self._group.rank) if self.replicas.rank == 0 else -1
 
     def reshard(self) -> None:
         """Free whole weights after a step: they are those before it."""

@@ -105,10 +105,10 @@ class BaseGroup(Group):
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self.device = torch.device(device)
-        self.kept: object = None  # what has to live as long as the group: its store
+        self.store: object = None  # what has to live as long as the group: its store
         self.spec: GroupSpec | None = None  # of the rendezvous that formed it
         # Of a job's model in shards: see `fully_sharded.join_copies`.
-        self.copy: tuple[int, ...] = ()
+        self.shard_ranks: tuple[int, ...] = ()
         self.replicas: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:

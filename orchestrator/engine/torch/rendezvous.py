@@ -291,5 +291,5 @@ def form_group(spec: GroupSpec) -> BaseGroup:
             ) from error
         if not isinstance(group, BaseGroup):
             raise TypeError(f"form() gave {group!r:.60}, which is no BaseGroup")
-    group.kept, group.spec = store, spec
+    group.store, group.spec = store, spec
     return group

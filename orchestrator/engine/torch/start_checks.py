@@ -26,7 +26,7 @@ from orchestrator.engine.torch.group import (
     gather_numbers,
     gather_texts,
 )
-from orchestrator.engine.torch.window_checks import digest_of
+from orchestrator.engine.torch.window_checks import tensor_digest
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.units import first_few
@@ -386,4 +386,4 @@ def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
 
 def _digest(value: Any) -> str:
     """Return a tensor's digest; anything else as Python's repr."""
-    return f"{digest_of(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)
+    return f"{tensor_digest(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)

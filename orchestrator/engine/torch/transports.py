@@ -285,7 +285,7 @@ class TorchGroup(BaseGroup):
         """Wait until the devices of all ranks are done, of NCCL and HCCL: another one may still
         read this one's memory, and rank 0 hosts the store, which this uses.
         """
-        store: Any = self.kept
+        store: Any = self.store
         if self.transport not in _DEVICE_BACKENDS or store is None or self._aborted:
             return
         torch.accelerator.synchronize(self.device)

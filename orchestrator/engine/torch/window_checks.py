@@ -150,7 +150,7 @@ def digests_of(
     return list(map(int, sums))
 
 
-def digest_of(tensor: Tensor) -> int:
+def tensor_digest(tensor: Tensor) -> int:
     """Return a digest of all numbers of a tensor of any dtype, by one wait for its device."""
     whole = shares_of([tensor.numel()], [tensor.element_size()])
     return folded(digests_of([tensor], [piece for share in whole for piece in share]))

@@ -44,8 +44,8 @@ class WindowState:
         named: all parameters of the model, trained or not.
         trained: those that are.
         optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
-            are refused in a window; with `options.advise` batch norms in training mode are warned
-            of, once.
+            are refused in a window; with `options.warn_about_layers` batch norms in training mode
+            are warned of, once.
 
     Attributes:
         update: the number of the window's update; -1 before the first.
@@ -70,7 +70,7 @@ class WindowState:
         self._parameters = [parameter for _, parameter in trained]
         self._others = [(name, p) for name, p in named if id(p) not in known]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
-        self._norms = batch_norms_of(model) if options.advise else {}
+        self._norms = batch_norms_of(model) if options.warn_about_layers else {}
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self.update, self.open, self.micro_steps = -1, False, 0
         self._inside: str | None = None  # the call that runs now
@@ -85,7 +85,7 @@ class WindowState:
         self._settings: dict[str, Any] = {}
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
-        self._advise()
+        self._warn_about_layers()
 
     @property
     def unfinished(self) -> bool:
@@ -157,7 +157,7 @@ class WindowState:
         self.open, self._over, self._recorded, self.micro_steps = True, False, False, 0
         self._broken, self._stray = None, None
         if self._norms:
-            self._advise()
+            self._warn_about_layers()
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {
@@ -170,7 +170,7 @@ class WindowState:
         if self._silent:
             self._group.silence = f"in mid-window of update {self.update}"
 
-    def _advise(self) -> None:
+    def _warn_about_layers(self) -> None:
         if any(layer.training for layer in self._norms.values()):
             given = norm_advice(list(self._norms), apart=self._group.size > 1)
             warnings.warn(given + IN_A_LOOP, stacklevel=5)

@@ -344,7 +344,7 @@ def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_no
             nn.init.ones_(layer.weight)
             nn.init.ones_(layer.bias)
         optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, weight_decay=0.5)
-        ours = Accumulator(model, optimizer, group, advise=False)  # of equal samples
+        ours = Accumulator(model, optimizer, group, warn_about_layers=False)  # of equal samples
         counts, exchanges = [], []
         for update in range(4):
             mine = 0 if group.rank == 0 or update == 3 else 1

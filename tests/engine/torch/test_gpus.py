@@ -194,7 +194,7 @@ def test_no_rank_over_nccl_leaves_before_the_devices_of_all_are_done(tmp_path, m
     stores.append(rendezvous.join(spec(1, 2, tmp_path), time.monotonic() + 10))
     groups = [TorchGroup.wrap(NcclOf(60), device="cpu") for _ in stores]
     for ours, store in zip(groups, stores, strict=True):
-        ours.kept = store
+        ours.store = store
     first = threading.Thread(target=groups[0].close, daemon=True)
     first.start()
     first.join(0.2)

@@ -7,9 +7,9 @@ from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.sweep.cells import alone_in, ready_of
 from orchestrator.sweep.local import PointResult
 from orchestrator.sweep.search import Search, Searcher
+from orchestrator.sweep.tasks import alone_in, ready_of
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 PROGRAM = """\
@@ -67,27 +67,27 @@ class AtOnce:
     def __exit__(self, *_):
         pass
 
-    def has_room(self, cell):
+    def has_room(self, task):
         return len(self.running) < self.most
 
-    def start(self, cell):
-        self.began.append(cell.run.path)
-        with ready_of(cell, QUIET) as ready:
+    def start(self, task):
+        self.began.append(task.run.path)
+        with ready_of(task, QUIET) as ready:
             run = ready.run
             run.begin_attempt()
-        self.running.append(cell)
+        self.running.append(task)
         return True
 
-    def follow(self, cell):
-        raise AssertionError(f"nobody holds {cell.run.path}")
+    def follow(self, task):
+        raise AssertionError(f"nobody holds {task.run.path}")
 
-    def stop(self, cell):
-        self.stopped.append(cell.run.path)
+    def stop(self, task):
+        self.stopped.append(task.run.path)
 
     def wait(self):
-        cell = self.running.pop(0)
-        write_result(cell.run, cell.point.config.job["arguments"])
-        return [PointResult(cell=cell, exit_code=0)]
+        task = self.running.pop(0)
+        write_result(task.run, task.point.config.job["arguments"])
+        return [PointResult(task=task, exit_code=0)]
 
 
 def write_result(run: RunDir, arguments):

@@ -113,11 +113,11 @@ def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
     class Shrinking(AtOnce):
         refused = 0
 
-        def start(self, cell):
+        def start(self, task):
             if len(self.running) == 2 and self.refused < 3:
                 self.refused += 1
                 return False
-            return super().start(cell)
+            return super().start(task)
 
     place = Shrinking(most=3)
     found = searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
@@ -186,7 +186,7 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
 
         def wait(self):
             [ended] = super().wait()
-            run = ended.cell.run
+            run = ended.task.run
             found = run.read_result()
             if found["state"] == "finished" and self.left and self.left.pop(0):
                 write_json(run.result, found | {"loss": None})

@@ -6,7 +6,7 @@ import signal
 
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
-from orchestrator.sweep.cells import alone_in
+from orchestrator.sweep.tasks import alone_in
 from tests.helpers import begin, call, result, until, verb
 from tests.sweep.search.helpers import line_of, loss_of
 

@@ -1,4 +1,4 @@
-"""Cells: what a sweep still has to do for each point, known by content; their submission."""
+"""Tasks: what a sweep still has to do for each point, known by content; their submission."""
 
 from __future__ import annotations
 
@@ -53,14 +53,14 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     Args:
         overrides: that tell it from the sweep's other points.
     """
-    cell = {"of": sorted(overrides), "config": _digest(_counted(plain(config)))}
-    return {CELL: cell, INPUTS: inputs_of(config)}
+    task = {"of": sorted(overrides), "config": _digest(_counted(plain(config)))}
+    return {CELL: task, INPUTS: inputs_of(config)}
 
 
 def why_changed(
     run: RunDir, before: Mapping[str, Any], now: Mapping[str, Any], config: Config
 ) -> str | None:
-    """Return how a cell differs from what it was when it ran; None if it does not.
+    """Return how a task differs from what it was when it ran; None if it does not.
 
     Args:
         before, now: as `notes_of` returns them.
@@ -90,7 +90,7 @@ def _digest(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-REPLACED = ".replaced"  # where cells go that are begun anew, in the sweep's folder
+REPLACED = ".replaced"  # where tasks go that are begun anew, in the sweep's folder
 
 
 class Action(Enum):
@@ -103,7 +103,7 @@ class Action(Enum):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Cell:
+class PointTask:
     """A point, and the next step for it.
 
     Attributes:
@@ -125,14 +125,14 @@ class Cell:
         return RunDir(self.point.folder)
 
 
-def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
-    """Return a cell for each point. Reads only; asks the scheduler once.
+def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]:
+    """Return a task for each point. Reads only; asks the scheduler once.
 
     Args:
         force: also those that are done.
 
     Raises:
-        ConfigError: a cell that has changed is in progress as it was before.
+        ConfigError: a task that has changed is in progress as it was before.
         RunFolderError: a point's folder holds another run.
     """
     known = _known({point.folder.parent for point in points})
@@ -143,26 +143,26 @@ def cells_of(points: Sequence[Point], *, force: bool = False) -> list[Cell]:
     wrong: dict[str, list[int]] = {}
     with read_once():  # of data, too: thousands of points may share it
         made = [notes_of(point.config, point.identity) for point in placed]
-        cells = [
-            _cell(
+        tasks = [
+            _task(
                 point, standing.get(point.folder), known.get(point.identity, (None, {}))[1], now,
                 force=force,
             )
             for point, now in zip(placed, made, strict=True)
         ]  # fmt: skip
-    for point, cell in zip(placed, cells, strict=True):
-        if cell.action is Action.IN_PROGRESS and (cell.why.startswith("changed") or force):
+    for point, task in zip(placed, tasks, strict=True):
+        if task.action is Action.IN_PROGRESS and (task.why.startswith("changed") or force):
             sentence = (
                 f"it is in progress as it was ({standing[point.folder].state}), and to be run anew "
-                f"({cell.why}); cancel it first, or let it end"
+                f"({task.why}); cancel it first, or let it end"
             )
             wrong.setdefault(sentence, []).append(point.number)
     refuse_points(wrong, points[0].number, len(points))
-    return cells
+    return tasks
 
 
 def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
-    """Return the cells in these folders by the overrides that identify them, with notes."""
+    """Return the tasks in these folders by the overrides that identify them, with notes."""
     found: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
     for sweep in sweeps:
         for name in names_in(sweep) if sweep.is_dir() else ():
@@ -181,7 +181,7 @@ def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, A
 def _placed(
     point: Point, known: Mapping[tuple[str, ...], tuple[RunDir, Any]], taken: set[Path]
 ) -> Point:
-    """Return the point in the folder that its cell has already, or in a folder that no cell has."""
+    """Return the point in the folder that its task has already, or in a folder that no task has."""
     folder = point.folder
     if point.identity in known:
         folder = known[point.identity][0].path
@@ -194,30 +194,30 @@ def _placed(
     return replace(point, config=config)
 
 
-def _cell(
+def _task(
     point: Point,
     status: RunStatus | None,
     before: Mapping[str, Any],
     now: Mapping[str, Any],
     *,
     force: bool,
-) -> Cell:
+) -> PointTask:
     run = RunDir(point.folder)
-    anew = Cell(point=point, action=Action.START, why="", notes=now, old=run.path)
-    if not before or status is None:  # without a record of this cell
+    anew = PointTask(point=point, action=Action.START, why="", notes=now, old=run.path)
+    if not before or status is None:  # without a record of this task
         if run.path.exists() and _is_half_written(run):
             return replace(anew, why="its folder is half-written")
         return replace(anew, why="new", old=None)  # its start checks what is in the folder
     if status.state == "damaged":
         return replace(anew, why=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
-    cell = replace(anew, why=f"changed: {changed}" if changed else status.state)
+    task = replace(anew, why=f"changed: {changed}" if changed else status.state)
     if status.state not in OVER:
-        return replace(cell, action=Action.IN_PROGRESS, old=None)
+        return replace(task, action=Action.IN_PROGRESS, old=None)
     if changed or force or not status.attempts:
-        return replace(cell, replaces=status.state == "finished" and not force)
+        return replace(task, replaces=status.state == "finished" and not force)
     action = Action.NOTHING if status.state == "finished" else Action.RESUME
-    return replace(cell, action=action, old=None)
+    return replace(task, action=action, old=None)
 
 
 def _is_half_written(run: RunDir) -> bool:
@@ -239,23 +239,23 @@ def replaced_folder(sweep: Path, name: str) -> Path:
     return aside / f"{name}-{sum(other.startswith(f'{name}-') for other in names_in(aside))}"
 
 
-def make_room(cell: Cell) -> None:
-    """Move the old content of a cell's folder aside, where people find it."""
-    if cell.old is not None:
-        cell.old.rename(replaced_folder(cell.old.parent, cell.old.name))
+def make_room(task: PointTask) -> None:
+    """Move the old content of a task's folder aside, where people find it."""
+    if task.old is not None:
+        task.old.rename(replaced_folder(task.old.parent, task.old.name))
 
 
-def refuse_replacing(cells: Sequence[Cell]) -> None:
+def refuse_replacing(tasks: Sequence[PointTask]) -> None:
     """Raise `ConfigError` if finished points would run again because of what has changed."""
     wrong: dict[str, list[int]] = {}
-    for cell in cells:
-        if cell.replaces:
-            wrong.setdefault(f"finished, and {cell.why}", []).append(cell.point.number)
+    for task in tasks:
+        if task.replaces:
+            wrong.setdefault(f"finished, and {task.why}", []).append(task.point.number)
     ways = (
         f"--changed runs them again (the old results move to {REPLACED}); another run.dir keeps "
         f"these results"
     )
-    refuse_points(wrong, cells[0].point.number, len(cells), ways)
+    refuse_points(wrong, tasks[0].point.number, len(tasks), ways)
 
 
 # ------------------------------------------------------------------ Starting them
@@ -284,27 +284,27 @@ def _remove_if_empty(sweep: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def ready_of(cell: Cell, output: OutputOptions) -> Generator[Ready | None]:
-    """Make a cell's run ready: a new one, or one that continues."""
-    point = cell.point
-    if cell.action is Action.RESUME:
+def ready_of(task: PointTask, output: OutputOptions) -> Generator[Ready | None]:
+    """Make a task's run ready: a new one, or one that continues."""
+    point = task.point
+    if task.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        with prepared_resume(cell.run.path, output, to=point.config, changed=True) as ready:
+        with prepared_resume(task.run.path, output, to=point.config, changed=True) as ready:
             yield ready
         return
-    make_room(cell)
+    make_room(task)
     with prepared_run(
         point.config,
         output,
         overrides=point.overrides,
         flags=point.flags,
         plan=point.plan,
-        notes=cell.notes,
+        notes=task.notes,
     ) as ready:
         yield ready
 
 
-def submit(cells: Sequence[Cell], output: OutputOptions) -> None:
+def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
     """Submit them, by kinds of clusters; nothing is submitted before all folders are written.
 
     Raises:
@@ -314,27 +314,27 @@ def submit(cells: Sequence[Cell], output: OutputOptions) -> None:
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
     with interrupts, read_once():
-        made = _made_ready(cells, OutputOptions(console=output.console, quiet=True))
-        _submit(made, at_once(cells[0].point.config.sweep.parallel))
+        made = _made_ready(tasks, OutputOptions(console=output.console, quiet=True))
+        _submit(made, at_once(tasks[0].point.config.sweep.parallel))
 
 
-def _made_ready(cells: Sequence[Cell], quiet: OutputOptions) -> list[Ready]:
+def _made_ready(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Ready]:
     """Write all runs to the disk, or none and raise why."""
     made: list[Ready] = []
     wrong: dict[str, list[int]] = {}
-    sweeps = {cell.run.path.parent for cell in cells}
+    sweeps = {task.run.path.parent for task in tasks}
     try:
-        with writing(RunDir(cells[0].run.path.parent)), written_together(sweeps):
-            for cell in cells:
+        with writing(RunDir(tasks[0].run.path.parent)), written_together(sweeps):
+            for task in tasks:
                 _refuse_interrupted()
                 try:
-                    with ready_of(cell, quiet) as ready:
+                    with ready_of(task, quiet) as ready:
                         made += [ready] if ready is not None else []
                 except NotNow:  # it is nothing that is wrong with a point
                     raise
                 except UsageError as error:
-                    wrong.setdefault(str(error), []).append(cell.point.number)
-            refuse_points(wrong, min(cell.point.number for cell in cells), len(cells))
+                    wrong.setdefault(str(error), []).append(task.point.number)
+            refuse_points(wrong, min(task.point.number for task in tasks), len(tasks))
         _refuse_interrupted()
     except BaseException:
         _withdraw(made)
