@@ -68,8 +68,10 @@ class ProgramConfig:
     def name(self) -> str:
         """For a run's folder, and the scheduler.
 
-        >>> Program(command=("scripts/train.py",)).name, Program(command=("-m", "a.b")).name
-        ('train', 'b')
+        >>> ProgramConfig(command=("scripts/train.py",)).name
+        'train'
+        >>> ProgramConfig(command=("-m", "a.b")).name
+        'b'
         """
         last = self.target.rpartition(".")[2] if self.is_module else PurePath(self.target).stem
         return (last or self.target).lower()
@@ -78,7 +80,7 @@ class ProgramConfig:
     def argv(self) -> tuple[str, ...]:
         """All that follows the target.
 
-        >>> Program(command=("train.py", "--tiny"), arguments={"optim": {"beta": 0.9}}).argv
+        >>> ProgramConfig(command=("train.py", "--tiny"), arguments={"optim": {"beta": 0.9}}).argv
         ('--tiny', '--optim.beta=0.9')
         """
         typed = self.command[2 if self.is_module else 1 :]
