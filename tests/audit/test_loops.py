@@ -15,7 +15,6 @@ NEED_RANKS = {
 }  # fmt: skip
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row(tmp_path, size):
     warm.ranks("tests.audit.observed", size, tmp_path)

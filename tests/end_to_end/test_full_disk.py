@@ -59,7 +59,6 @@ def lines(run):
     return [json.loads(line) for line in text.splitlines()]
 
 
-@pytest.mark.timeout(180)
 def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
     disk, undisturbed, tmp_path
 ):
@@ -85,7 +84,6 @@ def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
     assert helpers.result(run)["weights_sha256"] == undisturbed
 
 
-@pytest.mark.timeout(120)
 def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(disk, tmp_path):
     run = disk.folder / "run"
     hold = Hold(tmp_path / "hold").hold_before(12)

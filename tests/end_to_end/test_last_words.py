@@ -72,7 +72,6 @@ def runs(tmp_path_factory):
         process.kill()
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("words", ROWS)
 def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     *_, rank, cause, line = ROWS[words]
@@ -86,7 +85,6 @@ def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     assert not helpers.processes_of(run)
 
 
-@pytest.mark.timeout(120)
 def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
     run = tmp_path / "run"
     done = helpers.call(
@@ -98,7 +96,6 @@ def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
     assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
 
 
-@pytest.mark.timeout(120)
 def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(tmp_path):
     run = tmp_path / "run"
     done = helpers.call(

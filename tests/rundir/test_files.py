@@ -33,7 +33,6 @@ def links(folder, target):
     return [folder / name for name in ("link", "dangling", "device")]
 
 
-@pytest.mark.timeout(120)
 def test_links_are_neither_read_nor_written(tmp_path):
     precious = tmp_path / "precious"
     precious.write_text("keep")

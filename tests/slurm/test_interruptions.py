@@ -87,7 +87,6 @@ def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name
     assert note["lost_updates"] <= 6
 
 
-@pytest.mark.timeout(300)
 def test_preemption_a_requeue_by_hand_and_a_node_set_down_cost_a_restart_each(
     mended, tmp_path, digest
 ):
@@ -183,7 +182,6 @@ def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(sl
         assert "left running" not in log(tmp_path, rank), "the node's watcher is ours"
 
 
-@pytest.mark.timeout(240)
 def test_a_run_goes_on_beyond_its_time_limit(slurm, limited, digest):
     run, hold = limited
     runs.wait_for_update(run, 1, attempt=1, timeout_s=150)

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 
-import pytest
-
 from tests.helpers import name_of, processes_of, until
 from tests.hold import Hold
 from tests.slurm import runs
@@ -19,7 +17,6 @@ def rank_of(run, rank):
     return next(p.pid for p in processes_of(run) if name_of(p) == f"rank {rank}")
 
 
-@pytest.mark.timeout(200)
 def test_preempted_once_and_a_rank_killed_once_it_ends_with_the_bits_of_one_left_alone(
     slurm, tmp_path
 ):

@@ -1,7 +1,5 @@
 """Nodes that die, as a whole or in part, whether SLURM notices or not."""
 
-import pytest
-
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
 from tests.helpers import TINY, name_of, processes_of, records, until
@@ -27,7 +25,6 @@ def test_a_node_whose_processes_vanish_is_noticed_though_slurm_believes_it_alive
     assert runs.status(run)["lost_updates"] == note["lost_updates"]
 
 
-@pytest.mark.timeout(300)
 def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, tmp_path, digest):
     """Two runs at once: one node loses power; of another only slurmd dies and its ranks live on."""
     crashed, orphaned = tmp_path / "crashed", tmp_path / "orphaned"
@@ -80,7 +77,6 @@ def process_named(run, name):
     return next(process for process in processes_of(run) if name_of(process) == name)
 
 
-@pytest.mark.timeout(240)
 def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
     """As is the default: run.survive is not stated."""
     run = tmp_path / "run"

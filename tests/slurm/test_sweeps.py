@@ -141,7 +141,6 @@ def test_the_same_line_submits_the_points_that_did_not_fit_before(slurm, tmp_pat
     assert wait_for_end(sweep) == dict.fromkeys("0123", "finished")
 
 
-@pytest.mark.timeout(300)
 def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(slurm, tmp_path):
     folder = tmp_path / "found"
     line = (

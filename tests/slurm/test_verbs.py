@@ -5,8 +5,6 @@ import os
 import shutil
 import signal
 
-import pytest
-
 from slurm import breaking
 from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
@@ -72,7 +70,6 @@ def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path)
     assert runs.status(run)["state"] == "finished"
 
 
-@pytest.mark.timeout(240)
 def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mended, tmp_path):
     run = tmp_path / "run"
     hold = runs.hold_of_long(run)
@@ -111,7 +108,6 @@ def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_
     assert all("GB/s a rank" in found for found in sums)
 
 
-@pytest.mark.timeout(240)
 def test_a_rehearsal_whose_batch_script_is_killed_ends_with_the_undisturbed_bits(slurm, tmp_path):
     small = (
         "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", TINY, "job.pause_s=0.05",

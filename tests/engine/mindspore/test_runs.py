@@ -20,7 +20,6 @@ from tests.programs import script
 SLOW = "job._target_=tests.engine.mindspore.jobs.SlowLine"
 
 
-@pytest.mark.timeout(400)
 def test_both_engines_agree_from_the_same_start(tmp_path):
     """The block of docs/how-to/mindspore.md, with a narrower net."""
     block = shell_block("mindspore.md", "orchestrator compare")
@@ -84,7 +83,6 @@ def scheduler_of(run):
     return next(c.pid for c in children if "scheduler_process.py" in " ".join(c.cmdline()))
 
 
-@pytest.mark.timeout(300)
 def test_a_killed_scheduler_is_named_and_costs_no_bit(tmp_path):
     """tests/slurm kills a rank."""
     undisturbed, run = tmp_path / "undisturbed", tmp_path / "run"

@@ -345,7 +345,6 @@ def _check_files(folder, weights, merged):
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-@pytest.mark.timeout(300)
 def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp_path):
     kept = tmp_path / "kept"
 

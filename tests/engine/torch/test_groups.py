@@ -410,7 +410,6 @@ print(group.counters.collectives)
 """
 
 
-@pytest.mark.timeout(300)
 def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
     environment = {
         **os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
