@@ -358,8 +358,8 @@ class Agent:
         assert self._coordinator_link is not None  # noqa: S101  # its socket is registered
         messages = self._coordinator_link.receive()
         if messages is None:
-            # A broken link does not mean that it has ended: `_follow` asks it again. But a link
-            # that never sent anything was closed by another agent at its address.
+            # The coordinator may live: `_follow` connects to it again. But a link over which it
+            # never sent anything was closed by another agent at its address.
             self._leave_coordinator(lost=not self._was_heard or self._is_over())
             return
         self._coordinator_link.heard, self._was_heard = self._clock(), True

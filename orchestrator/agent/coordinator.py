@@ -141,15 +141,16 @@ class Coordinator:
         self._clock = clock
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
-        self._began = self._folder_seen = self._record_read = self._clock()
+        self._began = self._folder_seen = self._clock()
         self._took_over = bool(set(lost))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
-        newest = self._record.newest()
+        generations = list(self._record.since(0))
+        newest = generations[-1] if generations else None
         self._generation: int = newest["generation"] if newest else -1
         self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
         self._message = message_of(newest) if newest else {}
-        for generation in self._record.since():
+        for generation in generations:  # a member may have joined, and been lost again
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.process = max(worker.process, process_of(member, spec.ranks))
@@ -423,10 +424,7 @@ class Coordinator:
 
     def _check_folder(self, now: float) -> None:
         """Fail the attempt once its folder is gone: nothing that it computes could be saved."""
-        if now - self._folder_seen < BEAT_S or self._killed:
-            return
-        self._folder_seen = now
-        if is_folder(self._run.attempt(self._spec.attempt)):
+        if self._killed or is_folder(self._run.attempt(self._spec.attempt)):
             return
         cause = self._run.removed_message
         # Another start would fail in the same way.
@@ -516,11 +514,15 @@ class Coordinator:
         if self.outcome is not None:
             return
         now = self._clock()
-        self._check_folder(now)
+        look = now - self._folder_seen >= BEAT_S
+        if look:
+            self._folder_seen = now
+            self._check_folder(now)
         self._check_agents(now)
         if not self._over:
             self._first_generation()
-            self._adopt_generation(now)
+            if look:
+                self._adopt_generation()
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
@@ -579,11 +581,8 @@ class Coordinator:
             return
         self._publish(0, self._members, code=self.workers[0].code)
 
-    def _adopt_generation(self, now: float) -> None:
+    def _adopt_generation(self) -> None:
         """Adopt what another coordinator has recorded, which took this one for lost."""
-        if now - self._record_read < BEAT_S:
-            return
-        self._record_read = now
         if (found := self._record.read(self._generation + 1)) is not None:
             self._accept(found)
 
@@ -697,7 +696,7 @@ class Coordinator:
         if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
             log.info("the other nodes continue without this one; its agent ends")
             for agent in self.agents.values():
-                if not agent.lost:  # a lost one, connected again, may hold what goes on
+                if not agent.lost:  # a lost one that has connected again may hold the members
                     self._command(agent.index, "end")
             return
         state, culprit = self._decide()

@@ -22,7 +22,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
 
-# Sections that do not tell a task from another.
+# Sections that do not tell a point from another.
 NOT_IDENTIFYING = ("run", "sweep")
 OUTPUT_OPTION = re.compile(
     r"(?:--)?(?:[\w-]+\.)?(?:out|output|save|checkpoint|ckpt|log|result)s?[_-]?(?:dir|path|folder|file)?"
@@ -94,7 +94,7 @@ def checked(found: Sequence[Composed | ConfigError]) -> list[Point]:
 
 
 def _identifying(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
-    """Return the overrides that identify a task. Those of where and how it runs count only if the
+    """Return the overrides that identify a point. Those of where and how it runs count only if the
     points differ in them.
     """
     return sorted(o.lstrip("+") for o in overrides if identifies(o) or o not in shared)

@@ -77,7 +77,6 @@ class Process:
     reported: bool = False
     final_state: str = ""
     failure: dict | None = None
-    ended: float = 0.0
 
     def receive(self, message):
         if message.get("generation", -1) > self.latest["generation"]:
@@ -88,14 +87,14 @@ class Process:
 
 
 class SimulatedWorkers:
-    """What an agent uses of `Workers`."""
+    """The part of `Workers` that an agent uses."""
 
     def __init__(self, *, spec, selector, report, clock, on_fork):
-        del selector, on_fork
-        self.spec, self.report, self.clock = spec, report, clock
+        del spec, selector, clock, on_fork
+        self.report = report
         self.simulation = None  # set by it
         self.all = {}
-        self.stops = {}
+        self.stops = []
 
     @property
     def alive(self):
@@ -117,7 +116,7 @@ class SimulatedWorkers:
                 one.receive(message)
 
     def stop(self, name):
-        self.stops.setdefault(name, self.clock())
+        self.stops.append(name)
         self.send(stop=name)
 
     def kill(self, rank):
@@ -133,12 +132,9 @@ class SimulatedWorkers:
         """Here only: read what the workers have sent."""
         for one in self.alive:
             for event in one.outbox:
-                one.latest_events[event["event"]] = {
-                    **event,
-                    "rank": one.rank,
-                    "process": one.process,
-                }
-                self.report(one.latest_events[event["event"]])
+                event |= {"rank": one.rank, "process": one.process}
+                one.latest_events[event["event"]] = event
+                self.report(event)
             one.outbox.clear()
 
     def reap(self):
@@ -258,7 +254,7 @@ class Simulation:
     """A run with random faults."""
 
     def __init__(self, folder, seed, monkeypatch, **spec):
-        self.seed, self.chance = seed, random.Random(seed)
+        self.chance = random.Random(seed)
         self.now, self.log = 1000.0, []
         self.run = RunDir(folder)
         self.run.create()
@@ -282,7 +278,7 @@ class Simulation:
         self.stopped = False
         self.were_members = set()
         self.full = self.unwritten = False  # the disk; an outcome
-        self.nobody_trained = self.nobody_to_decide = False
+        self.all_members_lost = self.all_agents_lost = False
         self.were_cut = set()
         self.later = []  # (time, what to do then)
         write = files.write_atomically
@@ -337,7 +333,7 @@ class Simulation:
         for end in agent._pipe:
             os.close(end)
         agent._workers.kill_all()
-        self.nobody_to_decide |= not self.agents and killed
+        self.all_agents_lost |= not self.agents and killed
         if killed and self.left[index] > 0 and not self.stopped:
             self.left[index] -= 1
             self.specs[index] = self.specs[index].next_incarnation()
@@ -363,7 +359,7 @@ class Simulation:
         return member_of(one.rank, one.process, self.spec.ranks)
 
     def end(self, one, status, final_state="", cause=None):
-        one.status, one.final_state, one.ended = status, final_state, self.now
+        one.status, one.final_state = status, final_state
         if cause is not None:
             name = self.spec.name_of(self.spec.node_of(one.rank))
             one.failure = failure_record(one.rank, name, cause, secondary=True)
@@ -418,7 +414,7 @@ class Simulation:
             self.enter(one, FORMS)
 
     def notice_losses(self, one):
-        """Without a lost peer a worker waits; with one, until the next generation, not for ever."""
+        """End a worker that has lost a peer, and to which no generation came for a while."""
         if one.leave_at is not None:
             return
         members = set(self.members_of(one.generation))
@@ -440,8 +436,7 @@ class Simulation:
     def members_of(self, generation):
         if generation == 0:
             return list(range(self.spec.ranks))
-        found = self.record.read(generation)
-        return found["members"]
+        return self.record.read(generation)["members"]
 
     def train(self, one):
         """Complete the boundary that has been computed, if there is one."""
@@ -511,7 +506,7 @@ class Simulation:
         members = set(self.newest()["members"])
         self.were_members |= members
         if members and all(one.state != ENDS for one in self.processes):
-            self.nobody_trained |= members.isdisjoint(map(self.member, self.live()))
+            self.all_members_lost |= members.isdisjoint(map(self.member, self.live()))
 
     def newest(self):
         return self.record.newest() or {"generation": -1, "members": []}

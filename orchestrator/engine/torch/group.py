@@ -105,7 +105,7 @@ class BaseGroup(Group):
     ) -> None:
         super().__init__(rank=rank, size=size, generation=generation, transport=transport)
         self.device = torch.device(device)
-        self.store: object = None  # what has to live as long as the group: its store
+        self.store: object = None  # has to live as long as the group
         self.spec: GroupSpec | None = None  # of the rendezvous that formed it
         # Of a job's model in shards: see `fully_sharded.join_copies`.
         self.shard_ranks: tuple[int, ...] = ()
