@@ -84,11 +84,6 @@ def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpo
     cluster.command("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
 
 
-def set_node_up(cluster: DevCluster, node: str) -> None:
-    """Set a node up again as an administrator."""
-    cluster.command("scontrol", "update", f"nodename={node}", "state=resume")
-
-
 def stop_controller(cluster: DevCluster) -> None:
     """Stop the controller: jobs run on, every client command fails. `up()` starts it again."""
     _stop(cluster, CONTROLLER)

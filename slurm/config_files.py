@@ -10,7 +10,6 @@ from slurm.layout import Layout
 ACCOUNT = "dev"
 CRED_EXPIRE_SECONDS = 5
 KILL_WAIT_SECONDS = 3
-GRACE_SECONDS = 20
 SLURMD_TIMEOUT_SECONDS = 5
 
 # Start what can start at once: on one machine there is no storm of requests to fear.
@@ -26,7 +25,7 @@ class Shape:
     memory_mb: int = 16384
     gpus: int = 4
     accounting: bool = True
-    grace_seconds: int = GRACE_SECONDS
+    grace_seconds: int = 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +60,6 @@ class ClusterSpec:
     def cluster_name(self) -> str:
         """Return SLURM's ClusterName, also the prefix of the database's tables."""
         return self.name.replace("-", "_")
-
-    @property
-    def database_name(self) -> str:
-        return "slurm_acct_db"
 
 
 def ports_needed(nodes: int) -> int:
@@ -178,7 +173,7 @@ def slurmdbd_conf(spec: ClusterSpec, at: Layout) -> str:
             "StorageType=accounting_storage/mysql",
             # "localhost" means the socket, which MYSQL_UNIX_PORT names: no port, no password.
             "StorageHost=localhost",
-            f"StorageLoc={spec.database_name}",
+            "StorageLoc=slurm_acct_db",
             f"StorageUser={spec.user}",
         ]
     )

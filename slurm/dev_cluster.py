@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from slurm import accounting, client, processes
-from slurm.config_files import GRACE_SECONDS, KILL_WAIT_SECONDS, ClusterSpec, Shape
+from slurm import client, processes
+from slurm.config_files import KILL_WAIT_SECONDS, ClusterSpec, Shape
 from slurm.daemons import (
     ACCOUNTING,
     CONTROLLER,
@@ -22,9 +22,9 @@ from slurm.errors import DevClusterError
 from slurm.install import cluster_programs, ensure_installed
 from slurm.jobs import NodeProcesses, StepDaemon, Task, job_processes, kill_jobs
 from slurm.layout import DEFAULT_NAME, layout
-from slurm.polling import becomes_true
+from slurm.polling import first_true
 from slurm.preparation import beyond_loopback, decide, load, locked, write_files
-from slurm.startup import mend_nodes, start_daemon, usable
+from slurm.startup import create_tables, mend_nodes, register_account, start_daemon, usable
 
 _END_SECONDS = 20
 _REPORT_SECONDS = 3
@@ -53,23 +53,18 @@ class DevCluster:
         name: str = DEFAULT_NAME,
         *,
         nodes: int = 4,
-        gpus: int = 4,
         accounting: bool = True,
-        grace_seconds: int = GRACE_SECONDS,
         base: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`nodes`, `gpus` (of each node) and `accounting` count when it is next brought up.
+        """`nodes` and `accounting` count when it is next brought up.
 
-        `grace_seconds` is what a preempted job in `low` has between signal and end.
         `base`: the folder of all clusters, see `slurm.layout.base_folder`.
         `say` is told what takes long (installing packages).
         """
         self.name = name
         self.layout = layout(name, base)
-        self._shape = Shape(
-            nodes=nodes, gpus=gpus, accounting=accounting, grace_seconds=grace_seconds
-        )
+        self._shape = Shape(nodes=nodes, accounting=accounting)
         self._say = say
 
     @property
@@ -123,11 +118,11 @@ class DevCluster:
             return ()
         write_files(spec, self.layout)
         if DATABASE in missing:
-            accounting.create_tables(spec, self.layout)
+            create_tables(spec, self.layout)
         every = daemons(spec, self.layout)
         for name in missing:
             if name == CONTROLLER and spec.shape.accounting:
-                accounting.register(spec, self.layout)
+                register_account(spec, self.layout)
             start_daemon(every[name], spec, self.layout)
         return tuple(missing)
 
@@ -180,10 +175,10 @@ class DevCluster:
             # A dead slurmd forwards no signal: its jobs are killed afterwards.
             return not any(node_daemon_name(p.node) in running for p in job_processes(self.layout))
 
-        becomes_true(all_ended, seconds=KILL_WAIT_SECONDS)
+        first_true(all_ended, seconds=KILL_WAIT_SECONDS)
         kill_jobs(self.layout)
         # While slurmd can still report it: slurmctld waits 5 s for nodes that owe it an answer.
-        becomes_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
+        first_true(lambda: not client.queued_jobs(self.layout), seconds=_REPORT_SECONDS)
 
     def status(self) -> Status:
         """Return what runs; a controller that does not answer is not queried."""

@@ -51,11 +51,6 @@ class NodeProcesses:
     step_daemons: tuple[StepDaemon, ...]
     tasks: tuple[Task, ...]
 
-    @property
-    def job_pids(self) -> tuple[int, ...]:
-        """Return pids, step daemons first: a live one reports the end of its tasks."""
-        return tuple(p.pid for p in (*self.step_daemons, *self.tasks))
-
 
 def job_processes(at: Layout) -> Iterator[StepDaemon | Task]:
     """Return everything that jobs of this cluster have running now, on all nodes."""

@@ -146,8 +146,3 @@ def layout(name: str = DEFAULT_NAME, base: Path | None = None) -> Layout:
             f"to one of letters, digits, '-', '_', '.' and '/'"
         )
     return Layout(root)
-
-
-def slurm_conf(name: str = DEFAULT_NAME) -> Path:
-    """Return the cluster's slurm.conf: a client command needs only `SLURM_CONF=<this>`."""
-    return layout(name).slurm_conf

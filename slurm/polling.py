@@ -24,12 +24,7 @@ def first_true(condition: Callable[[], Value], *, seconds: float) -> Value:
     return value
 
 
-def becomes_true(condition: Callable[[], bool], *, seconds: float) -> bool:
-    """Return whether `condition` becomes true within `seconds`."""
-    return first_true(condition, seconds=seconds)
-
-
 def wait_until(condition: Callable[[], bool], *, seconds: float, what: str) -> None:
     """Return as soon as `condition` is true; raise, naming `what`, if it is not in time."""
-    if not becomes_true(condition, seconds=seconds):
+    if not first_true(condition, seconds=seconds):
         raise DevClusterError(f"waited {seconds:g} s in vain until {what}")

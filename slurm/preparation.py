@@ -6,18 +6,23 @@ import fcntl
 import json
 import os
 import pwd
+import random
 import secrets
 import socket
-from collections.abc import Generator
+from collections.abc import Generator, Iterable
 from pathlib import Path
 from typing import Any, cast
 
-from slurm import config_files, ports
+from slurm import config_files
 from slurm.config_files import ClusterSpec, Shape
 from slurm.errors import DevClusterError
 from slurm.layout import Layout
 
 _KEY_BYTES = 1024
+# Ports lie below the range that the kernel hands to outgoing connections, so that a port found free
+# now is not taken by a short connection before the daemon binds it.
+_LOWEST, _HIGHEST = 20000, 32000
+_TRIES = 200
 
 
 @contextlib.contextmanager
@@ -59,16 +64,54 @@ def decide(name: str, at: Layout, shape: Shape) -> ClusterSpec:
             user=pwd.getpwuid(os.geteuid()).pw_name,
             host=socket.gethostname().partition(".")[0],
             address=host_address(),
-            ports=ports.choose(
+            ports=_choose_ports(
                 config_files.ports_needed(shape.nodes),
                 preferred=before.ports if before else (),
-                taken=ports.recorded(other for other in others if other != at.record),
+                taken=_recorded_ports(other for other in others if other != at.record),
             ),
             shape=shape,
         )
         at.create(spec.node_names)
         _write(at.record, json.dumps(dataclasses.asdict(spec), indent=2) + "\n")
     return spec
+
+
+def _is_free(port: int) -> bool:
+    """Return whether a daemon could listen on this port now, on any of our addresses."""
+    with socket.socket() as probe:
+        # As the daemons do: a port whose last connections are still in TIME_WAIT is free.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError:
+            return False
+    return True
+
+
+def _choose_ports(count: int, *, preferred: tuple[int, ...], taken: set[int]) -> tuple[int, ...]:
+    """Return `count` free ports: the preferred ones if possible, else random neighbours.
+
+    `taken` are ports that belong to other clusters, running or not.
+    """
+    if len(preferred) == count and not taken & {*preferred} and all(map(_is_free, preferred)):
+        return preferred
+    for _ in range(_TRIES):
+        first = random.randrange(_LOWEST, _HIGHEST - count)  # noqa: S311  no secret
+        block = tuple(range(first, first + count))
+        if not taken & {*block} and all(map(_is_free, block)):
+            return block
+    raise DevClusterError(
+        f"found no {count} free neighbouring ports between {_LOWEST} and {_HIGHEST}"
+    )
+
+
+def _recorded_ports(records: Iterable[Path]) -> set[int]:
+    """Return the ports that the given clusters' `cluster.json` name."""
+    found: set[int] = set()
+    for record in records:
+        content = cast("dict[str, Any]", json.loads(record.read_text()))
+        found.update(cast("list[int]", content["ports"]))
+    return found
 
 
 def host_address() -> str:

@@ -5,7 +5,6 @@ else's. A process is ours only if it runs the program that we started *and* its 
 our slurm.conf. Nothing is ever signalled on other grounds.
 """
 
-import contextlib
 import os
 import signal
 import subprocess
@@ -16,7 +15,7 @@ from pathlib import Path
 import psutil
 
 from slurm.errors import DevClusterError
-from slurm.polling import becomes_true, wait_until
+from slurm.polling import first_true, wait_until
 
 _SPAWN_SECONDS = 10
 _EXEC_SECONDS = 5
@@ -70,21 +69,12 @@ def start(daemon: Daemon) -> int:
 
 
 def running_pid(daemon: Daemon) -> int | None:
-    """Return the pid of the daemon if it lives and is ours, else None.
-
-    A rehearsal may have restarted it; then it is in no file of ours.
-    """
-    with contextlib.suppress(FileNotFoundError, ValueError):
+    """Return the pid of the daemon if it lives and is ours, else None."""
+    try:
         pid = int(daemon.pid_file.read_text())
-        if _is(pid, daemon):
-            return pid
-    for process in psutil.process_iter(["name", "cmdline"]):
-        words = process.info["cmdline"] or []
-        if process.info["name"] == daemon.program and words[1:] == [*daemon.argv[1:]]:
-            with contextlib.suppress(psutil.Error):  # it has ended, or is somebody else's
-                if process.environ().get("SLURM_CONF") == daemon.marker:
-                    return int(process.pid)
-    return None
+    except (FileNotFoundError, ValueError):
+        return None
+    return pid if _is(pid, daemon) else None
 
 
 def _is(pid: int, daemon: Daemon) -> bool:
@@ -99,7 +89,7 @@ def _is(pid: int, daemon: Daemon) -> bool:
 
     try:
         # In the middle of exec both are empty for a moment (and for kernel threads, always).
-        if not becomes_true(readable, seconds=_EXEC_SECONDS):
+        if not first_true(readable, seconds=_EXEC_SECONDS):
             return False
     except (psutil.NoSuchProcess, psutil.AccessDenied):
         return False
@@ -129,7 +119,7 @@ def end(pids: Iterable[int], *, patience_seconds: float) -> None:
     remaining = [pid for pid in pids if is_alive(pid)]
     for pid in remaining:
         send(pid, signal.SIGTERM)
-    if becomes_true(lambda: not any(map(is_alive, remaining)), seconds=patience_seconds):
+    if first_true(lambda: not any(map(is_alive, remaining)), seconds=patience_seconds):
         return
     kill(remaining)
 

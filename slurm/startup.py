@@ -1,14 +1,18 @@
-"""Starting one daemon and knowing when it is ready; making every node take jobs."""
+"""Starting one daemon and knowing when it is ready; its accounting; making nodes take jobs."""
 
+import shutil
 import socket
+import subprocess
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import psutil
 
 from slurm import client, processes
-from slurm.config_files import ClusterSpec
+from slurm.config_files import ACCOUNT, ClusterSpec
 from slurm.daemons import ACCOUNTING, CONTROLLER, DATABASE, MUNGED
+from slurm.errors import DevClusterError
+from slurm.install import program, search_path
 from slurm.layout import Layout
 from slurm.polling import wait_until
 from slurm.processes import Daemon
@@ -16,6 +20,7 @@ from slurm.processes import Daemon
 # Generous: a cold start on a busy machine is slow, and a dead daemon ends the wait at once.
 _READY_SECONDS = 60
 _USABLE = {"idle", "mixed", "allocated", "completing", "reserved", "planned"}
+_OUTPUT_LINES = 12
 _SET_ASIDE = {"down", "drained", "draining", "fail", "failing"}
 
 
@@ -60,6 +65,52 @@ def _listens(pid: int, port: int) -> bool:
     except psutil.NoSuchProcess:
         return False
     return any(c.status == psutil.CONN_LISTEN and c.laddr[1] == port for c in connections)
+
+
+def create_tables(spec: ClusterSpec, at: Layout) -> None:
+    """Make MariaDB's own tables, once. Partial ones are made again."""
+    if at.database.exists():
+        return
+    aside = at.root / "mysql.new"
+    if aside.exists():
+        shutil.rmtree(aside)
+    done = subprocess.run(
+        [
+            program("mariadb-install-db"),
+            f"--defaults-file={at.my_cnf}",
+            f"--datadir={aside}",
+            # The cluster's user is authenticated by the socket, without a password.
+            "--auth-root-authentication-method=socket",
+            f"--auth-root-socket-user={spec.user}",
+            "--skip-test-db",
+            "--skip-name-resolve",
+        ],
+        env={"PATH": search_path(), "HOME": str(Path.home())},
+        cwd=at.root,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        tail = "\n".join((done.stdout + done.stderr).splitlines()[-_OUTPUT_LINES:])
+        raise DevClusterError(f"mariadb-install-db ended with {done.returncode}:\n{tail}")
+    aside.rename(at.database)
+
+
+def register_account(spec: ClusterSpec, at: Layout) -> None:
+    """Register the cluster, the account and the user with slurmdbd, which slurmctld needs."""
+    cluster, user = f"cluster={spec.cluster_name}", f"user={spec.user}"
+    show = ("sacctmgr", "-n", "-P", "show", "assoc", cluster, f"account={ACCOUNT}", user)
+    if client.call(at, *show, "format=user").strip():
+        return
+    known = client.call(at, "sacctmgr", "-n", "-P", "show", "cluster", "format=cluster").split()
+    if spec.cluster_name not in known:
+        client.call(at, "sacctmgr", "-i", "add", "cluster", spec.cluster_name)
+    accounts = client.call(at, "sacctmgr", "-n", "-P", "show", "account", "format=account")
+    if ACCOUNT not in accounts.split():
+        client.call(at, "sacctmgr", "-i", "add", "account", ACCOUNT, cluster)
+    client.call(at, "sacctmgr", "-i", "add", "user", spec.user, f"account={ACCOUNT}", cluster)
 
 
 def usable(nodes: Mapping[str, str]) -> bool:

@@ -12,7 +12,6 @@ import contextlib
 from collections.abc import Generator
 from pathlib import Path
 
-from slurm.config_files import GRACE_SECONDS
 from slurm.dev_cluster import DevCluster
 
 
@@ -22,7 +21,6 @@ def dev_cluster(
     *,
     nodes: int = 4,
     accounting: bool = True,
-    grace_seconds: int = GRACE_SECONDS,
     base: Path | None = None,
     remove: bool = False,
 ) -> Generator[DevCluster, None, None]:
@@ -31,9 +29,7 @@ def dev_cluster(
     With `remove`, its folder is removed too. Use one name for each worker of a parallel test run:
     the worker that brings it up takes it down.
     """
-    cluster = DevCluster(
-        name, nodes=nodes, accounting=accounting, grace_seconds=grace_seconds, base=base, say=print
-    )
+    cluster = DevCluster(name, nodes=nodes, accounting=accounting, base=base, say=print)
     was_up = cluster.status().is_up
     try:
         cluster.up()

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 from slurm.dev_cluster import DevCluster
+from slurm.jobs import job_processes
 from tests.helpers import LIGHT, call, records, until
 from tests.hold import Hold
 
@@ -120,13 +121,7 @@ def occupy(cluster: DevCluster, script: str, *options: str) -> str:
 
 def processes_of_job(cluster: DevCluster, job: str) -> list[int]:
     """Return the pids of a job's processes on all nodes."""
-    return [
-        p.pid
-        for node in cluster.node_names
-        for found in [cluster.node_pids(node)]
-        for p in (*found.step_daemons, *found.tasks)
-        if str(p.job) == job
-    ]
+    return [p.pid for p in job_processes(cluster.layout) if str(p.job) == job]
 
 
 def reference(folder: Path, *more: str) -> str:
