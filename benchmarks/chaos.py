@@ -20,8 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos_faults import FAULTS
-from benchmarks.chaos_run import EVERY, MOMENTS, Disturbed, Draw, Outcome, undisturbed
+from benchmarks.chaos_run import EVERY, MOMENTS, Disturbed, Draw, Outcome, spec_of
 from benchmarks.measure import Spread, keep, machine
+from orchestrator.health.rehearse import run_undisturbed
+from orchestrator.health.rehearsed_run import SimulatedRun
 from slurm.dev_cluster import DevCluster
 from slurm.testing import dev_cluster
 
@@ -50,10 +52,11 @@ def play(
     cluster: DevCluster, folder: Path, chosen: Sequence[Draw], say: Callable[[str], None]
 ) -> list[Outcome]:
     """Disturb one run after another."""
-    expected = undisturbed(folder / "undisturbed")
+    undisturbed = SimulatedRun(folder / "undisturbed", spec_of())
+    run_undisturbed(undisturbed)
     outcomes: list[Outcome] = []
     for number, draw in enumerate(chosen):
-        outcome = Disturbed(cluster, folder / f"{number:03d}", draw, expected).play()
+        outcome = Disturbed(cluster, folder / f"{number:03d}", draw, undisturbed).play()
         outcomes.append(outcome)
         figures = f"{sum(outcome.resumed_s):.1f} s, {outcome.redone} redone"
         say(f"{number + 1:3d} {draw}: {'; '.join(outcome.wrong) or 'as undisturbed'} ({figures})")

@@ -337,7 +337,7 @@ def rehearse(
     """
     kind = SlurmRun if spec.config.cluster.kind == "slurm" else SimulatedRun
     undisturbed = kind(folder / "undisturbed", spec)
-    _run_undisturbed(undisturbed)
+    run_undisturbed(undisturbed)
     found = Rehearsal(seed=seed, equality=spec.equality)
     waiting = list(islice(draws(seed, spec.kinds), faults))
     while waiting and not found.wrong:
@@ -364,7 +364,8 @@ def rehearse(
     return found
 
 
-def _run_undisturbed(run: RehearsedRun) -> None:
+def run_undisturbed(run: RehearsedRun) -> None:
+    """Run to the end. Raises `RunFailed` if it does not finish."""
     folder = run.run.path
     try:
         run.launch()

@@ -8,12 +8,14 @@ import subprocess
 import sys
 import time
 from abc import ABC, abstractmethod
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import psutil
 
+from orchestrator.cli.status import cancel, statuses
 from orchestrator.config.command_line import literally
 from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
@@ -90,7 +92,6 @@ class RehearsedRun(ABC):
         self._tail = Tail(self.run.metrics)
         self.records: list[dict[str, Any]] = []
         self._output = folder.with_suffix(".log")
-        self._command: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> None:
         given = (*self._spec.overrides, f"run.dir={literally(str(self.run.path))}")
@@ -99,9 +100,13 @@ class RehearsedRun(ABC):
     def resume(self) -> None:
         self._start("orchestrator", "resume", str(self.run.path), "-q")
 
+    @abstractmethod
     def _start(self, module: str, *arguments: str) -> None:
+        """Start the run by a command."""
+
+    def _begin(self, module: str, *arguments: str) -> subprocess.Popen[bytes]:
         with self._output.open("ab") as output:
-            self._command = subprocess.Popen(
+            return subprocess.Popen(
                 [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=output,
@@ -168,6 +173,11 @@ class RehearsedRun(ABC):
 class SimulatedRun(RehearsedRun):
     """A run on simulated nodes, whose launcher is a process of ours."""
 
+    _launcher: subprocess.Popen[bytes]
+
+    def _start(self, module: str, *arguments: str) -> None:
+        self._launcher = self._begin(module, *arguments)
+
     @property
     def ended(self) -> bool:
         return self._launcher.poll() is not None
@@ -178,10 +188,8 @@ class SimulatedRun(RehearsedRun):
         Raises:
             ClusterError: some do not.
         """
-        if self._command is None:
-            return
-        self._command.kill()
-        self._command.wait()
+        self._launcher.kill()
+        self._launcher.wait()
         # A stopped node is given some seconds before it is killed.
         named = processes_of(str(self.run.path))
         nodes = [one for one in named if "orchestrator.agent.local_nodes" in one.info["cmdline"]]
@@ -189,11 +197,6 @@ class SimulatedRun(RehearsedRun):
         if left:
             pids = ", ".join(str(process.pid) for process in left)
             raise ClusterError(f"processes of {self.run.path} do not end: {pids}")
-
-    @property
-    def _launcher(self) -> subprocess.Popen[bytes]:
-        assert self._command is not None  # noqa: S101  # it was started
-        return self._command
 
     def _disturb_all(self, kind: str) -> bool:
         if kind not in (STOP, KILL_LAUNCHER):
@@ -229,21 +232,16 @@ class SlurmRun(RehearsedRun):
         super().__init__(folder, spec)
         self._client = SlurmClient(spec.config.cluster.slurm_conf)
         self._job: Job | None = None
-        self._polled, self._finalized = 0.0, False
+        self._polled = 0.0
 
     def _start(self, module: str, *arguments: str) -> None:
         """Run a command to its end. Raises `RunFailed` if it fails."""
-        super()._start(module, *arguments)
-        if cast("Any", self._command).wait():
+        if self._begin(module, *arguments).wait():
             raise RunFailed(f"{' '.join(arguments)}: {self.last_line}")
         self._polled = 0.0
 
-    def resume(self) -> None:
-        super().resume()
-        self._finalized = False
-
     @property
-    def _id(self) -> str:
+    def job_id(self) -> str:
         handle = self.run.read_handle()
         if handle is None:
             raise RunFailed(f"{self.run.path} has no job")
@@ -253,13 +251,13 @@ class SlurmRun(RehearsedRun):
         """Return the job as squeue knew it a moment ago; release it if it is held."""
         if time.monotonic() - self._polled > POLL_S:
             try:
-                self._job = queued(self._client, [self._id]).get(self._id)
+                self._job = queued(self._client, [self.job_id]).get(self.job_id)
             except SchedulerDown:  # it will answer later
                 return self._job
             finally:
                 self._polled = time.monotonic()
-            if self._job is not None and self._job.held and not self.finished:
-                self._client.must("scontrol", "release", self._id)
+            if self._job is not None and self._job.held:
+                self._client.must("scontrol", "release", self.job_id)
         return self._job
 
     @property
@@ -267,36 +265,41 @@ class SlurmRun(RehearsedRun):
         job = self._poll()
         if job is None or job.alive:
             return False
-        if self.run.read_result() is None and not self._finalized:  # `status` finalizes it
-            super()._start("orchestrator", "status", str(self.run.path))
-            cast("Any", self._command).wait()
-            self._polled, self._finalized = 0.0, True
-            return False
-        return True
+        if self.run.read_result() is not None:
+            return True
+        statuses([self.run])  # finalizes it, or returns it to the queue
+        self._polled = 0.0
+        return False
 
     @property
     def is_queued(self) -> bool:
         job = self._poll()
         return job is not None and job.waiting
 
+    def nodes(self) -> list[str]:
+        """Return the nodes that the job has. Raises `ClusterError`."""
+        listed = self._client.must("squeue", "-h", "-j", self.job_id, "-o", "%N").strip()
+        return self._client.must("scontrol", "show", "hostnames", listed).split()
+
     def end(self) -> None:
         if self.run.read_handle() is None:
             return
-        self._client.ask("scancel", self._id)
+        self._client.ask("scancel", self.job_id)
         deadline = time.monotonic() + END_S
-        while (job := queued(self._client, [self._id]).get(self._id)) and job.alive:
+        while (job := queued(self._client, [self.job_id]).get(self.job_id)) and job.alive:
             if time.monotonic() > deadline:
-                raise ClusterError(f"job {self._id} is {job.state} a minute after scancel")
+                raise ClusterError(f"job {self.job_id} is {job.state} a minute after scancel")
             time.sleep(POLL_S)
 
     def _disturb_all(self, kind: str) -> bool:
         commands = {
-            KILL_SCRIPT: ("scancel", "--batch", "--signal=KILL", self._id),
-            REQUEUE: ("scontrol", "requeue", self._id),
-            ASK_TO_LEAVE: ("scancel", "--signal=USR2", self._id),
+            KILL_SCRIPT: ("scancel", "--batch", "--signal=KILL", self.job_id),
+            REQUEUE: ("scontrol", "requeue", self.job_id),
+            ASK_TO_LEAVE: ("scancel", "--signal=USR2", self.job_id),
         }
         if kind == STOP:
-            super()._start("orchestrator", "cancel", str(self.run.path))
+            with suppress(ClusterError):  # it has ended by itself
+                cancel(self.run)
         elif kind in commands:
             self._client.must(*commands[kind])
         else:
@@ -310,9 +313,7 @@ class SlurmRun(RehearsedRun):
             ClusterError: it does not run there, although the job goes on.
         """
         try:
-            listed = self._client.must("squeue", "-h", "-j", self._id, "-o", "%N").strip()
-            nodes = self._client.must("scontrol", "show", "hostnames", listed).split()
-            return self._run_step(fault, choose(nodes, fault.target))
+            return self._run_step(fault, choose(self.nodes(), fault.target))
         except ClusterError:
             deadline = time.monotonic() + SOON_S
             while not self.ended:  # the step failed because the job is over, or nearly so
@@ -327,7 +328,7 @@ class SlurmRun(RehearsedRun):
         try:
             done = subprocess.run(
                 [
-                    *("srun", f"--jobid={self._id}", f"--nodelist={node}", "--nodes=1"),
+                    *("srun", f"--jobid={self.job_id}", f"--nodelist={node}", "--nodes=1"),
                     *(*SRUN_OPTIONS, *module, *arguments),
                 ],
                 env=self._client.environment("srun"),
