@@ -26,6 +26,7 @@ from orchestrator.agent.node_spec import (
     NodeSpec,
     agent_file,
     publish_agent,
+    published_agents,
     secret_of,
 )
 from orchestrator.agent.programs import host_rendezvous
@@ -127,8 +128,8 @@ class Agent:
         if not self._spec.incarnation:
             if self._spec.index == 0:
                 self._end_rendezvous = host_rendezvous(self._spec)
-            ranks = self._spec.ranks_of(self._spec.index)
-            self._workers.start(dict.fromkeys(ranks, 0))
+            for rank in self._spec.ranks_of(self._spec.index):
+                self._workers.start(rank, 0)
         errors = 0
         self._beat_at = self._clock()
         while not self._over:
@@ -264,7 +265,7 @@ class Agent:
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]
         if kind == "start" and command["rank"] in self._spec.ranks_of(self._spec.index):
-            self._workers.start({command["rank"]: command["process"]})
+            self._workers.start(command["rank"], command["process"])
         elif kind == "kill":
             self._workers.kill(command["rank"])
         elif kind == "tell":
@@ -283,9 +284,9 @@ class Agent:
 
     def _others(self) -> list[Peer]:
         """Return the other agents that have published an address, the most senior first."""
-        indexes = (index for index in range(self._spec.nodes) if index != self._spec.index)
-        found = [agent_file(self._run, self._spec.attempt, index) for index in indexes]
-        return sorted((one for one in found if one is not None), key=lambda one: one.seniority)
+        found = published_agents(self._run, self._spec.attempt)
+        others = [one for one in found if one.node != self._spec.index]
+        return sorted(others, key=lambda one: one.seniority)
 
     def _follow(self) -> None:
         """Connect to the coordinator, or become the coordinator."""
@@ -335,10 +336,9 @@ class Agent:
         return read_json(self._run.outcome(self._spec.attempt)) is not None
 
     def _take_over(self) -> None:
+        newest = {one.node: one.incarnation for one in self._others()}
         lost = {
-            index
-            for incarnation, index in self._lost_peers
-            if not self._is_back(incarnation, index)
+            index for incarnation, index in self._lost_peers if newest.get(index, 0) <= incarnation
         }
         log.info("this agent coordinates; lost before it: %s", sorted(lost) or "none")
         self._coordinator = Coordinator(self._spec, lost, self._clock)
@@ -348,10 +348,6 @@ class Agent:
                 self._from_follower(index, message)
         self._early.clear()
         self._obey_coordinator()
-
-    def _is_back(self, incarnation: int, index: int) -> bool:
-        found = agent_file(self._run, self._spec.attempt, index)
-        return found is not None and found.incarnation > incarnation
 
     def _hear_coordinator(self, connection: Any) -> None:
         del connection

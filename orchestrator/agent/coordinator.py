@@ -334,8 +334,11 @@ class Coordinator:
         # Others that have finished do not redo its updates.
         finished = any(worker.final_state == FINISHED for worker in self.workers.values())
         survived = taken_away and self._survives_losses and not finished
-        if self._killed or not (evicted or survived):
-            self._failed(end)
+        if self._killed:
+            return
+        if not (evicted or survived):
+            self._ends.append(end)
+            self._end_others()
             return
         if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
@@ -370,11 +373,6 @@ class Coordinator:
             for worker in self.workers.values():
                 if worker.state == "alive" and not self._is_member(worker):
                     self._command(self._spec.node_of(worker.rank), "kill", rank=worker.rank)
-
-    def _failed(self, end: AbnormalEnd) -> None:
-        if not self._killed:
-            self._ends.append(end)
-            self._end_others()
 
     def _end_others(self) -> None:
         """Give the workers that a failed one leaves behind a moment to write what they saw."""
@@ -520,9 +518,11 @@ class Coordinator:
             self._check_folder(now)
         self._check_agents(now)
         if not self._over:
-            self._first_generation()
-            if look:
-                self._adopt_generation()
+            if self._generation < 0 and all(one.set_up for one in self.workers.values()):
+                self._publish(0, self._members, code=self.workers[0].code)
+            # Another coordinator may have recorded one, which took this one for lost.
+            if look and (found := self._record.read(self._generation + 1)) is not None:
+                self._accept(found)
             self._next_generation(now)
             self._grow(now)
             self._restart(now)
@@ -575,26 +575,12 @@ class Coordinator:
         known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
         return closed_ports({n: one for n, one in known.items() if one}, REACH_S)
 
-    def _first_generation(self) -> None:
-        """Publish the first generation once all workers are ready; later losses are survived."""
-        if self._generation >= 0 or not all(worker.set_up for worker in self.workers.values()):
-            return
-        self._publish(0, self._members, code=self.workers[0].code)
-
-    def _adopt_generation(self) -> None:
-        """Adopt what another coordinator has recorded, which took this one for lost."""
-        if (found := self._record.read(self._generation + 1)) is not None:
-            self._accept(found)
-
     def _next_generation(self, now: float) -> None:
-        """Publish a generation without the lost members."""
+        """Publish a generation without the lost members, once all other agents are known."""
         left = [member for member in self._members if member not in self._lost_members]
-        if (
-            not self._lost_members
-            or not left
-            or now - self._noticed < LOSS_WAIT_S
-            or not self._all_known()
-        ):
+        if not self._lost_members or not left or now - self._noticed < LOSS_WAIT_S:
+            return
+        if any(agent.heard is None and not agent.lost for agent in self.agents.values()):
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
             return
@@ -605,10 +591,6 @@ class Coordinator:
         ]
         gone, why = sorted(self._lost_members), list(dict.fromkeys(why))
         self._publish(self._generation + 1, left, gone=gone, why=why)
-
-    def _all_known(self) -> bool:
-        """Return whether every other agent has connected or is lost."""
-        return all(agent.lost or agent.heard is not None for agent in self.agents.values())
 
     def _is_smaller_half(self, left: int) -> bool:
         """Return whether the unreachable workers, not known to have died, outnumber this side's.

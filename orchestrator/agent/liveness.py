@@ -6,20 +6,14 @@ process that uses a processor is busy, not dead, in code that holds Python's int
 
 from __future__ import annotations
 
-import logging
-import os
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.processes import descendants, stat_of, state_of
 from orchestrator.agent.stacks import Frame, as_lines
 from orchestrator.config.schema import ClusterConfig
-from orchestrator.rundir.files import open_nofollow
-
-log = logging.getLogger(__name__)
 
 BEAT_S = 1.0
 SUSPENDED_S = 3.0
@@ -39,26 +33,22 @@ class RankPosition:
     Attributes:
         at: "at micro-step 2 of 8 of update 3, in forward (train.py, line 31)".
         waits: "9 s at the boundary of update 3, for bucket 1 of 2"; "" if it does not wait.
-        stack: of its main thread, innermost first: file, line, function.
+        stack: of its main thread, innermost first.
         stood_s: for how long it has been there, if unusually long; else 0.
     """
 
     at: str = ""
     waits: str = ""
-    stack: tuple[tuple[str, int, str], ...] = ()
+    stack: tuple[Frame, ...] = ()
     stood_s: float = 0.0
 
     @classmethod
     def from_json(cls, value: Mapping[str, Any]) -> RankPosition:
-        stack = tuple((file, line, name) for file, line, name in value["stack"])
+        stack = tuple(Frame(*frame) for frame in value["stack"])
         return cls(at=value["at"], waits=value["waits"], stack=stack, stood_s=value["stood_s"])
 
     def stack_lines(self) -> list[str]:
-        return as_lines([Frame(*frame) for frame in self.stack])
-
-    def locate(self, cause: str) -> str:
-        """Return `cause` with the rank's last position appended."""
-        return f"{cause}; it was last seen {self.at}" if self.at else cause
+        return as_lines(self.stack)
 
 
 @dataclass(slots=True)
@@ -229,19 +219,3 @@ class ProgressWatchdog:
             return False
         self._due = now + min(self._hang_s, self._notice_s) / LOOKS
         return True
-
-
-# ----------------------------------------------------------------------
-# The heartbeat file of a node: a number that grows, for `status` where the scheduler is silent.
-
-
-def write_beat(path: Path, beat: int) -> None:
-    """Write the node's newest beat over the one before it."""
-    try:
-        descriptor = open_nofollow(path, os.O_WRONLY | os.O_CREAT)
-        try:
-            os.pwrite(descriptor, str(beat).encode("ascii"), 0)
-        finally:
-            os.close(descriptor)
-    except OSError as error:  # a full disk: the heartbeat file alone decides nothing
-        log.warning("no heartbeat could be written: %s", error.strerror)

@@ -26,7 +26,7 @@ from orchestrator.agent.liveness import IdleTimer
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
-    exit_after,
+    exit_with,
     fork_session,
     leave,
     name_process,
@@ -81,6 +81,14 @@ class NodeProcesses:
         self._stop: int | None = None  # the newest one that is
         self.status = 0
 
+    def run(self) -> int:
+        """Run this process, or the agent or worker that it becomes; return the exit status."""
+        import_framework(self._run, self._specs[0].hang_s)
+        rank = self.serve()
+        if rank is None:
+            return self.status
+        return run_worker(self._run.path, self._specs[0].attempt, rank)
+
     def serve(self) -> int | None:
         """Run agents until all have ended. Return the rank in a worker's process."""
         adopt_orphans()
@@ -97,6 +105,7 @@ class NodeProcesses:
             if rank is not None:
                 return rank
         kill_at: float | None = None
+        outcome = self._run.outcome(self._specs[0].attempt)
         watched = [wake] if self._control is None else [wake, self._control]
         while self._pids or self._restart_at:
             ready = select.select(watched, [], [], POLL_S)[0]
@@ -106,7 +115,7 @@ class NodeProcesses:
             now = time.monotonic()
             if self._control is None:  # its scheduler ends what remains
                 pass
-            elif kill_at is None and (self._control in ready or self._is_over()):
+            elif kill_at is None and (self._control in ready or os.path.lexists(outcome)):
                 kill_at = now + END_S
                 self._restart_at.clear()
                 watched = [wake]
@@ -121,9 +130,6 @@ class NodeProcesses:
                     os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
         end_descendants()  # what a killed agent's workers had started
         return None
-
-    def _is_over(self) -> bool:
-        return os.path.lexists(self._run.outcome(self._specs[0].attempt))
 
     def _forward_stops(self) -> None:
         """Forward stop signals to the agents, which alone act on them."""
@@ -192,25 +198,6 @@ def import_framework(run: RunDir, hang_s: float) -> None:
     preload(run)
     done.set()
     watch.join()  # a fork must not run with another thread alive
-
-
-def _run_nodes(order: dict[str, Any]) -> int:
-    """Run this process, or the agent or worker that it becomes; return the exit status."""
-    run = RunDir(Path(order["nodes"][0]["spec"]["run"]))
-    specs = [NodeSpec.from_json(node["spec"]) for node in order["nodes"]]
-    import_framework(run, specs[0].hang_s)
-    if os.getppid() != order["launcher"]:
-        return 1
-    control, report = int(order["control"]), int(order["report"])
-    rank = NodeProcesses(
-        specs,
-        [node["environment"] for node in order["nodes"]],
-        lambda spec: Agent(spec, control, report),
-        control,
-    ).serve()
-    if rank is None:
-        return 0
-    return run_worker(run.path, order["nodes"][0]["spec"]["attempt"], rank)
 
 
 def spawn_nodes(
@@ -293,16 +280,18 @@ def become(environment: Mapping[str, str], standard: Sequence[int], keep: Collec
 
 
 def _run() -> int:
+    """Run the parent, or the agent or worker that it becomes; return the exit status."""
     order = json.load(sys.stdin)
-    # The pipe to the launcher ends at the same time.
-    set_parent_death_signal(order["launcher"], signal.SIGTERM)
-    return _run_nodes(order)
-
-
-def main() -> None:
-    with exit_after() as result:
-        result.code = _run()
+    set_parent_death_signal(order["launcher"], signal.SIGTERM)  # for the import
+    control, report = int(order["control"]), int(order["report"])
+    nodes = NodeProcesses(
+        [NodeSpec.from_json(node["spec"]) for node in order["nodes"]],
+        [node["environment"] for node in order["nodes"]],
+        lambda spec: Agent(spec, control, report),
+        control,
+    )
+    return nodes.run()
 
 
 if __name__ == "__main__":
-    main()
+    exit_with(_run)

@@ -14,11 +14,10 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.local_nodes import NodeProcesses, import_framework
+from orchestrator.agent.local_nodes import NodeProcesses
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import exit_after, set_parent_death_signal
+from orchestrator.agent.processes import exit_with, set_parent_death_signal
 from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
-from orchestrator.agent.worker import run_worker
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.reading import read_config
 from orchestrator.config.rules import planned_survival
@@ -79,12 +78,7 @@ def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = A
     spec = node_spec(run, attempt, config, os.environ)
     ranks = list(spec.ranks_of(spec.index))
     write_json(run.node_ranks(attempt, spec.index), {"node": spec.name, "ranks": ranks})
-    import_framework(run, spec.hang_s)
-    nodes = NodeProcesses([spec], [worker_environment(spec)], agent_of)
-    rank = nodes.serve()
-    if rank is None:
-        return nodes.status
-    return run_worker(path, attempt, rank)
+    return NodeProcesses([spec], [worker_environment(spec)], agent_of).run()
 
 
 def main() -> None:
@@ -93,9 +87,8 @@ def main() -> None:
     parser.add_argument("--attempt", type=int, default=0)
     arguments = parser.parse_args()
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # until the agent can handle them
-    with exit_after() as result:
-        set_parent_death_signal(os.getppid())
-        result.code = run_node(arguments.run, arguments.attempt)
+    set_parent_death_signal(os.getppid())
+    exit_with(lambda: run_node(arguments.run, arguments.attempt))
 
 
 if __name__ == "__main__":

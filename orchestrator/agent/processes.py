@@ -9,32 +9,22 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Generator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn
 
 
-@dataclass(slots=True)
-class ExitStatus:
-    """Exit status of a process."""
+def exit_with(main: Callable[[], int]) -> NoReturn:
+    """End this process, and every fork that escapes `main`, with the status that it returns.
 
-    code: int = 1
-
-
-@contextlib.contextmanager
-def exit_after() -> Generator[ExitStatus]:
-    """End this process, and every fork that escapes the block, at the end of the block.
-
-    The status is 1 when the block raises; the log then has the traceback.
+    The status is 1 when it raises; the log then has the traceback.
     """
-    status = ExitStatus()
+    code = 1
     try:
-        yield status
+        code = main()
     except BaseException:  # noqa: BLE001  # a child must not live on as a second parent
         traceback.print_exc()
-        status.code = 1
     finally:
-        leave(status.code)
+        leave(code)
 
 
 @contextlib.contextmanager
@@ -73,7 +63,7 @@ def leave(code: int) -> NoReturn:
 
 
 def fork_session() -> int:
-    """Fork within `exit_after`: the child has its own session, and dies with this process.
+    """Fork within `exit_with`: the child has its own session, and dies with this process.
 
     Returns:
         The child's pid; in the child 0.
@@ -90,8 +80,7 @@ def fork(be: Callable[[], int]) -> int:
     """Fork a child that only calls `be`, which returns its exit status; return its pid."""
     pid = fork_session()
     if not pid:
-        with exit_after() as result:
-            result.code = be()
+        exit_with(be)
     return pid
 
 

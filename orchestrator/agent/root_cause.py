@@ -262,8 +262,10 @@ def add_place(culprit: Culprit, seen: RankPosition, log: Path, asked_at: int) ->
     with contextlib.suppress(OSError), log.open("rb") as file:  # no log: see `tail`
         file.seek(asked_at)
         stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
-    cause = (
-        f"{culprit.cause}; it is {describe_stack(stack)}" if stack else seen.locate(culprit.cause)
-    )
+    cause = culprit.cause
+    if stack:
+        cause += f"; it is {describe_stack(stack)}"
+    elif seen.at:
+        cause += f"; it was last seen {seen.at}"
     lines = as_lines(stack) or seen.stack_lines() or tail(log)
     return replace(culprit, cause=cause, log_tail=tuple(lines))

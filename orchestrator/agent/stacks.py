@@ -108,12 +108,13 @@ def catches(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
-def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
-    """Have processes write their stacks, one by one, to their shared log; return the main threads'.
+def describe_processes(pids: Iterable[int], log: Path) -> str:
+    """Describe where processes are, to append to a sentence, by the stacks that they write.
 
-    A process without a handler, or without an answer within `STACK_S`, has none.
+    They write them one by one, to their shared log. One without a handler, or without an answer
+    within `STACK_S`, is left out.
     """
-    found: dict[int, list[Frame]] = {}
+    found: list[str] = []
     for pid in filter(catches, pids):
         before = log.stat().st_size
         os.kill(pid, STACK_SIGNAL)
@@ -121,15 +122,11 @@ def ask(pids: Iterable[int], log: Path) -> dict[int, list[Frame]]:
         while time.monotonic() < until and log.stat().st_size == before:
             time.sleep(0.01)
         time.sleep(0.05)  # a dump is many small writes
-        if log.stat().st_size > before:
-            found[pid] = of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace"))
-    return found
-
-
-def describe_processes(pids: Iterable[int], log: Path) -> str:
-    """Describe where the processes are that can be asked, to append to a sentence."""
-    found = [(pid, describe_stack(stack)) for pid, stack in ask(pids, log).items() if stack]
-    return "".join(f"; its process {pid} is {text}" for pid, text in found[:MOST_TOLD])
+        if log.stat().st_size == before:
+            continue
+        if stack := of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace")):
+            found.append(f"; its process {pid} is {describe_stack(stack)}")
+    return "".join(found[:MOST_TOLD])
 
 
 def of_main_thread(said: str) -> list[Frame]:

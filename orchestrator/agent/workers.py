@@ -48,10 +48,6 @@ STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
 Report = Callable[[dict[str, Any]], None]
 
 
-def _readable(link: socket.socket) -> bool:
-    return bool(select.select([link], [], [], 0)[0])
-
-
 class BecomeWorker(BaseException):  # control flow, not an error
     """Raised in the process of a new worker, to leave the agent's loop behind.
 
@@ -133,16 +129,12 @@ class Workers:
 
     # ------------------------------------------------------------------ start
 
-    def start(self, processes: Mapping[int, int]) -> None:
-        """Fork a worker for each rank, as its process of that number.
+    def start(self, rank: int, process: int) -> None:
+        """Fork a worker for a rank, as its process of that number.
 
         Raises:
             BecomeWorker: in the worker.
         """
-        for rank, process in processes.items():
-            self._start(rank, process)
-
-    def _start(self, rank: int, process: int) -> None:
         if (before := self.all.get(rank)) is not None:
             if before.status is None:
                 return
@@ -296,8 +288,9 @@ class Workers:
             worker = next((one for one in self.alive if one.pid == pid), None)
             if worker is None:  # a process that a worker left behind
                 continue
-            while worker.link.socket.fileno() >= 0 and _readable(worker.link.socket):
-                self._hear(worker.link.socket)  # its final messages
+            link = worker.link.socket
+            while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
+                self._hear(link)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             if worker.status == -signal.SIGKILL:
                 kills = kills_for_memory()

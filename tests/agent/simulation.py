@@ -100,15 +100,14 @@ class SimulatedWorkers:
     def alive(self):
         return [one for one in self.all.values() if not one.reported]
 
-    def start(self, processes):
-        for rank, process in processes.items():
-            before = self.all.get(rank)
-            if before is not None and not before.reported:
-                continue
-            self.all[rank] = one = self.simulation.new_process(rank, process)
-            self.report({"event": "started", "rank": rank, "process": process})
-            for name in self.stops:
-                one.receive({"stop": name})
+    def start(self, rank, process):
+        before = self.all.get(rank)
+        if before is not None and not before.reported:
+            return
+        self.all[rank] = one = self.simulation.new_process(rank, process)
+        self.report({"event": "started", "rank": rank, "process": process})
+        for name in self.stops:
+            one.receive({"stop": name})
 
     def send(self, rank=None, **message):
         for one in self.alive:
@@ -307,7 +306,8 @@ class Simulation:
         self.agents[index] = agent
         agent._beat_at = agent._clock()
         if not self.specs[index].incarnation:
-            agent._workers.start(dict.fromkeys(self.spec.ranks_of(index), 0))
+            for rank in self.spec.ranks_of(index):
+                agent._workers.start(rank, 0)
 
     def turn(self, index):
         agent = self.agents[index]

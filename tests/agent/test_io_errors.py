@@ -40,8 +40,8 @@ def test_a_worker_that_cannot_be_forked_is_reported_with_the_reason(
     events = []
     with selectors.DefaultSelector() as selector:
         workers = Workers(spec=node_spec(tmp_path), selector=selector, report=events.append)
-        workers.start({0: process})
-        workers.start({0: process})
+        workers.start(0, process)
+        workers.start(0, process)
     assert [event["final_state"] for event in events] == [state] * 2
     assert workers.exit_of(workers.all[0])["failure"] == events[1]["failure"]
     if not process:

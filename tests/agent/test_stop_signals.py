@@ -13,7 +13,7 @@ NODES = """
 import json, os, signal, sys
 from pathlib import Path
 from orchestrator.agent import local_nodes
-from orchestrator.agent.processes import exit_after
+from orchestrator.agent.processes import exit_with
 from orchestrator.agent.workers import STOP_SIGNALS
 from tests.agent.specs import node_spec
 
@@ -47,10 +47,8 @@ if where == "fork":
     local_nodes.fork_session = stops_after_fork
 else:
     os.waitpid = stops_after_waitpid
-with exit_after() as result:
-    specs = [node_spec(Path(sys.argv[2]), nodes=2, index=index) for index in (0, 1)]
-    local_nodes.NodeProcesses(specs, [{}, {}], Agent).serve()
-    result.code = 0
+specs = [node_spec(Path(sys.argv[2]), nodes=2, index=index) for index in (0, 1)]
+exit_with(lambda: local_nodes.NodeProcesses(specs, [{}, {}], Agent).serve() or 0)
 """
 
 

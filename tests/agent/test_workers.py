@@ -13,7 +13,7 @@ NODE = """
 import json, os, random, selectors, signal, sys, time
 from pathlib import Path
 from orchestrator.agent.workers import BecomeWorker, Workers
-from orchestrator.agent.processes import exit_after
+from orchestrator.agent.processes import exit_with
 from orchestrator.agent.worker import reseed_generators
 from tests.agent.specs import node_spec
 
@@ -56,22 +56,26 @@ def report(event):
 what, restarts = sys.argv[1], []
 if what == "tells":
     import numpy, torch
-with exit_after() as result:
+
+def serve():
     selector = selectors.DefaultSelector()
     spec = node_spec(Path("run"), nodes=2, ranks_per_node=4, index=1)
     workers = Workers(spec=spec, selector=selector, report=report)
     try:
-        workers.start(dict.fromkeys([4] if what == "leaves_a_child" else [4, 5], 0))
+        for rank in [4] if what == "leaves_a_child" else [4, 5]:
+            workers.start(rank, 0)
         while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):
             for key, _ in selector.select(0.05):
                 key.data(key.fileobj)
             workers.reap()
             while restarts:
-                workers.start({restarts.pop(): 1})
+                workers.start(restarts.pop(), 1)
         workers.end_all()
-        result.code = 0
+        return 0
     except BecomeWorker as worker:
-        result.code = globals()[what](worker.rank)
+        return globals()[what](worker.rank)
+
+exit_with(serve)
 """
 
 

@@ -6,18 +6,21 @@ Only the run folder's path is pickled. Everything else is read from the folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from orchestrator.agent.liveness import write_beat
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
 from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
@@ -60,7 +63,7 @@ class Task:
         signal.signal(signal.SIGCONT, signal.SIG_DFL)  # submitit's handler would only print
         from orchestrator.agent.agent import Agent
         from orchestrator.agent.node import run_node
-        from orchestrator.agent.processes import exit_after
+        from orchestrator.agent.processes import exit_with
         from orchestrator.agent.topology import attempt_of
 
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
@@ -69,8 +72,7 @@ class Task:
             watch = _Watch(run, attempt, spec)
             return Agent(spec, on_beat=watch.beat, on_outcome=watch.on_outcome)
 
-        with exit_after() as result:
-            result.code = run_node(run.path, attempt, agent_of)
+        exit_with(lambda: run_node(run.path, attempt, agent_of))
 
 
 class _Watch:
@@ -82,9 +84,18 @@ class _Watch:
         self._fence = Fence(run.newest_attempt, attempt)
 
     def beat(self) -> bool:
-        """Write the heartbeat; return whether a newer attempt has begun."""
+        """Write the heartbeat, for `status` where the scheduler is silent: a number that grows.
+
+        Returns:
+            Whether a newer attempt has begun.
+        """
         self._beats += 1
-        write_beat(self._run.heartbeat(self._attempt, self._spec.index), self._beats)
+        path = self._run.heartbeat(self._attempt, self._spec.index)
+        try:
+            with os.fdopen(open_nofollow(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
+                file.write(str(self._beats).encode("ascii"))
+        except OSError as error:  # a full disk: the heartbeat file alone decides nothing
+            log.warning("no heartbeat could be written: %s", error.strerror)
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
     def on_outcome(self, first_node_gone: bool) -> None:
