@@ -367,13 +367,6 @@ def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(
     assert said[1].endswith("asking again in 2 s")
 
 
-def test_a_cancelled_run_whose_ranks_ended_in_order_is_stopped(run, finalized):
-    run.cancel.touch()
-    ended(run, 0, "stopped")
-    end, asked, _ = finalized(job_status(), code=0, sent="")
-    assert (end["state"], asked) == ("stopped", [])
-
-
 def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothing(run):
     run.begin_attempt()
     with socket.create_server(("127.0.0.1", 0)) as listener:
