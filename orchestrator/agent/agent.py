@@ -14,9 +14,9 @@ import logging
 import os
 import selectors
 import signal
-import socket
 import time
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSS_WAIT_S, Coordinator
@@ -97,7 +97,8 @@ class Agent:
             os.set_blocking(end, False)
         self._selector.register(self._pipe[0], selectors.EVENT_READ, self._drain)
         if control is not None:
-            self._selector.register(control, selectors.EVENT_READ, self._launcher_gone)
+            ended = partial(self._end_with_launcher, control)
+            self._selector.register(control, selectors.EVENT_READ, ended)
         self._workers = Workers(
             spec=spec,
             selector=self._selector,
@@ -155,7 +156,7 @@ class Agent:
         """Handle what has happened since the last turn."""
         self._follow()
         for key, _ in self._selector.select(self._pause_s()):
-            key.data(key.fileobj)
+            key.data()
         if self._dying:
             self._workers.kill_all(self._notifier.senders)
         self._workers.reap()
@@ -196,13 +197,13 @@ class Agent:
         del frame
         self._stop = signal.Signals(number).name
 
-    def _drain(self, descriptor: Any) -> None:
-        os.read(descriptor, 4096)
+    def _drain(self) -> None:
+        os.read(self._pipe[0], 4096)
         if self._stop is not None:
             self._workers.stop(self._stop)
 
-    def _launcher_gone(self, descriptor: Any) -> None:
-        if not os.read(descriptor, 64):
+    def _end_with_launcher(self, control: int) -> None:
+        if not os.read(control, 64):
             self._over = True
 
     def _links(self) -> list[Link]:
@@ -349,8 +350,7 @@ class Agent:
         self._early.clear()
         self._obey_coordinator()
 
-    def _hear_coordinator(self, connection: Any) -> None:
-        del connection
+    def _hear_coordinator(self) -> None:
         assert self._coordinator_link is not None  # noqa: S101  # its socket is registered
         messages = self._coordinator_link.receive()
         if messages is None:
@@ -375,9 +375,9 @@ class Agent:
 
     # ------------------------------------------------------------------ followers
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept(self) -> None:
         try:
-            link = Link(listener.accept()[0], heard=self._clock())
+            link = Link(self._listener.accept()[0], heard=self._clock())
         except OSError:  # it has closed again, or no descriptor is left
             link = None
         if self._unauthenticated and (
@@ -386,12 +386,11 @@ class Agent:
             self._close(min(self._unauthenticated, key=lambda one: one.heard))
         if link is not None:
             self._unauthenticated.add(link)
-            self._selector.register(link.socket, selectors.EVENT_READ, self._hear_follower)
+            hear = partial(self._hear_follower, link)
+            self._selector.register(link.socket, selectors.EVENT_READ, hear)
 
-    def _hear_follower(self, connection: socket.socket) -> None:
-        every = (*self._unauthenticated, *self._followers.values())
-        link = next((one for one in every if one.socket is connection), None)
-        if link is None:  # closed by an event before this one
+    def _hear_follower(self, link: Link) -> None:
+        if link.socket.fileno() < 0:  # closed by an event before this one
             return
         messages = link.receive()
         if messages is None:

@@ -18,6 +18,7 @@ import socket
 import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +97,7 @@ class Workers:
 
     Args:
         spec: of the node.
-        selector: of the agent's loop; each key's data is called with the socket.
+        selector: of the agent's loop, which calls each key's data.
         report: called with each event about a worker.
         clock: returns seconds for judging workers.
         on_fork: called in each new worker, to release what belongs to the agent.
@@ -158,8 +159,9 @@ class Workers:
             ours.close()
             self._become(rank, process, theirs)
         theirs.close()
-        self.all[rank] = Worker(rank, process, WorkerSigns(pid), Link(ours, peer_index=rank))
-        self._selector.register(ours, selectors.EVENT_READ, self._hear)
+        worker = Worker(rank, process, WorkerSigns(pid), Link(ours, peer_index=rank))
+        self.all[rank] = worker
+        self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, worker))
         self._report({"event": "started", "rank": rank, "process": process})
         for name in self._stops:
             self.send(rank, stop=name)
@@ -216,10 +218,9 @@ class Workers:
 
     # ------------------------------------------------------------------ watch
 
-    def _hear(self, ours: socket.socket) -> None:
-        """Handle a message of a worker."""
-        worker = next((one for one in self.all.values() if one.link.socket is ours), None)
-        if worker is None:  # replaced by an event before this one
+    def _hear(self, worker: Worker) -> None:
+        """Handle messages of a worker."""
+        if worker.link.socket.fileno() < 0:  # replaced by an event before this one
             return
         messages = worker.link.receive()
         if messages is None:
@@ -290,7 +291,7 @@ class Workers:
                 continue
             link = worker.link.socket
             while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
-                self._hear(link)  # its final messages
+                self._hear(worker)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             if worker.status == -signal.SIGKILL:
                 kills = kills_for_memory()

@@ -1,6 +1,6 @@
 """A worker process, from its environment to its exit status, for jobs and for programs.
 
-Each worker is a fork of its node's agent (`agent/worker.py`), which gives it SLURM's variables.
+Each worker is a fork of its node's agent, which gives it SLURM's variables.
 """
 
 from __future__ import annotations

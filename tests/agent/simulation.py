@@ -174,15 +174,14 @@ class SimulatedAgent(Agent):
     def _pause_s(self):
         return 0.0
 
-    def _hear_coordinator(self, connection):
+    def _hear_coordinator(self):
         link = self._coordinator_link
         if link is not None and not self.network.is_cut(self._spec.index, link.peer_index):
-            super()._hear_coordinator(connection)
+            super()._hear_coordinator()
 
-    def _hear_follower(self, connection):
-        links = [link for link in self._links() if link.socket is connection]
-        if not any(self.network.is_cut(self._spec.index, link.peer_index) for link in links):
-            super()._hear_follower(connection)
+    def _hear_follower(self, link):
+        if not self.network.is_cut(self._spec.index, link.peer_index):
+            super()._hear_follower(link)
 
 
 class Network:

@@ -40,9 +40,9 @@ def test_an_agent_does_not_follow_another_one_at_the_address_of_its_coordinator(
     port = agent._listener.getsockname()[1]
     for incarnation, accepted in ((1, False), (0, True)):
         link = connect(Peer("127.0.0.1", port, 2, incarnation), secret=agent._secret, node=0)
-        agent._accept(agent._listener)
+        agent._accept()
         [accepting] = agent._unauthenticated
-        agent._hear_follower(accepting.socket)
+        agent._hear_follower(accepting)
         assert (0 in agent._followers) is accepted
         assert not agent._unauthenticated
         link.close()
@@ -57,8 +57,8 @@ def test_an_agent_whose_link_breaks_follows_the_same_coordinator_if_that_has_spo
         with listener.accept()[0] as senior:
             if spoke:
                 senior.sendall(b"{}\n")
-                agent._hear_coordinator(agent._coordinator_link.socket)
-        agent._hear_coordinator(agent._coordinator_link.socket)
+                agent._hear_coordinator()
+        agent._hear_coordinator()
         agent._follow()
         assert (agent._coordinator_link is not None) is spoke
         assert (agent._coordinator is not None) is not spoke
@@ -75,6 +75,6 @@ def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
                 {"command": "start", "rank": 1, "process": 1},
             ):
                 senior.sendall(json.dumps(command).encode() + b"\n")
-                agent._hear_coordinator(agent._coordinator_link.socket)
+                agent._hear_coordinator()
     assert agent._coordinator_link is not None
     assert not agent._workers.all

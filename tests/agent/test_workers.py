@@ -14,7 +14,7 @@ import json, os, random, selectors, signal, sys, time
 from pathlib import Path
 from orchestrator.agent.workers import BecomeWorker, Workers
 from orchestrator.agent.processes import exit_with
-from orchestrator.agent.worker import reseed_generators
+from orchestrator.agent.local_nodes import reseed_generators
 from tests.agent.specs import node_spec
 
 def leaves_a_child(rank):
@@ -66,7 +66,7 @@ def serve():
             workers.start(rank, 0)
         while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):
             for key, _ in selector.select(0.05):
-                key.data(key.fileobj)
+                key.data()
             workers.reap()
             while restarts:
                 workers.start(restarts.pop(), 1)
