@@ -79,9 +79,9 @@ def stop_accounting(cluster: DevCluster) -> None:
     _stop(cluster, ACCOUNTING)
 
 
-def set_node_down(cluster: DevCluster, node: str, reason: str = "broken on purpose") -> None:
+def set_node_down(cluster: DevCluster, node: str) -> None:
     """Set a node down as an administrator: its jobs are signalled and requeued at once."""
-    cluster.command("scontrol", "update", f"nodename={node}", "state=down", f"reason={reason}")
+    cluster.command("scontrol", "update", f"nodename={node}", "state=down", "reason=on purpose")
 
 
 def stop_controller(cluster: DevCluster) -> None:

@@ -67,6 +67,7 @@ LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator."""
+ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
@@ -156,6 +157,7 @@ class Coordinator:
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self._noticed = 0.0
         self._beyond_reach: tuple[float, bool] = (0.0, False)
+        self._looked_for_room = 0.0
         self._announced_newcomers = False
         self._over = False  # a worker has ended in order, or failed: no generation follows
         self._restart_at: dict[int, float] = {}  # by rank
@@ -522,7 +524,7 @@ class Coordinator:
             if look and (found := self._record.read(self._generation + 1)) is not None:
                 self._accept(found)
             self._next_generation(now)
-            self._grow(look=look)
+            self._grow(now)
             self._restart(now)
         for rank in [rank for rank, at in self._kill_at.items() if now >= at]:
             del self._kill_at[rank]
@@ -620,7 +622,7 @@ class Coordinator:
             self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
         ]
 
-    def _grow(self, *, look: bool) -> None:
+    def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.
 
         If they died meanwhile, the same members continue.
@@ -628,10 +630,13 @@ class Coordinator:
         newcomers = self._newcomers()
         if self._lost_members or self._generation < 0:
             return
-        announce = newcomers and not self._announced_newcomers and look
-        if announce and self._record.has_room():  # else the members would wait in vain
-            self._announced_newcomers = True
-            self._to_worker(rank_of(self._members[0], self._spec.ranks), newcomers=True)
+        announce = newcomers and not self._announced_newcomers
+        if announce and now - self._looked_for_room > ROOM_S:
+            self._looked_for_room = now
+            if self._record.has_room():  # else the members would wait at the boundary in vain
+                self._announced_newcomers = True
+                leader = rank_of(self._members[0], self._spec.ranks)
+                self._to_worker(leader, newcomers=True)
         states = [self.workers[rank_of(m, self._spec.ranks)] for m in self._members]
         if all(
             one.awaits_newcomers is not None and one.awaits_newcomers[0] == self._generation
@@ -657,7 +662,7 @@ class Coordinator:
         self._generation, self._members = found["generation"], list(found["members"])
         self._lost_members &= set(self._members)
         self._noticed = self._clock() if self._lost_members else 0.0
-        self._announced_newcomers = False
+        self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
             worker.waits = worker.waits and self._member(worker.rank) not in self._members
         self._to_worker(None, **self._message)

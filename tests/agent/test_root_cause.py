@@ -57,28 +57,22 @@ def begun(tmp_path):
     return run
 
 
-def test_of_several_primary_failures_the_first_in_time_is_the_cause(begun):
-    written(begun, 0, 5.0, secondary=True, cause="PeerLost: rank 1 went away")
-    written(begun, 3, 4.0, secondary=False, cause="ValueError: later")
-    written(begun, 1, 2.0, secondary=False, cause="ValueError: first")
-    written(begun, 2, 1.0, secondary=True, cause="PeerLost: earliest, but only followed")
+@pytest.mark.parametrize(
+    ("failures", "blamed"),
+    [
+        ({0: (5.0, True), 3: (4.0, False), 1: (2.0, False), 2: (1.0, True)}, 1),
+        ({0: (5.0, False), 1: (2.0, False)}, 0),  # its end was seen first
+        ({0: (5.0, True), 1: (2.0, True)}, 0),
+    ],
+)
+def test_of_primary_failures_the_first_is_the_cause_unless_the_end_that_was_seen_is_one(
+    begun, failures, blamed
+):
+    for rank, (time, secondary) in failures.items():
+        written(begun, rank, time, secondary=secondary, cause=f"ValueError: {rank}")
     culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)])
-    assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: first")
-
-
-def test_a_primary_failure_that_was_seen_first_is_not_passed_on_to_an_earlier_one(begun):
-    written(begun, 0, 5.0, secondary=False, cause="ValueError: mine")
-    written(begun, 1, 2.0, secondary=False, cause="ValueError: another")
-    assert (
-        find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)]).cause
-        == "ValueError: mine"
-    )
-
-
-def test_where_all_only_followed_the_one_seen_first_is_named(begun):
-    written(begun, 0, 5.0, secondary=True, cause="PeerLost: a")
-    written(begun, 1, 2.0, secondary=True, cause="PeerLost: b")
-    assert find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)]).rank == 0
+    assert (culprit.rank, culprit.node) == (blamed, f"node{blamed}")
+    assert culprit.cause == f"ValueError: {blamed}"
 
 
 def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
@@ -149,10 +143,8 @@ def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
 
 def test_the_first_in_time_is_blamed_whatever_the_order_in_which_they_are_told(begun):
     ends = [ended("node2", 2, -11, 9.0), ended("node1", 1, 7, 3.0), ended("node3", 3, 5, 4.0)]
-    assert (find_root_cause(begun, [], ends).rank, find_root_cause(begun, [], ends).cause) == (
-        1,
-        "exited with code 7",
-    )
+    culprit = find_root_cause(begun, [], ends)
+    assert (culprit.rank, culprit.cause) == (1, "exited with code 7")
 
 
 def test_a_failure_is_told_with_all_that_the_rank_said_and_the_end_of_its_log(begun):
