@@ -235,7 +235,7 @@ class MindSporeEngine(Engine):
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._losses: list[Tensor] = []  # [weight, total, *metrics] of each micro-step
-        self._window: Window | None = None
+        self._window: Window  # the latest
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
         check_same_weights(self.weights_sha256(), self.gather)
@@ -257,51 +257,41 @@ class MindSporeEngine(Engine):
         self._group.silence = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         with self._clock.compute:
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
             self._losses.append(self._accumulator.add(batch))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        window = self._window
-        if window is None:
-            raise RuntimeError("a boundary without a window")
+        update = self._window.update
         self._hyperparameters.check("inside a window")
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
             trailer = Trailer.of_losses(losses, len(self._names))
             trailer.flags[STOP] = int(stop)
-            self._replicas.write_digest(trailer, window.update)
+            self._replicas.write_digest(trailer, update)
         self._group.silence = None
         with self._clock.wait:
             gradients, numbers = self._accumulator.reduce(trailer.numbers())
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
             totals = Trailer.of(numbers)
-            self._replicas.check(totals, window.update)
-            norm = self._apply(window.update, totals, trailer, gradients)
-        self._window = None
+            self._replicas.check(totals, update)
+            norm = self._apply(update, totals, trailer, gradients)
         self._hyperparameters.keep()
         if norm is not None:
-            self._after_update(window.update)
-            self._hyperparameters.check(
-                f"in after_update of update {window.update}", jobs_turn=True
-            )
+            self._after_update(update)
+            self._hyperparameters.check(f"in after_update of update {update}", jobs_turn=True)
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             print(
-                f"update {window.update}: compiled in {compile_s:.2f} s, which later updates do "
-                f"not take",
+                f"update {update}: compiled in {compile_s:.2f} s, which later updates do not take",
                 flush=True,
             )
         sent, seconds = self._group.since(self._mark), self._clock.seconds()
-        shared = totals.report(self._names)
         return BoundaryReport(
-            update=window.update,
+            update=update,
             applied=norm is not None,
             gradient_norm=norm,
             loss_scale=scale,
@@ -314,7 +304,7 @@ class MindSporeEngine(Engine):
             compile_s=compile_s,
             # Right after a reduction, so that no rank is compiling meanwhile.
             plain_step_s=self._accumulator.plain_step_s(),
-            **shared,
+            **totals.report(self._names),
         )
 
     def _apply(
@@ -437,9 +427,6 @@ def _bytes(parameters: Iterable[Any]) -> int:
 # before. Windows must therefore be alike: equal micro-batches, weights that count samples.
 
 
-_FRAMEWORK_OPTIMIZERS: dict[str, Any] = {"sgd": nn.SGD}
-
-
 class _Share(nn.Cell):
     """One micro-batch's share of the window's loss: its sum, divided by all samples."""
 
@@ -460,38 +447,29 @@ class FrameworkEngine(MindSporeEngine):
         self._cell: Any = None
         self._shape: tuple[int, int] | None = None
         super().__init__(job, settings, group)
-        self._loss_of = compiled_loss(job)
-        self._python_loss = python_loss(job)
 
     def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
         """TrainOneStepCell takes the optimizers of `mindspore.nn` only."""
         if own is not None:
             return own
-        rest = {k: v for k, v in self._settings.optimizer.items() if k != "name"}
-        name = str(self._settings.optimizer.get("name"))
-        if name not in _FRAMEWORK_OPTIMIZERS:
+        rest = dict(self._settings.optimizer)
+        if (name := rest.pop("name", None)) != "sgd":
             raise ConfigError(
                 f"engine.style=framework knows optimizer=sgd, not {name}: mindspore.nn's Adam and "
                 f"AdamW are not the papers'; try engine.style=own, or build one in the job"
             )
-        return _FRAMEWORK_OPTIMIZERS[name](list(trainable), 1e-3, **rest)
+        return nn.SGD(list(trainable), 1e-3, **rest)
 
     def begin_window(self, window: Window) -> None:
         self._window, self._batches = window, []
         set_rate(self._optimizer, window.learning_rate)
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        leaves = batch if isinstance(batch, tuple) else (batch,)
-        self._batches.append(leaves)
+        del micro_batch
+        self._batches.append(batch if isinstance(batch, tuple) else (batch,))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        window = self._window
-        if window is None:
-            raise RuntimeError("a boundary without a window")
-        began = time.perf_counter()
+        window, began = self._window, time.perf_counter()
         whole = tuple(ops.concat(column) for column in zip(*self._batches, strict=True))
         first = self._cell is None
         self._prepare(window)
@@ -503,14 +481,13 @@ class FrameworkEngine(MindSporeEngine):
                 f"has changed the weights already: resume from the last checkpoint"
             )
         seconds = time.perf_counter() - began
-        steps, self._window, self._batches = len(self._batches), None, []
         self._after_update(window.update)
         return BoundaryReport(
             update=window.update,
             loss=loss,
             weight=float(window.samples),
             stop_requested=stop,
-            micro_steps=steps,
+            micro_steps=len(self._batches),
             compute_s=0.0 if first else seconds,
             compile_s=seconds if first else 0.0,
         )
@@ -526,8 +503,7 @@ class FrameworkEngine(MindSporeEngine):
             )
         if self._cell is not None:
             return
-        total, weight, _ = self._python_loss(self._model, self._batches[0])
-        del total
+        _, weight, _ = python_loss(self._job)(self._model, self._batches[0])
         if as_float(weight) != float(next(iter(sizes))):
             raise JobError(
                 "engine.style=framework divides by the number of samples, but Loss.weight is "
@@ -537,7 +513,7 @@ class FrameworkEngine(MindSporeEngine):
         from mindspore.parallel.nn import GradAccumulation
 
         ms.set_context(mode=ms.GRAPH_MODE)
-        share = _Share(self._model, self._loss_of, window.samples)
+        share = _Share(self._model, compiled_loss(self._job), window.samples)
         step = nn.TrainOneStepCell(GradAccumulation(share, shape[0]), self._optimizer)
         step.set_train()
         self._cell = AutoParallel(step)
