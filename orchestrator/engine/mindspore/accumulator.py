@@ -53,14 +53,9 @@ def explain(error: Exception, what: str) -> str:
         head = head.partition(stack)[0]
     said = [line for line in head.splitlines() if line.strip(" -")]
     lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
-    lines += [f"in {frame}" for frame in _user_frames(trace)[-2:]]
-    return "\n".join(lines)
-
-
-def _user_frames(trace: str) -> list[str]:
-    """Return the frames of a compiler's trace that are neither MindSpore's nor ours."""
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
-    return [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+    own = [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+    return "\n".join([*lines, *(f"in {frame}" for frame in own[-2:])])
 
 
 class Compiled:

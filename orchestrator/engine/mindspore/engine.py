@@ -42,7 +42,6 @@ from orchestrator.engine.mindspore.model import (
     build_optimizer,
     check_same_weights,
     hyperparameters_of,
-    layers,
     replicas_of,
     seed_everything,
     set_rate,
@@ -179,14 +178,6 @@ def _kinds_of(parameters: Mapping[str, Parameter]) -> Kinds:
     return {name: (str(p.dtype).lower(), tuple(p.shape)) for name, p in parameters.items()}
 
 
-def digest(parameters: Mapping[str, Parameter]) -> str:
-    """SHA-256 over the parameters' bytes, tensor by tensor in the order of the names."""
-    whole = hashlib.sha256()
-    for array in arrays_of(parameters).values():
-        whole.update(array.tobytes())
-    return whole.hexdigest()
-
-
 def as_float(value: Any) -> float:
     """Return a number or a tensor of one number as a float; waits for it."""
     return float(value.asnumpy()) if isinstance(value, Tensor) else float(value)
@@ -218,6 +209,7 @@ class MindSporeEngine(Engine):
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
+        draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
         precision = Precision(settings.precision, group.transport)
         self._accumulator = Accumulator(
             self._model,
@@ -225,7 +217,7 @@ class MindSporeEngine(Engine):
             group,
             settings,
             # Two random draws cannot be compared.
-            reference=None if layers(self._model, RANDOM) else python_loss(job),
+            reference=None if draws else python_loss(job),
             precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
@@ -386,7 +378,10 @@ class MindSporeEngine(Engine):
         _assign(parameters, arrays)
 
     def weights_sha256(self) -> str:
-        return digest(self._model.parameters_dict())
+        whole = hashlib.sha256()
+        for array in arrays_of(self._model.parameters_dict()).values():
+            whole.update(array.tobytes())
+        return whole.hexdigest()
 
     def memory_bytes(self) -> dict[str, int]:
         weights = self._model.parameters_dict()

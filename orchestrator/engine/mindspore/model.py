@@ -31,11 +31,6 @@ BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 
 RANDOM: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-def layers(model: nn.Cell, kinds: tuple[Any, ...]) -> list[str]:
-    """Return the names of the model's cells of these kinds."""
-    return [name for name, cell in model.cells_and_names() if isinstance(cell, kinds)]
-
-
 def batch_norms(model: nn.Cell) -> dict[str, Any]:
     """Return the model's batch norms by name, "" if it is one itself; without those that are
     frozen.

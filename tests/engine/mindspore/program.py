@@ -188,7 +188,7 @@ def nan_stops_all_ranks_and_names_the_place(group):
 
 
 def float16_is_near_and_not_at_float32(group):
-    _, report, before, after = _updates(group, precision="float16")
+    _, report, before, after = _updates(group, precision="float16", mode="pynative")
     assert report.applied
     assert report.loss_scale == FIRST_SCALE
     assert 1e-6 < _distance(after, numpy_update(before, RATE)) < 1e-3
