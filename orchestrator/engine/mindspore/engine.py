@@ -19,7 +19,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from safetensors.numpy import load_file, save_file
 
-from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
@@ -532,21 +531,12 @@ def versions() -> dict[str, str]:
 def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> Engine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
+    Args:
+        settings: `config.rules.refuse_unsupported` has refused what this engine does not have.
+
     Raises:
-        ConfigError: settings that this engine does not have.
+        ConfigError: an optimizer or a precision that cannot be had.
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
-    check_installed("mindspore")
-    if settings.reduction != "fast":
-        raise ConfigError(
-            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
-            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
-            f"torch job"
-        )
-    if settings.style == "framework":
-        if group.size > 1:
-            raise ConfigError(
-                "engine.style=framework computes on one rank only; try engine.style=own"
-            )
-        return FrameworkEngine(job, settings, group)
-    return MindSporeEngine(job, settings, group)
+    engine = FrameworkEngine if settings.style == "framework" else MindSporeEngine
+    return engine(job, settings, group)
