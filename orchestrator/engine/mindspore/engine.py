@@ -209,7 +209,7 @@ class MindSporeEngine(Engine):
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
-        precision = Precision(settings.precision, group.transport)
+        precision = Precision(settings.precision)
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
@@ -535,7 +535,7 @@ def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> E
         settings: `config.rules.refuse_unsupported` has refused what this engine does not have.
 
     Raises:
-        ConfigError: an optimizer or a precision that cannot be had.
+        ConfigError: an optimizer that cannot be had.
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
     engine = FrameworkEngine if settings.style == "framework" else MindSporeEngine

@@ -140,11 +140,6 @@ def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path)
     assert update(other, split, 8).loss_scale == reports[-1].loss_scale
 
 
-def test_bfloat16_is_refused_on_a_cpu_with_what_works():
-    with pytest.raises(ConfigError, match=r"train\.precision=float16"):
-        built(precision="bfloat16")
-
-
 def test_another_models_checkpoint_is_refused(tmp_path):
     from mindspore import nn
 
