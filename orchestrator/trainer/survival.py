@@ -133,12 +133,12 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 JOIN_S = 0.005
 
 
-def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) -> Any:
+def formed(framework: Framework, spec: GroupSpec) -> Any:
     """Return the group. The thread that forms it stays behind if one more member dies: it would
     wait for that member for ever.
 
     Raises:
-        PeerLost: the group was `given_up` meanwhile.
+        PeerLost: `spec.stop_requested()` meanwhile.
     """
     found: list[Any] = []
 
@@ -152,7 +152,7 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
     thread.start()
     while not found:
         thread.join(JOIN_S)
-        if not found and given_up():
+        if not found and spec.stop_requested():
             raise PeerLost("one more rank is gone")
     if isinstance(found[0], Exception):
         raise found[0]
@@ -432,7 +432,7 @@ class GroupMembership(Callback):
         spec = replace(
             self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
         )
-        group = formed(self._framework, spec, given_up)
+        group = formed(self._framework, spec)
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")

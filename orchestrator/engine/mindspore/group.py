@@ -144,11 +144,10 @@ class MindSporeGroup(Group):
         rank: int,
         size: int,
         transport: str,
-        generation: int = 0,
         scheduler: Scheduler | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
+        super().__init__(rank=rank, size=size, transport=transport)
         self._scheduler, self._leave = scheduler, leave
         self._noted: set[Any] = set()
 
@@ -420,13 +419,13 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         # spin while they wait for each other, for two fifths of four ranks' processor time.
         ms.runtime.launch_blocking()
     if spec.size == 1:
-        return MindSporeGroup(rank=0, size=1, transport=transport, generation=spec.generation)
+        return MindSporeGroup(rank=0, size=1, transport=transport)
     if not is_literal(spec.address):
         raise TransportError(
             f"MindSpore takes IP addresses only, but the address of {spec.node} is "
             f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
         )
-    if spec.generation or communication.GlobalComm.INITED:
+    if communication.GlobalComm.INITED:
         raise RendezvousError(
             "MindSpore forms one group in a process's life; start the ranks again instead"
         )
@@ -439,7 +438,6 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         rank=spec.rank,
         size=spec.size,
         transport=transport,
-        generation=spec.generation,
         scheduler=scheduler,
         leave=partial(leave_together, spec),
     )
