@@ -78,8 +78,9 @@ class WindowOptions:
         for name, least in _LEAST.items():
             if name in given and not (given[name] is None and getattr(cls, name) is None):
                 checked[name] = whole_number(name, given[name], least=least)
-        if checked.get("epochs") is not None:
-            checked["epochs"] = _number("epochs", checked["epochs"])
+        epochs = given.get("epochs")
+        if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
+            raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
         options = cls(**checked)
         options._check()
         return options
@@ -116,12 +117,6 @@ def whole_number(name: str, value: Any, *, least: int) -> int:
             f"{value!r:.60}{hint}"
         )
     return number
-
-
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ConfigError(f"run.windows(): {name} must be a number, but is {value!r:.60}")
-    return value
 
 
 def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import JobError
+from orchestrator.errors import JobError, shortened
 from orchestrator.rundir.files import LineFile
 
 FLUSH_S = 5.0
@@ -49,7 +49,8 @@ def _figure(call: str, name: str, value: Any) -> Figure:
         with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
             return float(value)
     raise JobError(
-        f"{call} takes numbers, and tensors that hold one, but {name} is {_short(value)} "
+        f"{call} takes numbers, and tensors that hold one, but {name} is "
+        f"{shortened(' '.join(repr(value).split()), 40)} "
         f"({type(value).__name__}); try its mean()"
     )
 
@@ -65,11 +66,6 @@ def _on_its_way(value: Any) -> Callable[[], float]:
         return float(copy)
 
     return number
-
-
-def _short(value: Any) -> str:
-    text = " ".join(repr(value).split())
-    return text if len(text) <= 40 else f"{text[:40]}…"
 
 
 class Lines:

@@ -74,8 +74,11 @@ class Run:
             record["samples"] = _whole_number("report()", "samples", samples)
         self._reports += 1
         if self._rank:
-            if self._reports == FEW:
-                self._look_for_rank_0()
+            if self._reports == FEW and not (self.folder / METRICS).exists():
+                self.warn(
+                    f"rank {self._rank} calls run.report(), but rank 0 did not, whose values alone "
+                    "are recorded: call it on every rank, or on rank 0"
+                )
             return
         if number <= self._reported and not self._warned_of_order:
             self._warned_of_order = True
@@ -188,14 +191,6 @@ class Run:
                 "worker?); the training's own process has to"
             )
         return True
-
-    def _look_for_rank_0(self) -> None:
-        """Warn if only other ranks report, which is not recorded."""
-        if not (self.folder / METRICS).exists():
-            self.warn(
-                f"rank {self._rank} calls run.report(), but rank 0 did not, whose values alone are "
-                "recorded: call it on every rank, or on rank 0"
-            )
 
 
 def _whole_number(call: str, name: str, value: Any) -> int:

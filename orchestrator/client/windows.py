@@ -127,9 +127,8 @@ class Windows:
         copies = {one.fully_sharded.shard_ranks for one in accumulators if one.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
-        self._ahead = RankWindows(plan, rank, shard_ranks=next(iter(copies), ()))
         self._loop = TrainingLoop(
-            windows=self._ahead,
+            windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ())),
             updates=self.updates,
             checkpoints=checkpoints,
             callbacks=[*record, *options.callbacks],
@@ -150,9 +149,8 @@ class Windows:
         """Yield this rank's micro-batches of all windows to come, in order: a `batch_sampler` for
         a DataLoader, which reads ahead.
         """
-        for update in range(self.first, self.updates):
-            for micro_batch in self._ahead.window(update).micro_batches:
-                yield list(micro_batch.indices)
+        for micro_batch in self._loop.micro_batches(self.first):
+            yield list(micro_batch.indices)
 
     def __iter__(self) -> Iterator[UserWindow]:
         if self._begun:

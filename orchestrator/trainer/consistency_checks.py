@@ -25,7 +25,7 @@ from orchestrator.config.rules import (
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
 from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.errors import ConfigError, JobError
+from orchestrator.errors import ConfigError, JobError, shortened
 from orchestrator.job import has_own_rate
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
@@ -273,7 +273,7 @@ def compare_facts(
     )
     remedy = " ".join(f"facts.{name}={true}" for name, (_, true) in wrong.items())
     changed = [
-        f"{name} {_short(shown[name])}, not {_short(true)}"
+        f"{name} {shortened(shown[name], 40)}, not {shortened(true, 40)}"
         for name, true in true_plan.items()
         if name not in _FIGURES and shown[name] != true
     ]
@@ -283,11 +283,6 @@ def compare_facts(
             "or leave facts out"
         )
     warn(f"{differences}; the plan is the same but for the bytes on the wire. Set {remedy}")
-
-
-def _short(value: object) -> str:
-    text = str(value)
-    return text if len(text) <= 40 else f"{text[:39]}…"
 
 
 # ----------------------------------------------------------------------

@@ -16,7 +16,6 @@ from typing import Any
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
 from orchestrator.errors import (
-    EXIT_FAILED,
     OrchestratorError,
     PeerLost,
     RanksMissing,
@@ -146,10 +145,6 @@ def _loader_worker(error: BaseException) -> str | None:
             ended = f"{worker} {what.partition('.')[0]}; the log has what it said last"
         one = one.__cause__ or one.__context__
     return ended or None
-
-
-def exit_code(error: BaseException) -> int:
-    return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED
 
 
 def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:

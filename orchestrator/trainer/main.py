@@ -149,12 +149,8 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
 
 def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     """Return the callbacks of this rank's loop in a new group, but for `GroupMembership`."""
-    run, attempt, recorder, progress = (
-        worker.run,
-        worker.attempt,
-        training.recorder,
-        training.progress,
-    )
+    run, attempt = worker.run, worker.attempt
+    recorder, progress = training.recorder, training.progress
     # On devices this rank may be stuck in a collective that only a kill ends.
     leaves = training.group.transport not in ("nccl", "hccl")
     worker.link.saves_on_failure = training.saves_on_failure and leaves

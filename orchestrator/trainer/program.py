@@ -63,7 +63,6 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         topology=topology,
         place=place,
         run=run,
-        error_file=run.program_error(attempt, topology.rank),
         attempt=attempt,
         most_restarts=config.run.max_restarts,
         timeout_s=cluster.rendezvous_timeout_s,
@@ -148,7 +147,6 @@ class ProgramStart:
 
     Attributes:
         place: where the ranks meet; None in plain style.
-        error_file: where a program says what it raised, if it is written to.
         most_restarts: how often the run may begin again.
         timeout_s: for the ranks to meet.
     """
@@ -157,7 +155,6 @@ class ProgramStart:
     topology: Topology
     place: Rendezvous | None
     run: RunDir
-    error_file: Path
     attempt: int
     most_restarts: int
     timeout_s: float
@@ -292,7 +289,7 @@ def _torchrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
         "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
         "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
         "TORCHELASTIC_USE_AGENT_STORE": "False",
-        "TORCHELASTIC_ERROR_FILE": str(start.error_file),
+        "TORCHELASTIC_ERROR_FILE": str(start.run.program_error(start.attempt, topology.rank)),
     }
 
 

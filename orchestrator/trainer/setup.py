@@ -18,7 +18,7 @@ from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
-from orchestrator.config.rules import with_survival
+from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
 from orchestrator.engine.common.waiting import for_others
@@ -175,7 +175,9 @@ def _set_up(worker: WorkerProcess) -> Training:
         os.environ.update(interface_variables(os.environ, topology.address))
     _start_ahead(config, spec)
     job = build_job(with_run_folder(config.job, str(run.path)))
-    framework = FRAMEWORKS.make(framework_of(job), Framework)
+    named = framework_of(job)
+    refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
+    framework = FRAMEWORKS.make(named, Framework)
     alone = topology.replaces > 0
     with for_others("their group to form"):
         group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)

@@ -33,6 +33,7 @@ from orchestrator.errors import (
     StopRequested,
     Unrecoverable,
 )
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
@@ -49,10 +50,10 @@ def went_away(gone: Sequence[int], update: int, why: Sequence[str], *, over: boo
     >>> went_away([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
     'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL); '
     >>> went_away([0, 1], 41, [], over=True)
-    'ranks 0, 1 went away after the last update, 40; '
+    'ranks 0-1 went away after the last update, 40; '
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
-    return ", ".join([f"{ranks(gone)} went away {when}", *why]) + "; "
+    return ", ".join([f"{named_ranks(gone)} went away {when}", *why]) + "; "
 
 
 def those_left(count: int, *, over: bool) -> str:
@@ -64,10 +65,6 @@ def those_left(count: int, *, over: bool) -> str:
     if over:
         return f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
     return f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
-
-
-def ranks(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
 
 
 # ----------------------------------------------------------------------
@@ -136,12 +133,12 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 JOIN_S = 0.005
 
 
-def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) -> Any:
+def formed(framework: Framework, spec: GroupSpec) -> Any:
     """Return the group. The thread that forms it stays behind if one more member dies: it would
     wait for that member for ever.
 
     Raises:
-        PeerLost: the group was `given_up` meanwhile.
+        PeerLost: `spec.stop_requested()` meanwhile.
     """
     found: list[Any] = []
 
@@ -155,7 +152,7 @@ def formed(framework: Framework, spec: GroupSpec, given_up: Callable[[], bool]) 
     thread.start()
     while not found:
         thread.join(JOIN_S)
-        if not found and given_up():
+        if not found and spec.stop_requested():
             raise PeerLost("one more rank is gone")
     if isinstance(found[0], Exception):
         raise found[0]
@@ -427,13 +424,19 @@ class GroupMembership(Callback):
 
     def _join(self, newer: Generation, progress: TrainingProgress) -> int | None:
         """Join the group. Return how many updates a lost part of the state took back."""
-        members = newer.members
-        rank = members.index(self._me)
-        group = self._formed(newer, rank)
+
+        def given_up() -> bool:
+            return self._latest.number > newer.number
+
+        rank, size = newer.members.index(self._me), len(newer.members)
+        spec = replace(
+            self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
+        )
+        group = formed(self._framework, spec)
         self._interrupt = group.interrupt
-        if self._latest.number > newer.number:  # before there was a group to interrupt
+        if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
-        self.place = rank, len(members)
+        self.place = rank, size
         try:
             newer_progress = self._engine.catch_up(
                 group, progress.updates, progress_to_json(progress)
@@ -448,24 +451,16 @@ class GroupMembership(Callback):
         self._engine.regroup(group)
         return None
 
-    def _formed(self, newer: Generation, rank: int) -> Any:
-        def given_up() -> bool:
-            return self._latest.number > newer.number
-
-        spec = replace(
-            self._spec,
-            rank=rank,
-            size=len(newer.members),
-            generation=newer.number,
-            stop_requested=given_up,
-        )
-        return formed(self._framework, spec, given_up)
-
     def _notes(
         self, newer: Generation, progress: TrainingProgress, seconds: float, lost: int | None
     ) -> list[GroupChange]:
         """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
-        gone, came = self._change_to(newer.members)
+        old, new = set(self._members), set(newer.members)
+        self._members = newer.members
+        gone, came = (
+            sorted(rank_of(member, self._spec.size) for member in members)
+            for members in (old - new, new - old)
+        )
         with self._changed:
             why, self._why = self._why, []
         update, count = progress.updates + 1 + (lost or 0), len(newer.members)
@@ -477,12 +472,12 @@ class GroupMembership(Callback):
         change: GroupChange = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
-            self._say(f"{ranks(came)} came back; {count} ranks go on with update {update}")
+            self._say(f"{named_ranks(came)} came back; {count} ranks go on with update {update}")
         if gone:
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over else {}
             change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
-            self._count_try(progress.updates, ranks(gone))
+            self._count_try(progress.updates, named_ranks(gone))
             sentence = went_away(gone, update, why, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
@@ -490,15 +485,6 @@ class GroupMembership(Callback):
         self._history.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
-
-    def _change_to(self, members: Members) -> tuple[list[int], list[int]]:
-        """Return the ranks that are lost, and those that are new."""
-        old, new = set(self._members), set(members)
-        self._members = members
-        return self._ranks_of(old - new), self._ranks_of(new - old)
-
-    def _ranks_of(self, members: set[int]) -> list[int]:
-        return sorted(rank_of(one, self._spec.size) for one in members)
 
     def _count_try(self, updates: int, who: str) -> None:
         self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
@@ -516,10 +502,7 @@ class GroupMembership(Callback):
 
     @property
     def _nodes(self) -> set[int]:
-        return {self._node_of(member) for member in self._members}
-
-    def _node_of(self, member: int) -> int:
-        return rank_of(member, self._spec.size) // self._ranks_per_node
+        return {rank_of(one, self._spec.size) // self._ranks_per_node for one in self._members}
 
     def _unrecoverable(self, why: str) -> Unrecoverable:
         return Unrecoverable(why, sorted(self._all_nodes - self._nodes))

@@ -50,26 +50,19 @@ class MLflow(Tracker):
         self._metric: Any = Metric
         uri = self.options.uri or run.mlflow.absolute().as_uri()
         self._client: Any = MlflowClient(tracking_uri=uri)
-        self._run_id = self._begun_before() or self._new()
+        self._run_id = self._find_or_create_run()
         self._waiting: list[Any] = []
         self._sent = time.monotonic()
 
-    def _experiment(self) -> str:
-        found = self._client.get_experiment_by_name(self.options.experiment)
-        return (
-            found.experiment_id
-            if found
-            else self._client.create_experiment(self.options.experiment)
-        )
-
-    def _begun_before(self) -> str | None:
-        asked = f"tags.`{TAG}` = '{self.run.identity}'"
-        found = self._client.search_runs([self._experiment()], asked, max_results=1)
-        return found[0].info.run_id if found else None
-
-    def _new(self) -> str:
-        tags = {TAG: self.run.identity}
-        made = self._client.create_run(self._experiment(), tags=tags, run_name=self.run.path.name)
+    def _find_or_create_run(self) -> str:
+        """Return the id of MLflow's run: an earlier attempt's, if there is one."""
+        name, identity = self.options.experiment, self.run.identity
+        found = self._client.get_experiment_by_name(name)
+        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        for begun in self._client.search_runs([experiment], f"tags.`{TAG}` = '{identity}'"):
+            return begun.info.run_id
+        tags = {TAG: identity}
+        made = self._client.create_run(experiment, tags=tags, run_name=self.run.path.name)
         return made.info.run_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:

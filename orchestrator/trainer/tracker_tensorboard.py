@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import os
 import socket
 import time
@@ -28,21 +27,12 @@ class TensorBoard(Tracker):
         run.tensorboard.mkdir(mode=0o700, exist_ok=True)
         self._events: Any = event_pb2  # protobuf makes what is in them at run time
         self._summaries: Any = summary_pb2
-        self._file = self._new_file()
+        # The beginning is what TensorBoard looks for; it reads files in the order of their names.
+        name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
+        self._file = FileIO(run.tensorboard / name, "x")
         # Not their EventFileWriter: what its thread cannot write is lost without an error.
         self._records: Any = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
-
-    def _new_file(self) -> FileIO:
-        """By the name that TensorBoard looks for, in the order of attempts."""
-        began_s, place = time.time(), f"{socket.gethostname()}.{os.getpid()}"
-        for number in itertools.count():
-            name = f"events.out.tfevents.{began_s:.0f}.{place}.{number}"
-            try:
-                return FileIO(self.run.tensorboard / name, "x")
-            except FileExistsError:
-                continue
-        raise AssertionError  # there is always a next number
 
     def _add(self, **content: Any) -> None:
         self._records.write(

@@ -32,7 +32,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink
-from orchestrator.trainer.failure import exit_code, failure_of, hide_own_frames
+from orchestrator.trainer.failure import failure_of, hide_own_frames
 from orchestrator.trainer.stop import GracePeriods, StopFlag, note_lost_nodes
 
 FINAL_STATES = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
@@ -75,13 +75,12 @@ class WorkerProcess:
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
         self.stop = StopFlag()
-        self.link = AgentLink(run.rank_log(topology.rank), self._take_stop)
+        self.link = AgentLink(
+            run.rank_log(topology.rank), lambda name: self.stop.set(signal.Signals[name])
+        )
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
         self._requeue, self._ahead_s = False, 0.0
-
-    def _take_stop(self, name: str) -> None:
-        self.stop.set(signal.Signals[name])
 
     def begin(self, config: Config) -> None:
         """Publish this attempt, and check this worker's progress from now on.
@@ -145,4 +144,4 @@ class WorkerProcess:
         self.failure = failure_of(self.topology.rank, self.topology.node, error)
         if not isinstance(error, Evicted):  # the others go on
             write_failure(self.run, self.attempt, self.failure)
-        return exit_code(error)
+        return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED

@@ -81,7 +81,7 @@ def test_what_is_a_number_is_recorded_as_it_was_when_it_was_told(ranks, value, k
     [
         ({"loss": torch.ones(3)}, r"loss is tensor\(\[1., 1., 1.\]\) \(Tensor\); try its mean"),
         ({"loss": "0.5"}, "loss is '0.5' \\(str\\)"),
-        ({"loss": 10**400}, r"loss is 10+… \(int\)"),
+        ({"loss": 10**400}, r"loss is 10+… \(401 characters\) \(int\)"),
         ({"loss": [1.0]}, "loss is"),
         ({"loss": torch.ones((), device="meta")}, "loss is"),
         ({"loss": 1.0, "seen": {"a": 1}}, "seen is {'a': 1}"),

@@ -2,11 +2,8 @@
 
 import json
 import os
-import random
 import subprocess
 import sys
-import threading
-import time
 
 import pytest
 
@@ -79,35 +76,6 @@ def test_what_is_reported_is_in_the_record_whole_and_in_order(attempt):
     run.flush()
     records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
     assert [r["update"] for r in records] == [*range(2000)]
-
-
-@pytest.mark.parametrize("seed", range(25))
-def test_all_ranks_stop_after_the_same_update_whoever_is_asked_whenever(attempt, seed):
-    draw, size = random.Random(seed), 4
-    epoch = draw.choice((3, 1000))  # many loops begin their count anew
-    ranks, meet = [Stop(attempt, rank, size, ()) for rank in range(size)], threading.Barrier(size)
-    asked = {rank: draw.randrange(8) for rank in draw.sample(range(size), draw.randint(1, size))}
-    lazy = [random.Random(f"{seed} {rank}") for rank in range(size)]
-    last = [NOT_YET] * size
-
-    def train(rank):
-        for update in range(400):
-            meet.wait(30)  # the reduction: nobody is done with an update before all take part
-            if lazy[rank].random() < 0.3:
-                time.sleep(0.002)
-            if update == asked.get(rank):
-                ranks[rank]._signalled = True
-            if ranks[rank].due(update % epoch):
-                last[rank] = update
-                return
-
-    threads = [threading.Thread(target=train, args=(rank,)) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert len(set(last)) == 1, last
-    assert last[0] > min(asked.values())
 
 
 def watched_program(attempt):

@@ -21,11 +21,12 @@ SIZE, ROUNDS = 4, 100
 
 def be_rank(rank, folders, meet, ended):
     """Trains and stops once for each folder; the barrier is the reduction of an update."""
-    for folder in folders:
+    for number, folder in enumerate(folders):
+        epoch = (3, 1000)[number % 2]  # many loops begin their count anew
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         stop, update = Stop(folder, rank, SIZE), 0
         meet.wait(60)
-        while not stop.due(update):
+        while not stop.due(update % epoch):
             update += 1
             meet.wait(60)
         ended.put((rank, update))

@@ -92,7 +92,7 @@ def test_the_loop_takes_the_big_batchs_steps_on_any_ranks(ranks, batch, ragged):
         assert set(one.collectives) == {int(ranks > 1)}
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("ranks", [1, 3])
 def test_stopped_at_random_ranks_and_moments_it_ends_with_the_same_bits(tmp_path, ranks, seed):
     how = {"global_batch": 16, "micro_batch": 3, "updates": 12, "dropout": 0.3 * (ranks == 1)}

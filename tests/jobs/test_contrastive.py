@@ -5,7 +5,6 @@ import torch
 
 from jobs.contrastive import Contrastive
 from orchestrator import Loss
-from orchestrator.config.composer import compose
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.grad_cache import Layout
 from orchestrator.engine.torch.model import seed_everything
@@ -126,10 +125,3 @@ def test_embeddings_of_any_shape_travel_as_rows():
     for found, wanted in zip(layout.unpack(rows), given, strict=True):
         assert found.dtype == wanted.dtype
         assert torch.equal(found, wanted)
-
-
-def test_the_configuration_knows_the_number_of_parameters():
-    config = compose(["job=contrastive", "job.width=20"])
-    settings = {key: value for key, value in config.job.items() if key != "_target_"}
-    model = Contrastive(**settings).model()
-    assert config.facts.parameters == sum(p.numel() for p in model.parameters())

@@ -4,7 +4,6 @@ import pytest
 import torch
 
 from jobs.jepa import PATCHES, Jepa, patches_of
-from orchestrator.config.composer import compose
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, build_engine
 from tests.jobs.training import difference, train, windows
@@ -81,11 +80,3 @@ def test_patches_are_squares_of_the_picture():
     patches = patches_of(image.view(1, 784))
     assert patches.shape == (1, PATCHES, 49)
     assert torch.equal(patches[0, 5].view(7, 7), image[0, 7:14, 7:14])
-
-
-def test_the_configuration_knows_the_number_of_trained_parameters():
-    config = compose(["job=jepa", "job.width=24", "job.layers=3"])
-    settings = {key: value for key, value in config.job.items() if key != "_target_"}
-    model = Jepa(**settings).model()
-    trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    assert config.facts.parameters == trained

@@ -4,7 +4,6 @@ import torch
 
 from jobs.language_model import BEGIN, PADDING, LanguageModel
 from jobs.python_source import Paragraphs
-from orchestrator.config.composer import compose
 from tests.jobs.training import difference, train
 
 SMALL = {"width": 16, "layers": 1, "heads": 2, "context": 40, "sequences": 60, "held_out": 20}
@@ -69,10 +68,3 @@ def test_held_out_text_is_of_other_files():
     train_text = {bytes(piece.tolist()) for piece in job.dataset()}
     held_out = {bytes(piece.tolist()) for piece in Paragraphs(20, 40, held_out=True)}
     assert not train_text & held_out
-
-
-def test_the_configuration_knows_the_number_of_parameters():
-    config = compose(["job=language_model", "job.width=32", "job.layers=3"])
-    settings = {key: value for key, value in config.job.items() if key != "_target_"}
-    model = LanguageModel(**settings).model()
-    assert config.facts.parameters == sum(p.numel() for p in model.parameters())

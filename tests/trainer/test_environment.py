@@ -1,7 +1,6 @@
 """What a program is told, as values."""
 
 from functools import partial
-from pathlib import Path
 
 import pytest
 
@@ -27,7 +26,7 @@ def variables(run, env, *, style="torch", devices="rank", local_rank=1):
     )  # fmt: skip
     start = ProgramStart(
         program=ProgramConfig(command=("train.py",), style=style, devices=devices), topology=place,
-        place=Rendezvous("127.0.0.1", 4242), run=run, error_file=Path("/error"),
+        place=Rendezvous("127.0.0.1", 4242), run=run,
         attempt=0, most_restarts=0, timeout_s=60,
     )  # fmt: skip
     return environment(env, start, {})

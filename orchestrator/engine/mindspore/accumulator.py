@@ -53,14 +53,9 @@ def explain(error: Exception, what: str) -> str:
         head = head.partition(stack)[0]
     said = [line for line in head.splitlines() if line.strip(" -")]
     lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
-    lines += [f"in {frame}" for frame in _user_frames(trace)[-2:]]
-    return "\n".join(lines)
-
-
-def _user_frames(trace: str) -> list[str]:
-    """Return the frames of a compiler's trace that are neither MindSpore's nor ours."""
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
-    return [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+    own = [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
+    return "\n".join([*lines, *(f"in {frame}" for frame in own[-2:])])
 
 
 class Compiled:
@@ -209,14 +204,11 @@ class Accumulator:
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
             for p in self.parameters
         )
-        self._numbers = sum(int(p.size) for p in self.parameters)
-        self._whole = self._numbers + trailer_numbers
-        payload = self._whole * int(self.parameters[0].itemsize)
+        self._numbers = sum(int(p.size) for p in self.parameters) + trailer_numbers
+        payload = self._numbers * int(self.parameters[0].itemsize)
         count = bucket_count(payload, settings.bucket_bytes, early=False)
-        self._width = math.ceil(self._whole / count)
+        self._width = math.ceil(self._numbers / count)
         self._steps: dict[Any, Compiled] = {}
-        self._pack = self.compile(self._packing(), "the packing of gradients")
-        self._unpack = self.compile(self._unpacking(), "the unpacking of gradients")
         self.clear = self.compile(self._clearing(), "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
@@ -226,8 +218,7 @@ class Accumulator:
     @property
     def compile_s(self) -> float:
         """Seconds spent in first calls of compiled functions so far."""
-        every = (*self._steps.values(), self._pack, self._unpack, self.clear)
-        return sum(compiled.compile_s for compiled in every)
+        return sum(compiled.compile_s for compiled in (*self._steps.values(), self.clear))
 
     # ------------------------------------------------------------------ micro-steps
 
@@ -338,45 +329,28 @@ class Accumulator:
 
     # ------------------------------------------------------------------ the boundary
 
-    def _packing(self) -> Callable[..., Any]:
-        sums = self.sums
-
-        def pack(*trailer: Tensor) -> Tensor:
-            parts: Any = ()
-            for held in sums:
-                parts = (*parts, held.reshape(-1))
-            return ops.concat((*parts, *trailer))
-
-        return pack
-
-    def _unpacking(self) -> Callable[..., Any]:
-        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
-
-        def unpack(whole: Tensor) -> Any:
-            gradients: Any = ()
-            start = 0
-            for size, shape in shapes:
-                gradients = (*gradients, whole[start : start + size].reshape(shape))
-                start += size
-            return gradients
-
-        return unpack
-
     def reduce(self, trailer: Sequence[float] = ()) -> tuple[Sequence[Tensor], list[float]]:
         """Return gradients and trailer, summed over ranks. Collective: one a bucket.
 
-        A lone rank has nothing to pack: its gradients are the sums themselves.
+        A lone rank has nothing to pack: its gradients are the sums themselves. Packing is not
+        compiled: that would take seconds once to save milliseconds in an update.
         """
         if self._group.size == 1:
             return self.sums, list(trailer)
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
-        whole = self._pack(*extra)
-        places = range(0, self._whole, self._width)
+        whole = ops.concat([*(held.reshape(-1) for held in self.sums), *extra])
+        places = range(0, self._numbers, self._width)
         # Named anew each time, so that only two copies of the gradients exist at once.
         whole = [whole[place : place + self._width] for place in places]
         whole = self._group.sums(whole)
         whole = ops.concat(whole) if len(whole) > 1 else whole[0]
-        return self._unpack(whole), whole[self._numbers :].asnumpy().tolist()
+        gradients: list[Tensor] = []
+        start = 0
+        for parameter in self.parameters:
+            end = start + int(parameter.size)
+            gradients.append(whole[start:end].reshape(parameter.shape))
+            start = end
+        return gradients, whole[start:].asnumpy().tolist()
 
     def norm_of(self, gradients: Sequence[Tensor]) -> float:
         """Return the 2-norm of all gradients; on a CPU by NumPy, which is ten times as fast there

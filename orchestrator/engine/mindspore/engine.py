@@ -19,7 +19,6 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from safetensors.numpy import load_file, save_file
 
-from orchestrator.config.frameworks import check_installed
 from orchestrator.config.optimizer import chosen, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
@@ -42,7 +41,6 @@ from orchestrator.engine.mindspore.model import (
     build_optimizer,
     check_same_weights,
     hyperparameters_of,
-    layers,
     replicas_of,
     seed_everything,
     set_rate,
@@ -179,14 +177,6 @@ def _kinds_of(parameters: Mapping[str, Parameter]) -> Kinds:
     return {name: (str(p.dtype).lower(), tuple(p.shape)) for name, p in parameters.items()}
 
 
-def digest(parameters: Mapping[str, Parameter]) -> str:
-    """SHA-256 over the parameters' bytes, tensor by tensor in the order of the names."""
-    whole = hashlib.sha256()
-    for array in arrays_of(parameters).values():
-        whole.update(array.tobytes())
-    return whole.hexdigest()
-
-
 def as_float(value: Any) -> float:
     """Return a number or a tensor of one number as a float; waits for it."""
     return float(value.asnumpy()) if isinstance(value, Tensor) else float(value)
@@ -218,14 +208,15 @@ class MindSporeEngine(Engine):
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
-        precision = Precision(settings.precision, group.transport)
+        draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
+        precision = Precision(settings.precision)
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
             group,
             settings,
             # Two random draws cannot be compared.
-            reference=None if layers(self._model, RANDOM) else python_loss(job),
+            reference=None if draws else python_loss(job),
             precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
@@ -235,7 +226,7 @@ class MindSporeEngine(Engine):
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
         self._losses: list[Tensor] = []  # [weight, total, *metrics] of each micro-step
-        self._window: Window | None = None
+        self._window: Window  # the latest
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
         check_same_weights(self.weights_sha256(), self.gather)
@@ -257,51 +248,41 @@ class MindSporeEngine(Engine):
         self._group.silence = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         with self._clock.compute:
             seed = derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
             seed_everything(seed)
             self._losses.append(self._accumulator.add(batch))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        window = self._window
-        if window is None:
-            raise RuntimeError("a boundary without a window")
+        update = self._window.update
         self._hyperparameters.check("inside a window")
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
             trailer = Trailer.of_losses(losses, len(self._names))
             trailer.flags[STOP] = int(stop)
-            self._replicas.write_digest(trailer, window.update)
+            self._replicas.write_digest(trailer, update)
         self._group.silence = None
         with self._clock.wait:
             gradients, numbers = self._accumulator.reduce(trailer.numbers())
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
             totals = Trailer.of(numbers)
-            self._replicas.check(totals, window.update)
-            norm = self._apply(window.update, totals, trailer, gradients)
-        self._window = None
+            self._replicas.check(totals, update)
+            norm = self._apply(update, totals, trailer, gradients)
         self._hyperparameters.keep()
         if norm is not None:
-            self._after_update(window.update)
-            self._hyperparameters.check(
-                f"in after_update of update {window.update}", jobs_turn=True
-            )
+            self._after_update(update)
+            self._hyperparameters.check(f"in after_update of update {update}", jobs_turn=True)
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             print(
-                f"update {window.update}: compiled in {compile_s:.2f} s, which later updates do "
-                f"not take",
+                f"update {update}: compiled in {compile_s:.2f} s, which later updates do not take",
                 flush=True,
             )
         sent, seconds = self._group.since(self._mark), self._clock.seconds()
-        shared = totals.report(self._names)
         return BoundaryReport(
-            update=window.update,
+            update=update,
             applied=norm is not None,
             gradient_norm=norm,
             loss_scale=scale,
@@ -314,7 +295,7 @@ class MindSporeEngine(Engine):
             compile_s=compile_s,
             # Right after a reduction, so that no rank is compiling meanwhile.
             plain_step_s=self._accumulator.plain_step_s(),
-            **shared,
+            **totals.report(self._names),
         )
 
     def _apply(
@@ -396,7 +377,10 @@ class MindSporeEngine(Engine):
         _assign(parameters, arrays)
 
     def weights_sha256(self) -> str:
-        return digest(self._model.parameters_dict())
+        whole = hashlib.sha256()
+        for array in arrays_of(self._model.parameters_dict()).values():
+            whole.update(array.tobytes())
+        return whole.hexdigest()
 
     def memory_bytes(self) -> dict[str, int]:
         weights = self._model.parameters_dict()
@@ -437,9 +421,6 @@ def _bytes(parameters: Iterable[Any]) -> int:
 # before. Windows must therefore be alike: equal micro-batches, weights that count samples.
 
 
-_FRAMEWORK_OPTIMIZERS: dict[str, Any] = {"sgd": nn.SGD}
-
-
 class _Share(nn.Cell):
     """One micro-batch's share of the window's loss: its sum, divided by all samples."""
 
@@ -460,38 +441,29 @@ class FrameworkEngine(MindSporeEngine):
         self._cell: Any = None
         self._shape: tuple[int, int] | None = None
         super().__init__(job, settings, group)
-        self._loss_of = compiled_loss(job)
-        self._python_loss = python_loss(job)
 
     def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
         """TrainOneStepCell takes the optimizers of `mindspore.nn` only."""
         if own is not None:
             return own
-        rest = {k: v for k, v in self._settings.optimizer.items() if k != "name"}
-        name = str(self._settings.optimizer.get("name"))
-        if name not in _FRAMEWORK_OPTIMIZERS:
+        rest = dict(self._settings.optimizer)
+        if (name := rest.pop("name", None)) != "sgd":
             raise ConfigError(
                 f"engine.style=framework knows optimizer=sgd, not {name}: mindspore.nn's Adam and "
                 f"AdamW are not the papers'; try engine.style=own, or build one in the job"
             )
-        return _FRAMEWORK_OPTIMIZERS[name](list(trainable), 1e-3, **rest)
+        return nn.SGD(list(trainable), 1e-3, **rest)
 
     def begin_window(self, window: Window) -> None:
         self._window, self._batches = window, []
         set_rate(self._optimizer, window.learning_rate)
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        leaves = batch if isinstance(batch, tuple) else (batch,)
-        self._batches.append(leaves)
+        del micro_batch
+        self._batches.append(batch if isinstance(batch, tuple) else (batch,))
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
-        window = self._window
-        if window is None:
-            raise RuntimeError("a boundary without a window")
-        began = time.perf_counter()
+        window, began = self._window, time.perf_counter()
         whole = tuple(ops.concat(column) for column in zip(*self._batches, strict=True))
         first = self._cell is None
         self._prepare(window)
@@ -503,14 +475,13 @@ class FrameworkEngine(MindSporeEngine):
                 f"has changed the weights already: resume from the last checkpoint"
             )
         seconds = time.perf_counter() - began
-        steps, self._window, self._batches = len(self._batches), None, []
         self._after_update(window.update)
         return BoundaryReport(
             update=window.update,
             loss=loss,
             weight=float(window.samples),
             stop_requested=stop,
-            micro_steps=steps,
+            micro_steps=len(self._batches),
             compute_s=0.0 if first else seconds,
             compile_s=seconds if first else 0.0,
         )
@@ -526,8 +497,7 @@ class FrameworkEngine(MindSporeEngine):
             )
         if self._cell is not None:
             return
-        total, weight, _ = self._python_loss(self._model, self._batches[0])
-        del total
+        _, weight, _ = python_loss(self._job)(self._model, self._batches[0])
         if as_float(weight) != float(next(iter(sizes))):
             raise JobError(
                 "engine.style=framework divides by the number of samples, but Loss.weight is "
@@ -537,7 +507,7 @@ class FrameworkEngine(MindSporeEngine):
         from mindspore.parallel.nn import GradAccumulation
 
         ms.set_context(mode=ms.GRAPH_MODE)
-        share = _Share(self._model, self._loss_of, window.samples)
+        share = _Share(self._model, compiled_loss(self._job), window.samples)
         step = nn.TrainOneStepCell(GradAccumulation(share, shape[0]), self._optimizer)
         step.set_train()
         self._cell = AutoParallel(step)
@@ -561,21 +531,12 @@ def versions() -> dict[str, str]:
 def build_engine(job: Job, settings: EngineSettings, group: MindSporeGroup) -> Engine:
     """Build the job's model, the same on every rank, and all that trains it. Collective.
 
+    Args:
+        settings: `config.rules.refuse_unsupported` has refused what this engine does not have.
+
     Raises:
-        ConfigError: settings that this engine does not have.
+        ConfigError: an optimizer that cannot be had.
         JobError: `model()` or `dataset()` do not give what the contract says, or replicas differ.
     """
-    check_installed("mindspore")
-    if settings.reduction != "fast":
-        raise ConfigError(
-            f"accumulation.reduction={settings.reduction} is not available with MindSpore; try "
-            f"accumulation.reduction=fast (the same ranks give the same bits there, too), or a "
-            f"torch job"
-        )
-    if settings.style == "framework":
-        if group.size > 1:
-            raise ConfigError(
-                "engine.style=framework computes on one rank only; try engine.style=own"
-            )
-        return FrameworkEngine(job, settings, group)
-    return MindSporeEngine(job, settings, group)
+    engine = FrameworkEngine if settings.style == "framework" else MindSporeEngine
+    return engine(job, settings, group)

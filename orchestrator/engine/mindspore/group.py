@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -122,11 +122,9 @@ def variables(
 
 
 # ------------------------------------------------------------------ MindSporeGroup
-# MindSpore knows one world per process, so an attempt has one generation. The main thread launches
-# a collective and waits for it while rank 0 watches the scheduler, without which it would not end.
+# MindSpore knows one world per process, so an attempt has one generation.
 
 
-POLL_S = 0.05
 REDUCED_BY_MCCL = (ms.float32, ms.float16)
 GATHERED_BY_MCCL = (ms.float32, ms.int32)
 TIMED_OUT = ("timeout", "timed out", "time out")
@@ -146,13 +144,12 @@ class MindSporeGroup(Group):
         rank: int,
         size: int,
         transport: str,
-        generation: int = 0,
         scheduler: Scheduler | None = None,
         leave: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(rank=rank, size=size, generation=generation, transport=transport)
+        super().__init__(rank=rank, size=size, transport=transport)
         self._scheduler, self._leave = scheduler, leave
-        self._told: set[str] = set()
+        self._noted: set[Any] = set()
 
     # ------------------------------------------------------------------ collectives
 
@@ -163,14 +160,13 @@ class MindSporeGroup(Group):
 
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over ranks of several tensors, one collective each, launched together."""
-        totals: list[Tensor] = []
         for tensor in tensors:
             self._admit("all_reduce_sum", _bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
-            if self.size == 1:
-                totals.append(tensor)
-                continue
-            totals.append(self._launch_sum(tensor.reshape(-1)).reshape(tensor.shape))
-        self.wait(totals, "all_reduce_sum")
+        if self.size == 1:
+            return list(tensors)
+        with self._awaiting("all_reduce_sum"):
+            totals = [self._launch_sum(one.reshape(-1)).reshape(one.shape) for one in tensors]
+            self._complete(totals[-1])
         return totals
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
@@ -180,8 +176,9 @@ class MindSporeGroup(Group):
         self._admit("all_gather", _bytes(tensor), (self.size - 1) * size)
         if self.size == 1:
             return tensor.copy()
-        gathered = self._launch_gather(tensor, every)
-        self.wait([gathered], "all_gather")
+        with self._awaiting("all_gather"):
+            gathered = self._launch_gather(tensor, every)
+            self._complete(gathered)
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
@@ -193,8 +190,9 @@ class MindSporeGroup(Group):
             return
         carried, back = self._as_carried(tensor.reshape(-1))
         broadcast: Any = ops.Broadcast(source)
-        (result,) = broadcast((carried,))
-        self.wait([result], "broadcast")
+        with self._awaiting("broadcast"):
+            (result,) = broadcast((carried,))
+            self._complete(result)
         tensor.assign_value(back(result).reshape(tensor.shape))
 
     def barrier(self) -> None:
@@ -202,8 +200,8 @@ class MindSporeGroup(Group):
         self._admit("barrier", 0, 0)
         if self.size == 1:
             return
-        # MCCL has no barrier of its own.
-        self.wait([self._launch_sum(ops.zeros((1,), ms.float32))], "barrier")
+        with self._awaiting("barrier"):  # MCCL has none of its own
+            self._complete(self._launch_sum(ops.zeros((1,), ms.float32)))
 
     def close(self) -> None:
         """Wait for all ranks, and end the scheduler. The group is of no use afterwards."""
@@ -215,14 +213,21 @@ class MindSporeGroup(Group):
 
     # ------------------------------------------------------------------ the parts
 
+    def _complete(self, last: Tensor) -> None:
+        """Return when a result is computed; a device computes the collectives before it first."""
+        (last if self.transport == "mccl" else last.reshape(-1)[:1]).asnumpy()
+
     def _launch_sum(self, flat: Tensor) -> Tensor:
         if self.transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
             reduce: Any = ops.AllReduce()
             return reduce(flat)
-        self._say_once(
-            f"MCCL has no all-reduce of {flat.dtype}; the ranks' parts are gathered and added in "
-            f"the order of ranks instead"
-        )
+        if flat.dtype not in self._noted:
+            self._noted.add(flat.dtype)
+            print(
+                f"note: MCCL has no all-reduce of {flat.dtype}; the ranks' parts are gathered and "
+                f"added in the order of ranks instead",
+                flush=True,
+            )
         parts = self._launch_gather(flat, (flat.shape[0],) * self.size)
         return parts.reshape(self.size, -1).sum(axis=0).astype(flat.dtype)
 
@@ -257,46 +262,28 @@ class MindSporeGroup(Group):
             bits = array.reshape(array.shape[0], math.prod(rest)).view(np.int32)
 
             def as_before(result: Tensor) -> Tensor:
-                self.wait([result], "all_gather")
                 return Tensor(result.asnumpy().view(array.dtype).reshape(-1, *rest))
 
             return Tensor(bits), as_before
         wide = ms.float32 if dtype in (ms.float16, ms.bfloat16) else ms.int32
         return tensor.astype(wide), lambda result: result.astype(dtype)
 
-    def wait(self, tensors: Sequence[Tensor], operation: str) -> None:
-        """Return when the tensors are computed. Raises `PeerLost` when they will never be."""
-        if self.size == 1:
-            return
-        done = threading.Event()
-        raised: list[RuntimeError] = []
+    @contextmanager
+    def _awaiting(self, operation: str) -> Generator[None]:
+        """Mark the wait for a collective, from its launch, which waits itself on a CPU.
 
-        def compute() -> None:
-            try:
-                # Collectives of a device end in order: one number of the last says that all have.
-                on_cpu = self.transport == "mccl"
-                for tensor in tensors if on_cpu else tensors[-1:]:
-                    (tensor if on_cpu else tensor.reshape(-1)[:1]).asnumpy()
-            except RuntimeError as error:
-                raised.append(error)
-            finally:
-                done.set()
-
-        threading.Thread(target=compute, name=operation, daemon=True).start()
-        with for_others(operation):
-            while not done.wait(POLL_S):
-                if self._scheduler is not None:
-                    self._scheduler.check()
-        if raised:
-            first = str(raised[0]).strip().splitlines()[0]
-            if any(text in str(raised[0]).lower() for text in TIMED_OUT):
-                raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from raised[0]
-            raise raised[0]
-
-    def _say_once(self, sentence: str) -> None:
-        if sentence not in self._told:
-            self._told.add(sentence)
-            print(f"note: {sentence}", flush=True)
+        Raises:
+            PeerLost: it timed out.
+        """
+        try:
+            with for_others(operation):
+                yield
+        except RuntimeError as error:
+            text = str(error).strip()
+            if not any(words in text.lower() for words in TIMED_OUT):
+                raise
+            first = text.splitlines()[0]
+            raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from error
 
 
 def _bytes(tensor: Tensor) -> int:
@@ -432,13 +419,13 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         # spin while they wait for each other, for two fifths of four ranks' processor time.
         ms.runtime.launch_blocking()
     if spec.size == 1:
-        return MindSporeGroup(rank=0, size=1, transport=transport, generation=spec.generation)
+        return MindSporeGroup(rank=0, size=1, transport=transport)
     if not is_literal(spec.address):
         raise TransportError(
             f"MindSpore takes IP addresses only, but the address of {spec.node} is "
             f"{spec.address!r}; choose its interface: cluster.interface=eth0, say"
         )
-    if spec.generation or communication.GlobalComm.INITED:
+    if communication.GlobalComm.INITED:
         raise RendezvousError(
             "MindSpore forms one group in a process's life; start the ranks again instead"
         )
@@ -451,7 +438,6 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         rank=spec.rank,
         size=spec.size,
         transport=transport,
-        generation=spec.generation,
         scheduler=scheduler,
         leave=partial(leave_together, spec),
     )

@@ -31,11 +31,6 @@ BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, 
 RANDOM: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
 
 
-def layers(model: nn.Cell, kinds: tuple[Any, ...]) -> list[str]:
-    """Return the names of the model's cells of these kinds."""
-    return [name for name, cell in model.cells_and_names() if isinstance(cell, kinds)]
-
-
 def batch_norms(model: nn.Cell) -> dict[str, Any]:
     """Return the model's batch norms by name, "" if it is one itself; without those that are
     frozen.
@@ -118,7 +113,6 @@ def _grouped(layer: Any) -> nn.Cell:
 
 
 SEED_BITS = 0x7FFFFFFF
-DIGEST_NUMBERS, DIGEST_DIGITS = 4, 12  # 48 bits each, which a float64 carries exactly
 
 
 def seed_everything(seed: int) -> None:
@@ -152,11 +146,7 @@ def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[lis
     Raises:
         JobError: on all ranks alike, naming those that differ from rank 0.
     """
-    numbers = [
-        float(int(sha256[n * DIGEST_DIGITS : (n + 1) * DIGEST_DIGITS], 16))
-        for n in range(DIGEST_NUMBERS)
-    ]
-    rows = gather(numbers)
+    rows = gather([float(int(sha256[:12], 16))])  # 48 bits, which a float64 carries exactly
     odd = [rank for rank, row in enumerate(rows) if row != rows[0]]
     if odd:
         raise JobError(
@@ -180,17 +170,9 @@ class Precision(LossScale):
 
     Attributes:
         tolerance: how far two ways to compute a gradient may differ, relative to its largest part.
-
-    Raises:
-        ConfigError: the transport's device cannot compute in that format.
     """
 
-    def __init__(self, name: str = "float32", transport: str = "mccl") -> None:
-        if name == "bfloat16" and transport == "mccl":
-            raise ConfigError(
-                "train.precision=bfloat16 cannot be computed by MindSpore on a CPU, which has no "
-                "matrix product for it; try train.precision=float16, or transport=hccl or nccl"
-            )
+    def __init__(self, name: str = "float32") -> None:
         super().__init__(scales=name == "float16")
         self._half: Any = HALVES.get(name)
         self.tolerance = CHECK_TOLERANCE if self._half is None else HALF_TOLERANCE

@@ -7,10 +7,8 @@ others, which would wait in a collective until it times out.
 
 from __future__ import annotations
 
-import contextlib
 import ipaddress
 import os
-import select
 import subprocess
 import sys
 import threading
@@ -33,7 +31,6 @@ from orchestrator.errors import (
     PeerLost,
     RanksMissing,
     RendezvousError,
-    RunFailed,
     StopRequested,
 )
 
@@ -45,8 +42,6 @@ from orchestrator.errors import (
 
 
 SCRIPT = Path(__file__).with_name("scheduler_process.py")
-GRACE_S = 3.0
-"""Time for the main thread to notice its end; in a compiled graph it may be stuck forever."""
 PATIENCE = 2
 """It waits so many times as long as the ranks: it is there first, and they say who is missing."""
 
@@ -88,8 +83,7 @@ class Scheduler:
 
     def __init__(self, address: str, workers: int, timeout_s: float) -> None:
         self._address, self._workers, self._timeout_s = address, workers, timeout_s
-        self._lost: RunFailed | None = None
-        self._noticed, self._ending = threading.Event(), False
+        self._ending = False
         try:
             self._keeper = keep_port(address)
         except OSError as error:
@@ -134,36 +128,27 @@ class Scheduler:
         )
 
     def watch(self) -> None:
-        """Have `check` raise from now on if the child has ended."""
+        """End this process from now on if the child ends: the main thread may wait in a collective,
+        which would not end.
+        """
         threading.Thread(target=self._watch, name="scheduler", daemon=True).start()
 
     def _watch(self) -> None:
-        with contextlib.suppress(OSError):  # it was collected already
-            descriptor = os.pidfd_open(self.process.pid)
-            select.select([descriptor], [], [])
-            os.close(descriptor)
+        status = self.process.wait()
         if self._ending:
             return
-        self._lost = RunFailed(
-            f"MindSpore's scheduler (process {self.process.pid}, a child of rank 0) ended with "
-            f"status {self.process.wait()}; ranks cannot talk without it"
+        print(  # `agent.root_cause` reads the log's last line
+            f"error: MindSpore's scheduler (process {self.process.pid}, a child of rank 0) ended "
+            f"with status {status}; ranks cannot talk without it",
+            file=sys.stderr,
+            flush=True,
         )
-        if not self._noticed.wait(GRACE_S) and not self._ending:
-            # The log's last line is then all that says why; `agent.root_cause` reads it there.
-            print(f"error: {self._lost}", file=sys.stderr, flush=True)
-            os._exit(1)
-
-    def check(self) -> None:
-        """Raise `RunFailed` if the child has ended while it was watched."""
-        if self._lost is not None:
-            self._noticed.set()
-            raise self._lost
+        os._exit(1)
 
     def end(self) -> None:
         """End the child and collect it. Without this it would linger 5 s after the last worker."""
         self._ending = True
-        with contextlib.suppress(ProcessLookupError):  # it ended in this moment
-            self.process.kill()
+        self.process.kill()
         self.process.wait()
         self._keeper.close()
 
@@ -197,10 +182,6 @@ def _verdict_file(spec: GroupSpec) -> Path:
     return _folder(spec) / "verdict.json"
 
 
-def _arrived_ranks(spec: GroupSpec) -> set[int]:
-    return {int(path.stem.rpartition("-")[2]) for path in _folder(spec).glob("arrived-*.json")}
-
-
 def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
     """Wait for all ranks, a stop or the timeout, and publish the verdict. For rank 0.
 
@@ -214,34 +195,34 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
         StopRequested, RendezvousError: on all ranks alike.
     """
     _write_arrival(spec)
-    until = time.monotonic() + spec.timeout_s
-    endpoint: Endpoint | None = None
-    verdict: Endpoint
-    backoff = Backoff()
-    while True:
-        there = _arrived_ranks(spec)
-        if spec.stop_requested() or (_folder(spec) / "stop").exists():
-            verdict = {"verdict": "stop"}
-            break
-        try:
-            endpoint = endpoint or ready()
-        except RendezvousError as error:
-            verdict = {"verdict": "failed", "message": str(error)}
-            break
-        if endpoint is not None and len(there) == spec.size:
-            verdict = {"verdict": "go", **endpoint}
-            break
-        if time.monotonic() > until:
-            missing = sorted(set(range(spec.size)) - there)
-            verdict = {"verdict": "missing", "ranks": missing}
-            if not missing:
-                message = f"MindSpore's scheduler did not start within {spec.timeout_s:g} s"
-                verdict = {"verdict": "failed", "message": message}
-            break
+    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    while (verdict := _verdict(spec, ready, late=time.monotonic() > until)) is None:
         time.sleep(backoff.next())
     publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
     return verdict
+
+
+def _verdict(
+    spec: GroupSpec, ready: Callable[[], Endpoint | None], *, late: bool
+) -> Endpoint | None:
+    """Return the verdict on what is known now; None while it is open, which it is not if `late`."""
+    if spec.stop_requested() or (_folder(spec) / "stop").exists():
+        return {"verdict": "stop"}
+    arrived = {int(path.stem.rpartition("-")[2]) for path in _folder(spec).glob("arrived-*.json")}
+    missing = sorted(set(range(spec.size)) - arrived)
+    try:
+        endpoint = ready()
+    except RendezvousError as error:
+        return {"verdict": "failed", "message": str(error)}
+    if endpoint is not None and not missing:
+        return {"verdict": "go", **endpoint}
+    if late and missing:
+        return {"verdict": "missing", "ranks": missing}
+    if late:
+        message = f"MindSpore's scheduler did not start within {spec.timeout_s:g} s"
+        return {"verdict": "failed", "message": message}
+    return None
 
 
 def await_verdict(spec: GroupSpec) -> Endpoint:

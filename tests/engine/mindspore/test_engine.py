@@ -64,15 +64,17 @@ def update(engine, split, number=0, rate=RATE):
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
-def test_every_mode_and_split_gives_numpys_update(mode):
+def test_every_mode_and_split_gives_numpys_update_with_the_rate_of_each(mode):
     engine = built(mode=mode)
     before = weights(engine)
     report = update(engine, [30, 20, 11])
-    assert _distance(weights(engine), jobs.numpy_update(before, RATE)) < 1e-6
+    after = weights(engine)
+    assert _distance(after, jobs.numpy_update(before, RATE)) < 1e-6
     assert (report.collectives, report.micro_steps) == (0, 3)
     assert (report.compile_s > 0) == (mode != "pynative")
     assert (report.plain_step_s > 0) == (mode != "pynative")
-    assert update(engine, [30, 20, 11], 1).plain_step_s == 0
+    assert update(engine, [30, 20, 11], 1, rate=0.0).plain_step_s == 0
+    assert _distance(weights(engine), after) == 0
 
 
 def test_the_gradient_is_clipped_once_after_averaging():
@@ -87,8 +89,6 @@ def test_the_gradient_is_clipped_once_after_averaging():
 @pytest.mark.parametrize(
     ("job", "optimizer", "mode"),
     [
-        (jobs.Weighted, {"name": "sgd"}, "graph"),
-        (jobs.Weighted, {"name": "adamw"}, "jit"),
         (jobs.Weighted, {"name": "adamw"}, "pynative"),
         (jobs.Weighted, {"_target_": "mindspore.nn.Momentum", "momentum": 0.9}, "jit"),
         (jobs.OwnOptimizer, {}, "graph"),
@@ -106,28 +106,23 @@ def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimize
     assert moved[2] > 0
 
 
-def test_a_checkpoint_that_is_loaded_in_mid_training_counts(tmp_path):
-    engine, other = (built(mode="jit", optimizer={"name": "adam"}) for _ in range(2))
-    extra = engine.save_state(tmp_path)
-    for number in range(2):
-        update(engine, [61], number)
-    engine.load_state(tmp_path, extra)
-    for one in (engine, other):
-        update(one, [61])
-    assert engine.weights_sha256() == other.weights_sha256()
-
-
-@pytest.mark.parametrize("optimizer", [{"name": "sgd", "momentum": 0.9}, {"name": "adam"}])
-def test_saved_and_loaded_state_continues_with_the_same_bits(tmp_path, optimizer):
-    engine = built(mode="pynative", optimizer=optimizer)
-    update(engine, [31, 30])
+@pytest.mark.parametrize(
+    ("mode", "optimizer"),
+    [("pynative", {"name": "sgd", "momentum": 0.9}), ("jit", {"name": "adam"})],
+)
+def test_state_that_is_loaded_in_mid_training_or_anew_gives_the_same_bits(
+    tmp_path, mode, optimizer
+):
+    engine, other = (built(mode=mode, optimizer=optimizer, seed=seed) for seed in (0, 5))
+    update(engine, [61])
     extra = engine.save_state(tmp_path)
     assert load_file(tmp_path / "weights.safetensors")["0.weight"].shape == (7, 5)
-    other = built(mode="pynative", optimizer=optimizer, seed=5)
-    other.load_state(tmp_path, extra)
+    update(engine, [61], 1)
+    ended = engine.weights_sha256()
     for one in (engine, other):
-        update(one, [31, 30], 1)
-    assert engine.weights_sha256() == other.weights_sha256()
+        one.load_state(tmp_path, extra)
+        update(one, [61], 1)
+        assert one.weights_sha256() == ended
 
 
 def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path):
@@ -143,11 +138,6 @@ def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path)
     other = built(jobs.Steep(), mode="pynative", precision="float16", seed=5)
     other.load_state(tmp_path, extra)
     assert update(other, split, 8).loss_scale == reports[-1].loss_scale
-
-
-def test_bfloat16_is_refused_on_a_cpu_with_what_works():
-    with pytest.raises(ConfigError, match=r"train\.precision=float16"):
-        built(precision="bfloat16")
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
@@ -210,21 +200,21 @@ def test_layers_that_depend_on_the_split_are_named():
     from mindspore import nn
 
     warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
-    assert "batch norm in 1" in warnings[0]
+    assert "batch norm in 1 sees one micro-batch at a time" in warnings[0]
     assert "dropout in 2" in warnings[1]
 
 
-@pytest.mark.parametrize(("norm", "splits"), [("group", False), ("frozen", False), ("warn", True)])
-def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm, splits):
+@pytest.mark.parametrize("norm", ["group", "frozen"])
+def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm):
     found = []
     for split in ([61], [30, 20, 11]):
         engine = built(jobs.Normed(), mode="pynative", norm=norm)
         update(engine, split)
         found.append(weights(engine))
         warnings = " ".join(engine.warnings())
-    assert (_distance(*found) > 1e-4) == splits
-    assert ("sees one micro-batch at a time" in warnings) == splits
-    assert splits or f"engine.norm={norm}: batch norm in 1, 3.norm" in warnings
+    assert _distance(*found) < 1e-4
+    assert "sees one micro-batch at a time" not in warnings
+    assert f"engine.norm={norm}: batch norm in 1, 3.norm" in warnings
     names = [p.name for p in engine._model.trainable_params()]
     assert {"1.gamma", "3.norm.gamma", "3.dense.weight"} <= set(names)
     assert len(names) == len(set(names))
@@ -268,26 +258,16 @@ class Nonsense(jobs.Weighted):
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda total, weight: None, "must return Loss(total, weight), but returned NoneType"),
-        (lambda total, weight: total, "but returned a plain tensor"),
+        (lambda total, weight: total, "must return Loss(total, weight), but returned a plain"),
         (lambda total, weight: Loss(3.0, weight), "Loss.total must be a real scalar tensor"),
-        (lambda total, weight: Loss(total, "many"), "Loss.weight must be a real number"),
-        (lambda total, weight: Loss(total, weight, None), "Loss.metrics must be a dictionary"),
         (Loss, "Loss.metrics lacks 'error'"),
-        (lambda total, weight: Loss(total, weight, {"error": "x"}), "Loss.metrics['error'] must"),
-        (lambda total, weight: Loss(total, -1.0, {"error": 1}), "negative or not finite"),
     ],
 )
-def test_a_wrong_loss_is_refused_with_the_contract(make, message):
-    engine = built(Nonsense(make), mode="pynative")
+def test_a_wrong_loss_is_refused_before_it_is_compiled(make, message):
+    """tests/engine/torch/test_accumulator.py has all of the contract."""
     with pytest.raises(JobError) as refused:
-        update(engine, [61])
+        update(built(Nonsense(make)), [61])
     assert message in str(refused.value)
-
-
-def test_a_wrong_loss_is_refused_before_it_is_compiled():
-    with pytest.raises(JobError, match="must return Loss"):
-        update(built(Nonsense(lambda total, weight: None)), [61])
 
 
 # ------------------------------------------------------------------ Refusals
@@ -312,9 +292,12 @@ FRAMEWORK = (
     ],
 )
 def test_the_frameworks_own_style_is_refused_where_it_cannot_be(override, words):
-    prepare(compose(FRAMEWORK))
     with pytest.raises(ConfigError, match=words):
         prepare(compose([*FRAMEWORK, override]))
+
+
+def test_the_frameworks_own_style_is_taken_where_it_can_be():
+    prepare(compose(FRAMEWORK))
 
 
 REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch=8",

@@ -22,7 +22,6 @@ from orchestrator.engine.mindspore.rendezvous import (
 from orchestrator.errors import (
     PeerLost,
     RendezvousError,
-    RunFailed,
     StopRequested,
     TransportError,
 )
@@ -30,13 +29,13 @@ from tests.engine.mindspore.program import spec
 from tests.helpers import alive, until
 
 
-def on_ranks(folder, ranks, size, **more):
-    """What each of `ranks` gets or raises."""
+def on_ranks(folder, ranks, size, stops=(), **more):
+    """What each of `ranks` gets or raises; those in `stops` are asked to stop."""
     found = {}
 
     def be(rank):
         try:
-            one = spec(folder, rank, size, **more)
+            one = spec(folder, rank, size, stop_requested=lambda: rank in stops, **more)
             found[rank] = await_verdict(one) if rank else decide(one, lambda: {"port": 7})
         except Exception as error:  # noqa: BLE001  # looked at below
             found[rank] = error
@@ -66,25 +65,12 @@ def test_a_missing_rank_0_is_named(tmp_path):
 
 
 def test_a_stop_of_one_rank_stops_all_waiting_ranks(tmp_path):
-    found = {}
-
-    def be(rank, stop):
-        one = spec(tmp_path, rank, 3, stop_requested=lambda: stop)
-        with pytest.raises(StopRequested):
-            await_verdict(one) if rank else decide(one, lambda: None)
-        found[rank] = True
-
-    threads = [threading.Thread(target=be, args=(rank, rank == 1)) for rank in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert set(found) == {0, 1}
+    found = on_ranks(tmp_path, range(2), 3, stops=[1])
+    assert [type(error) for error in found.values()] == [StopRequested] * 2
 
 
 def test_a_stop_before_rank_0_came_ends_the_rank(tmp_path):
-    with pytest.raises(StopRequested):
-        await_verdict(spec(tmp_path, 1, 2, stop_requested=lambda: True))
+    assert isinstance(on_ranks(tmp_path, [1], 2, stops=[1])[1], StopRequested)
 
 
 def test_no_rank_leaves_before_the_last_one(tmp_path):
@@ -179,14 +165,3 @@ def test_a_scheduler_that_ended_before_it_listened_is_no_wait():
             scheduler.ready()
     finally:
         scheduler.end()
-
-
-def test_a_scheduler_that_dies_while_it_is_watched_is_named():
-    scheduler = Scheduler("127.0.0.1", 2, 30.0)
-    scheduler.watch()
-    scheduler.check()
-    scheduler.process.kill()
-    until(lambda: scheduler._lost is not None, what="the end to be noticed")
-    with pytest.raises(RunFailed, match=r"MindSpore's scheduler .* status -9"):
-        scheduler.check()
-    scheduler.end()
