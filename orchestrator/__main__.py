@@ -180,8 +180,8 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
-    from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import prepared_resume, runner_of
+    from orchestrator.cli.follow import OutputOptions, start_run
+    from orchestrator.cli.start import prepared_resume
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
@@ -197,7 +197,7 @@ def resume(
     with prepared_resume(
         run.absolute(), output, overrides or [], config_dir, changed=changed
     ) as ready:
-        code = EXIT_FINISHED if ready is None else runner_of(ready.cluster)(ready).exit_code
+        code = EXIT_FINISHED if ready is None else start_run(ready).exit_code
     raise typer.Exit(code)
 
 

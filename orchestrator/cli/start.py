@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from orchestrator.cli.resume import (
     check_own,
     initial_weights,
     keep_initial_weights,
+    record,
     refuse_changed,
+    resumption,
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
@@ -44,12 +46,11 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.checkpoints import check_initial, newest, read_newest
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
-from orchestrator.rundir.outcome import LaunchResult
 
 
 def new_folder(config: Config) -> Path:
@@ -150,20 +151,6 @@ def _cluster(config: Config, output: OutputOptions) -> Cluster:
     return cluster_of(config, tell)
 
 
-def runner_of(cluster: Cluster) -> Callable[[Ready], LaunchResult]:
-    """Return the function that places a run: trains it here to its end, or queues it.
-
-    Only the one that is needed is imported: what is drawn while one waits takes time.
-    """
-    if cluster.attended:
-        from orchestrator.cli.follow import run_to_end
-
-        return run_to_end
-    from orchestrator.cli.follow import submit
-
-    return submit
-
-
 @contextlib.contextmanager
 def prepared_run(
     config: Config,
@@ -236,8 +223,6 @@ def prepared_resume(
     Returns:
         None where it has finished already, which is said.
     """
-    from orchestrator.cli.resume import record, resumption
-
     run = RunDir(path).existing()
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
@@ -304,8 +289,6 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
         RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
             the weights that it begins with are damaged.
     """
-    from orchestrator.rundir.checkpoints import check_initial, newest
-
     sentences: list[str] = []
     found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
     if found is None and contents and config.train.initial_weights is not None:

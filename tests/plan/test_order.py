@@ -89,10 +89,10 @@ def test_every_epoch_visits_every_sample_once_in_update_mode(size, batch, seed):
     order = order_of(size, batch, "update", seed)
     for epoch in range(3):
         updates = range(epoch * order.updates_per_epoch, (epoch + 1) * order.updates_per_epoch)
-        windows = [order.window(update) for update in updates]
-        assert all(window.epoch == epoch for window in windows)
-        assert all(1 <= window.samples <= min(batch, size) for window in windows)
-        assert sorted(np.concatenate([w.indices for w in windows]).tolist()) == list(range(size))
+        assert all(order.epoch_of(update) == epoch for update in updates)
+        assert all(1 <= order.samples_of(update) <= min(batch, size) for update in updates)
+        drawn = np.concatenate([order.indices(update) for update in updates])
+        assert sorted(drawn.tolist()) == list(range(size))
 
 
 @given(sizes, st.integers(1, 500), seeds)
@@ -124,12 +124,11 @@ def test_a_window_is_a_pure_function_of_seed_and_update(size, batch, ragged, see
     first = {update: order.indices(update).tolist() for update in updates}
     for update in reversed(updates):
         _block.cache_clear()
-        window = order_of(size, min(size, batch), ragged, seed).window(update)
-        assert window.indices.tolist() == first[update]
-        assert window.indices.dtype == np.int64
-        assert window.samples == len(window.indices) == order.samples_of(update)
-        assert window.epoch == order.epoch_of(update)
-        assert not window.indices.flags.writeable
+        again = order_of(size, min(size, batch), ragged, seed).indices(update)
+        assert again.tolist() == first[update]
+        assert again.dtype == np.int64
+        assert len(again) == order.samples_of(update)
+        assert not again.flags.writeable
 
 
 @given(sizes, sizes, raggeds, st.integers(1, 5))
