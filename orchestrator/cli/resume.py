@@ -192,7 +192,7 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
         )
     leaf, leaf_before = asked.micro_batch_cap, before.micro_batch_cap
-    if new.modes.reduction == "reproducible" and leaf != leaf_before:
+    if new.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(
             f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
             f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
@@ -227,7 +227,7 @@ def _samples(plan: Plan, update: int) -> int:
 
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
     """Return a sentence if the rest agrees with the undisturbed run only up to rounding."""
-    kept = config.accumulation.reduction == old.modes.reduction == "reproducible"
+    kept = config.accumulation.reduction == old.reduction == "reproducible"
     same_split = kept or old.split.micro_batches == new.split.micro_batches
     split = [] if same_split else ["another split of the batch"]
     causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
@@ -252,7 +252,7 @@ class Resumption:
         config: to go on with.
         changes: of the run's configuration, by this command.
         plan: as far as it is known here.
-        done: updates that the newest checkpoint holds; total: to be done, None if not known.
+        done: updates that the newest checkpoint holds.
         warning: what a person should know of the changes.
     """
 
@@ -261,7 +261,6 @@ class Resumption:
     changes: list[Change]
     plan: Plan | ProgramPlan
     done: int
-    total: int | None
     warning: str | None
 
     @property
@@ -271,7 +270,8 @@ class Resumption:
         if isinstance(self.plan, ProgramPlan):
             where = "starting the program again, to go on from what it saved"
         elif self.done:
-            of = "" if self.total is None else f" of {format_count(self.total)}"
+            total = self.plan.updates
+            of = "" if total is None else f" of {format_count(total)}"
             where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
         return ", ".join([
@@ -298,11 +298,13 @@ def resumption(
         RunFolderError: the newest checkpoint is of more updates than `config` asks for.
     """
     before = asdict(config)
-    done = updates_saved(run)
+    saved = complete(run.checkpoints)
+    done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
     known = run.read_plan()
     old = plan = _plan(config, known)
     refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
+    warning: str | None = None
     if overrides or to is not None:
         config = to or _with(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
@@ -311,27 +313,19 @@ def resumption(
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))
+            warning = rounding(made, old, plan, config)
     return Resumption(
         config=config,
         overrides=tuple(overrides),
         changes=made,
         plan=plan,
         done=done,
-        total=plan.updates,
-        warning=None
-        if isinstance(old, ProgramPlan) or isinstance(plan, ProgramPlan)
-        else rounding(made, old, plan, config),
+        warning=warning,
     )
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def updates_saved(run: RunDir) -> int:
-    """Return the updates that the newest complete checkpoint holds; 0 without one."""
-    saved = complete(run.checkpoints)
-    return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
 
 
 def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:

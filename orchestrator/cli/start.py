@@ -227,8 +227,8 @@ def prepared_resume(
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
     asked = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result = asked.config, run.read_result()
-    if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
+    config, result, total = asked.config, run.read_result(), asked.plan.updates or 0
+    if result and result["state"] == "finished" and total <= result["updates"]:
         say(output.console, f"{path} has finished already; there is nothing to resume")
         if not is_program(config.job):
             more = f"to train on: {command('resume', path)} train.updates=…"

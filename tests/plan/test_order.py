@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from orchestrator.config.schema import CHOICES
+from orchestrator.config.schema import BOUNDS
 from orchestrator.errors import PlanError
 from orchestrator.plan.order import BLOCK, DataOrder, _block, permuted
 
 sizes = st.integers(1, 200)
 seeds = st.integers(0, 2**63 - 1)
-raggeds = st.sampled_from(CHOICES["accumulation.ragged"])
+raggeds = st.sampled_from(BOUNDS["accumulation.ragged"].choice)
 
 
 def order_of(size, batch, ragged="update", seed=0) -> DataOrder:
@@ -159,8 +159,8 @@ def test_part_of_an_epoch_is_counted_as_written():
     [
         ({"dataset_samples": 0}, "the data set has 0 samples"),
         ({"global_batch": 0}, "accumulation.global_batch=0"),
-        ({"ragged": "cary"}, "did you mean accumulation.ragged=carry?"),
-        ({"ragged": "keep"}, "it must be one of update, drop, carry"),
+        ({"ragged": "cary"}, "did you mean 'carry'?"),
+        ({"ragged": "keep"}, "accumulation.ragged must be one of update, drop, carry"),
         ({"seed": -1}, "train.seed=-1"),
         ({"seed": 2**63}, f"train.seed={2**63 - 1}"),
         ({"ragged": "drop", "global_batch": 11}, "Set accumulation.global_batch=10 or less"),
