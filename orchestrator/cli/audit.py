@@ -163,7 +163,9 @@ def _run(
     if not program and "command" in config.job:
         raise ConfigError("name a script, as in audit -- train.py, or a job: audit job=digits")
     plan = prepare(config)
-    framework = config.job.get("style") if program else check_target(config.job).framework
+    framework = (
+        config.job.get("style") if program else check_target(config.job["_target_"]).framework
+    )
     if framework == "mindspore":
         raise ConfigError("an audit observes PyTorch; MindSpore's graphs cannot be observed so")
     traces_in = folder / "traces"

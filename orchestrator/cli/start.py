@@ -84,7 +84,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         return plan_of_program(config)
     if new:
         initial_weights(config)
-    facts = check_target(config.job)
+    facts = check_target(config.job["_target_"])
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
