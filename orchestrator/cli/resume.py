@@ -27,7 +27,6 @@ from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageErr
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
-from orchestrator.plan.window import planner_of
 from orchestrator.rundir.checkpoints import (
     PREFIX,
     complete,
@@ -206,10 +205,11 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
                 f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
                 f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
             )
-        if update < done and _samples(old, update) != _samples(new, update):
+        was, would_be = old.order.samples_of(update), new.order.samples_of(update)
+        if update < done and was != would_be:
             raise ConfigError(
-                f"update {update + 1} was of {_samples(old, update)} samples, and would be of "
-                f"{_samples(new, update)} in the run that is asked for now\n{anew(run)}"
+                f"update {update + 1} was of {was} samples, and would be of {would_be} in the run "
+                f"that is asked for now\n{anew(run)}"
             )
 
 
@@ -219,10 +219,6 @@ def _looked_at(old: Plan, new: Plan) -> list[int]:
     common = min(old.updates, new.updates)
     step = max(1, common // MOST_UPDATES)
     return sorted({*range(0, common, step), common - 1})
-
-
-def _samples(plan: Plan, update: int) -> int:
-    return planner_of(plan).order.samples_of(update) if plan.length.dataset_samples else 0
 
 
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
