@@ -144,7 +144,7 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
-def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
+def refuse_other_numbers(made: list[Change], run: str, *, program: bool) -> None:
     """Raise `ConfigError` naming every change that makes other numbers, and what can be done."""
     wrong: list[str] = []
     for change in made:
@@ -155,16 +155,15 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False)
         )
         wrong.append(f"a run cannot go on with {change.text}: {why}")
     if wrong:
-        raise ConfigError("\n".join([*wrong, anew(run, program=program)]))
-
-
-def anew(run: str, *, program: bool = False) -> str:
-    """Return what to do instead."""
-    if program:
-        return (
+        new_program = (
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
+        raise ConfigError("\n".join([*wrong, new_program if program else anew(run)]))
+
+
+def anew(run: str) -> str:
+    """Return what to do instead."""
     return (
         f"to go on from these weights with other settings, start a new run: "
         f"train.initial_weights={run}"
