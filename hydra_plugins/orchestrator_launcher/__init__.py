@@ -1,26 +1,21 @@
-"""`hydra/launcher=orchestrator`: Hydra's launcher plug-in.
+"""`hydra/launcher=orchestrator`: the points of a Hydra application run here, one after another.
 
-The points of a Hydra application that chooses it run here, one after another. Sweeps of
-`orchestrator.launch` do not need it: `orchestrator.sweep` places all of their points together.
+That is what Hydra's basic launcher does. Sweeps of `orchestrator.launch` do not need one:
+`orchestrator.sweep` places all of their points together.
 """
 
 # No `from __future__ import annotations`: Hydra loads this before its name is in sys.modules, where
 # dataclasses would look up annotations that are text.
 from dataclasses import dataclass
 
-from hydra._internal.core_plugins import basic_launcher
 from hydra.core.config_store import ConfigStore
-
-
-class OrchestratorLauncher(basic_launcher.BasicLauncher):
-    """Launches the points of a sweep in this process, one after another."""
 
 
 @dataclass
 class LauncherConf:
-    """`hydra.launcher` with this launcher."""
+    """`hydra.launcher` with Hydra's basic launcher."""
 
-    _target_: str = "hydra_plugins.orchestrator_launcher.OrchestratorLauncher"
+    _target_: str = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
 
 
 ConfigStore.instance().store(
