@@ -180,8 +180,8 @@ def resume(
 
     What is given after the run may change where and for how long it trains, never its numbers.
     """
-    from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import prepared_resume, runner_of
+    from orchestrator.cli.follow import OutputOptions, start_run
+    from orchestrator.cli.start import prepared_resume
     from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
@@ -194,10 +194,8 @@ def resume(
         runs = [RunDir(point) for point in points]
         code = resume_sweep(folder, runs, output, overrides or [], config_dir, changed=changed)
         raise typer.Exit(code)
-    with prepared_resume(
-        run.absolute(), output, overrides or [], config_dir, changed=changed
-    ) as ready:
-        code = EXIT_FINISHED if ready is None else runner_of(ready.cluster)(ready).exit_code
+    with prepared_resume(folder, output, overrides or [], config_dir, changed=changed) as ready:
+        code = EXIT_FINISHED if ready is None else start_run(ready).exit_code
     raise typer.Exit(code)
 
 
@@ -281,12 +279,12 @@ def logs(
 
     folder = RunDir(run.absolute()).existing()
     if follow:
-        for text in of_run.follow_log(folder, rank, lines):
-            sys.stdout.write(text)
-            sys.stdout.flush()
-        return
-    for text in of_run.text_of(of_run.log_of(folder, rank), lines):
+        texts = of_run.follow_log(folder, rank, lines)
+    else:
+        texts = of_run.text_of(of_run.log_of(folder, rank), lines)
+    for text in texts:
         sys.stdout.write(text)
+        sys.stdout.flush()
 
 
 @verb

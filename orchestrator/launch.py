@@ -32,7 +32,7 @@ def run_app(arguments: Sequence[str]) -> int:
     """Run the command line, and return the exit code. Raise the errors of this package."""
     from rich.console import Console
 
-    from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.follow import OutputOptions, start_run
     from orchestrator.config.command_line import read_command_line
     from orchestrator.config.composer import Composer, print_help
 
@@ -55,10 +55,10 @@ def run_app(arguments: Sequence[str]) -> int:
     if line.changed:
         raise ConfigError("--changed is for sweeps, so it needs -m; a new run has no old results")
     config = found.config()
-    from orchestrator.cli.start import prepared_run, runner_of
+    from orchestrator.cli.start import prepared_run
 
     with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:
-        return runner_of(ready.cluster)(ready).exit_code
+        return start_run(ready).exit_code
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

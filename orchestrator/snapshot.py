@@ -56,13 +56,6 @@ def is_secret(name: str) -> bool:
     return any(f.lower() in SECRET_FOLDERS for f in folders) or _SECRET.match(last) is not None
 
 
-def git_without_secrets() -> list[str]:
-    """Return a pathspec for git: all of the repository but such files."""
-    wide = "top,exclude,icase,glob"
-    names = [f":({wide})**/{name}" for name in SECRET_NAMES]
-    return ["--", ":/", *names, *(f":({wide})**/{folder}/**" for folder in SECRET_FOLDERS)]
-
-
 GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
 
@@ -88,7 +81,9 @@ def code_state(folder: Path) -> dict[str, Any]:
     The diff leaves out files that hold secrets by their name; see `is_secret`.
     """
     commit = _git(folder, "rev-parse", "HEAD") or b""
-    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", *git_without_secrets()) or b""
+    secrets = [*SECRET_NAMES, *(f"{name}/**" for name in SECRET_FOLDERS)]
+    but = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in secrets]
+    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", "--", ":/", *but) or b""
     return {
         "folder": str(folder),
         "commit": commit.decode().strip() or None,

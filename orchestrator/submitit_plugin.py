@@ -438,8 +438,8 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
     """
     from rich.console import Console
 
-    from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.start import prepared_resume, runner_of
+    from orchestrator.cli.follow import OutputOptions, start_run
+    from orchestrator.cli.start import prepared_resume
     from orchestrator.errors import EXIT_STOPPED
     from orchestrator.launch import main as launch
 
@@ -468,7 +468,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
         with prepared_resume(
             run, OutputOptions(console=Console(), quiet=True), changed=True
         ) as ready:
-            code = runner_of(ready.cluster)(ready).exit_code if ready else 0
+            code = start_run(ready).exit_code if ready else 0
     return code
 
 

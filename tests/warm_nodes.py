@@ -41,7 +41,7 @@ def _has_torch(run):
     job = read_config(RunDir(run).read_config()).job
     if is_program(job):
         return OBSERVER in job["command"]
-    return check_target(job).framework in ("torch", "numpy")
+    return check_target(job["_target_"]).framework in ("torch", "numpy")
 
 
 def _be(run, environment, standard, keep):

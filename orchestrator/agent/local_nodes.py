@@ -226,7 +226,7 @@ def import_for(job: Mapping[str, Any]) -> None:
             importlib.import_module(PROGRAM)
             return
         importlib.import_module(TRAINER)
-        framework = check_target(job).framework
+        framework = check_target(job["_target_"]).framework
         if framework is not None:
             FRAMEWORKS.load(framework, Framework)
     except Exception:  # noqa: BLE001  # see above; this is the node's log

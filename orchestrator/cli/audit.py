@@ -31,8 +31,8 @@ from orchestrator.audit.judge import (
     judge,
     read_trace,
 )
-from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import prepare, prepared_run, runner_of
+from orchestrator.cli.follow import OutputOptions, start_run
+from orchestrator.cli.start import prepare, prepared_run
 from orchestrator.config.command_line import (
     key_of,
     literally,
@@ -163,7 +163,9 @@ def _run(
     if not program and "command" in config.job:
         raise ConfigError("name a script, as in audit -- train.py, or a job: audit job=digits")
     plan = prepare(config)
-    framework = config.job.get("style") if program else check_target(config.job).framework
+    framework = (
+        config.job.get("style") if program else check_target(config.job["_target_"]).framework
+    )
     if framework == "mindspore":
         raise ConfigError("an audit observes PyTorch; MindSpore's graphs cannot be observed so")
     traces_in = folder / "traces"
@@ -177,7 +179,7 @@ def _run(
         _inside(folder),
         prepared_run(config, replace(output, console=console), overrides=line, plan=plan) as ready,
     ):
-        ended = runner_of(ready.cluster)(ready)
+        ended = start_run(ready)
     made = Audit(plan.ranks)
     made.stated_ranks = not program or bool(given & {key_of(one) for one in DEFAULTS})
     _judge(made, traces_in, ended)

@@ -323,6 +323,11 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     return state, False, handle.culprit
 
 
+def start_run(ready: Ready) -> LaunchResult:
+    """Place a run: train it here to its end, or queue it."""
+    return run_to_end(ready) if ready.cluster.attended else submit(ready)
+
+
 def submit(ready: Ready) -> LaunchResult:
     """Queue the run and return, or follow it when `run.watch` says so."""
     run, output, cluster = ready.run, ready.output, ready.cluster

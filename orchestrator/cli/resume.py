@@ -27,7 +27,6 @@ from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageErr
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
-from orchestrator.plan.window import planner_of
 from orchestrator.rundir.checkpoints import (
     PREFIX,
     complete,
@@ -145,7 +144,7 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
-def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False) -> None:
+def refuse_other_numbers(made: list[Change], run: str, *, program: bool) -> None:
     """Raise `ConfigError` naming every change that makes other numbers, and what can be done."""
     wrong: list[str] = []
     for change in made:
@@ -156,16 +155,15 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool = False)
         )
         wrong.append(f"a run cannot go on with {change.text}: {why}")
     if wrong:
-        raise ConfigError("\n".join([*wrong, anew(run, program=program)]))
-
-
-def anew(run: str, *, program: bool = False) -> str:
-    """Return what to do instead."""
-    if program:
-        return (
+        new_program = (
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
+        raise ConfigError("\n".join([*wrong, new_program if program else anew(run)]))
+
+
+def anew(run: str) -> str:
+    """Return what to do instead."""
     return (
         f"to go on from these weights with other settings, start a new run: "
         f"train.initial_weights={run}"
@@ -192,7 +190,7 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
         )
     leaf, leaf_before = asked.micro_batch_cap, before.micro_batch_cap
-    if new.modes.reduction == "reproducible" and leaf != leaf_before:
+    if new.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(
             f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
             f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
@@ -206,10 +204,11 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
                 f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
                 f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
             )
-        if update < done and _samples(old, update) != _samples(new, update):
+        was, would_be = old.order.samples_of(update), new.order.samples_of(update)
+        if update < done and was != would_be:
             raise ConfigError(
-                f"update {update + 1} was of {_samples(old, update)} samples, and would be of "
-                f"{_samples(new, update)} in the run that is asked for now\n{anew(run)}"
+                f"update {update + 1} was of {was} samples, and would be of {would_be} in the run "
+                f"that is asked for now\n{anew(run)}"
             )
 
 
@@ -221,13 +220,9 @@ def _looked_at(old: Plan, new: Plan) -> list[int]:
     return sorted({*range(0, common, step), common - 1})
 
 
-def _samples(plan: Plan, update: int) -> int:
-    return planner_of(plan).order.samples_of(update) if plan.length.dataset_samples else 0
-
-
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
     """Return a sentence if the rest agrees with the undisturbed run only up to rounding."""
-    kept = config.accumulation.reduction == old.modes.reduction == "reproducible"
+    kept = config.accumulation.reduction == old.reduction == "reproducible"
     same_split = kept or old.split.micro_batches == new.split.micro_batches
     split = [] if same_split else ["another split of the batch"]
     causes = split + [change.text for change in made if change.kind is Kind.ROUNDING]
@@ -252,7 +247,7 @@ class Resumption:
         config: to go on with.
         changes: of the run's configuration, by this command.
         plan: as far as it is known here.
-        done: updates that the newest checkpoint holds; total: to be done, None if not known.
+        done: updates that the newest checkpoint holds.
         warning: what a person should know of the changes.
     """
 
@@ -261,7 +256,6 @@ class Resumption:
     changes: list[Change]
     plan: Plan | ProgramPlan
     done: int
-    total: int | None
     warning: str | None
 
     @property
@@ -271,7 +265,8 @@ class Resumption:
         if isinstance(self.plan, ProgramPlan):
             where = "starting the program again, to go on from what it saved"
         elif self.done:
-            of = "" if self.total is None else f" of {format_count(self.total)}"
+            total = self.plan.updates
+            of = "" if total is None else f" of {format_count(total)}"
             where = f"going on after update {format_count(self.done)}{of}"
         ranks = f"{plural(self.plan.ranks, 'rank')} on {plural(self.plan.nodes, 'node')}"
         return ", ".join([
@@ -298,11 +293,13 @@ def resumption(
         RunFolderError: the newest checkpoint is of more updates than `config` asks for.
     """
     before = asdict(config)
-    done = updates_saved(run)
+    saved = complete(run.checkpoints)
+    done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
     known = run.read_plan()
     old = plan = _plan(config, known)
     refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
+    warning: str | None = None
     if overrides or to is not None:
         config = to or _with(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
@@ -311,27 +308,19 @@ def resumption(
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))
+            warning = rounding(made, old, plan, config)
     return Resumption(
         config=config,
         overrides=tuple(overrides),
         changes=made,
         plan=plan,
         done=done,
-        total=plan.updates,
-        warning=None
-        if isinstance(old, ProgramPlan) or isinstance(plan, ProgramPlan)
-        else rounding(made, old, plan, config),
+        warning=warning,
     )
 
 
 def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
-
-
-def updates_saved(run: RunDir) -> int:
-    """Return the updates that the newest complete checkpoint holds; 0 without one."""
-    saved = complete(run.checkpoints)
-    return int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
 
 
 def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:

@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,9 @@ from orchestrator.cli.resume import (
     check_own,
     initial_weights,
     keep_initial_weights,
+    record,
     refuse_changed,
+    resumption,
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
@@ -44,12 +46,11 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.checkpoints import read_newest
+from orchestrator.rundir.checkpoints import check_initial, newest, read_newest
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
-from orchestrator.rundir.outcome import LaunchResult
 
 
 def new_folder(config: Config) -> Path:
@@ -83,7 +84,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         return plan_of_program(config)
     if new:
         initial_weights(config)
-    facts = check_target(config.job)
+    facts = check_target(config.job["_target_"])
     refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
@@ -148,20 +149,6 @@ def _cluster(config: Config, output: OutputOptions) -> Cluster:
         say(output.console, sentence, "yellow")
 
     return cluster_of(config, tell)
-
-
-def runner_of(cluster: Cluster) -> Callable[[Ready], LaunchResult]:
-    """Return the function that places a run: trains it here to its end, or queues it.
-
-    Only the one that is needed is imported: what is drawn while one waits takes time.
-    """
-    if cluster.attended:
-        from orchestrator.cli.follow import run_to_end
-
-        return run_to_end
-    from orchestrator.cli.follow import submit
-
-    return submit
 
 
 @contextlib.contextmanager
@@ -236,14 +223,12 @@ def prepared_resume(
     Returns:
         None where it has finished already, which is said.
     """
-    from orchestrator.cli.resume import record, resumption
-
     run = RunDir(path).existing()
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
     asked = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result = asked.config, run.read_result()
-    if result and result["state"] == "finished" and not (asked.total or 0) > result["updates"]:
+    config, result, total = asked.config, run.read_result(), asked.plan.updates or 0
+    if result and result["state"] == "finished" and total <= result["updates"]:
         say(output.console, f"{path} has finished already; there is nothing to resume")
         if not is_program(config.job):
             more = f"to train on: {command('resume', path)} train.updates=…"
@@ -304,8 +289,6 @@ def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
         RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
             the weights that it begins with are damaged.
     """
-    from orchestrator.rundir.checkpoints import check_initial, newest
-
     sentences: list[str] = []
     found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
     if found is None and contents and config.train.initial_weights is not None:

@@ -149,7 +149,7 @@ def as_options(sentence: str) -> str:
 
 def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
     """Return what decides the samples and random numbers of every update, and must not change."""
-    leaf = plan.batch.micro_batch_cap if plan.modes.reduction == "reproducible" else None
+    leaf = plan.batch.micro_batch_cap if plan.reduction == "reproducible" else None
     return {
         "samples": samples,
         "global_batch": plan.batch.global_batch,

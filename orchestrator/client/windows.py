@@ -104,7 +104,7 @@ class Windows:
         self._run, self.plan, self._all, self._checkpoints = run, plan, accumulators, checkpoints
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun = True, False
-        reproducible = plan.modes.reduction == "reproducible"
+        reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
         self._parts = [MicroBatchTracker(self._asked_to_stop) for _ in accumulators]

@@ -13,9 +13,9 @@ from typing import Any
 
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
+from hydra.core.override_parser.types import Override
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
-from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
@@ -108,75 +108,36 @@ def refuse_unused(overrides: Sequence[str]) -> None:
             )
 
 
-NUMBER = r"-?(?:0|[1-9][0-9]{0,17})(?:\.[0-9]+)?"
-VALUE_OVERRIDE = re.compile(
-    rf"(\+{{0,2}})([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)+)=({NUMBER}|[A-Za-z_]\w*)"
-)
-NOT_TEXT = ("null", "true", "false", "nan", "inf")  # in any case; Hydra gives them a meaning
-OTHER_OF_HYDRA = re.compile(r"\$\{hydra(?::|\.(?!job\.(?:num|id)\}))")
 IDENTITY = ("job._target_", "job.command", "optimizer._target_", "optimizer.name")
 """Keys on which the choice of the shipped default job and optimizer depends."""
-MAX_CACHED = 64  # compositions, of some MiB each
+OTHER_OF_HYDRA = re.compile(r"\$\{hydra(?::|\.(?!job\.(?:num|id)\}))")
+MAX_SHARED = 64  # compositions, of some MiB each
 
 
-class CompositionCache:
-    """Compositions of a sweep's points, reused where points differ in plain values only.
+def _is_value(override: Override) -> bool:
+    """Return True for an override that sets a single value, and chooses or deletes nothing."""
+    value = override.value()
+    plain = isinstance(value, int | float | str) and "${" not in str(value)
+    return plain and "." in override.key_or_group and not override.is_delete()
 
-    Hydra takes a tenth of a second to compose a point. The first point of a kind is composed
-    whole; the others of its kind only set their values in that composition. Overrides
-    of any other form (choices of groups, lists, quoted texts, deletions) are part of the kind.
+
+def _is_shareable(found: DictConfig, parsed: Sequence[Override]) -> bool:
+    """Return True if other values of the overrides that `_is_value` could change nothing but their
+    own keys in this composition.
     """
-
-    def __init__(self) -> None:
-        self._found: dict[Any, DictConfig | None] = {}
-
-    def add(self, overrides: Sequence[str], found: DictConfig) -> None:
-        """Keep a composition, unless another value could change more than its own key."""
-        if len(self._found) < MAX_CACHED:
-            kind, values = _kind_of(overrides)
-            self._found.setdefault(kind, found if _reusable(found, overrides, values) else None)
-
-    def get(self, number: int, overrides: Sequence[str]) -> DictConfig | None:
-        """Return the composition of a point; None if it has to be composed whole."""
-        kind, values = _kind_of(overrides)
-        found = self._found.get(kind)
-        if found is None:
-            return None
-        try:
-            for key, value in values.items():
-                OmegaConf.update(found, key, value)
-        except (OmegaConfBaseException, ValueError):
-            return None  # composed whole, it is refused with a clear message
-        _set_number(found, number)
-        return found
-
-
-def _kind_of(overrides: Sequence[str]) -> tuple[tuple[str, ...], dict[str, Any]]:
-    """Split overrides into what points of one kind share, and the values that they set."""
-    kind: list[str] = []
-    values: dict[str, Any] = {}
-    for text in overrides:
-        match = VALUE_OVERRIDE.fullmatch(text)
-        if match is None or match[3].lower() in NOT_TEXT or match[2] in values:
-            kind.append(text)
-            continue
-        kind.append(match[1] + match[2])
-        number = re.fullmatch(NUMBER, match[3]) and (float if "." in match[3] else int)
-        values[match[2]] = number(match[3]) if number else match[3]
-    return tuple(kind), values
-
-
-def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any]) -> bool:
-    """Return True if another of these values could change nothing but its own key."""
     raw: Any = OmegaConf.to_container(found, resolve=False)
     composed = dict(flat(raw))
     sweep = str(raw["hydra"]["sweep"])
-    own = str({**raw, "hydra": sweep})
     identity = str([composed.get(key) for key in IDENTITY])
-    if OTHER_OF_HYDRA.search(own) or "${." in sweep or "${" in identity:
+    if OTHER_OF_HYDRA.search(str({**raw, "hydra": sweep})) or "${." in sweep or "${" in identity:
         return False
-    stated = [f"{key_of(text)}." for text in overrides if not _chooses_file(text)]
-    for key in values:
+    # A text without a dot in its key chooses a file, which comes before all values.
+    stated = [
+        f"{o.key_or_group}."
+        for o in parsed
+        if "." in o.key_or_group or not isinstance(o.value(), str)
+    ]
+    for key in (o.key_or_group for o in parsed if _is_value(o)):
         value = composed.get(key)
         if value is None or isinstance(value, dict | list) or "${" in str(value):
             return False
@@ -184,16 +145,6 @@ def _reusable(found: DictConfig, overrides: Sequence[str], values: dict[str, Any
         if key in IDENTITY or key.startswith("hydra.") or len(overlapping) > 1:
             return False
     return True
-
-
-def _chooses_file(override: str) -> bool:
-    """Tell whether an override has the form of a choice from a group, such as `job=digits`."""
-    return re.fullmatch(r"\+?\w+=\w+", override) is not None
-
-
-def _set_number(found: DictConfig, number: int) -> None:
-    with read_write(found.hydra), open_dict(found.hydra.job):
-        found.hydra.job.num, found.hydra.job.id = number, str(number)
 
 
 class Composer:
@@ -208,7 +159,7 @@ class Composer:
         self.params: list[str] = []  # what the configuration itself sweeps over
         self.searches = False  # whether trials are drawn by the results of earlier ones
         self.loader = Loader(line.config_dir)
-        self._cache = CompositionCache()
+        self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `_point`
         register_resolver("sweep_name", lambda: self._sweep_name)
 
     @cached_property
@@ -234,7 +185,9 @@ class Composer:
                 raise ConfigError("-m asks for a sweep, but hydra.mode=RUN for none; leave one out")
             sweeps = self.line.multirun or asked == RunMode.MULTIRUN
             if not sweeps:
-                self.loader.refuse_choices(self.overrides)
+                self.loader.validate_sweep_overrides_legal(
+                    self.loader.parse(self.overrides), RunMode.RUN, from_shell=True
+                )
             if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
             self.searches = OmegaConf.select(found, "sweep.search") not in (None, "none")
@@ -256,41 +209,41 @@ class Composer:
         """Return all statements of a sweep: the configuration's own, and the line's."""
         return [*self.params, *self.overrides]
 
-    def all_points(self) -> list[Composed | ConfigError]:
-        """Compose all combinations of the swept values; return the error of one that cannot be.
+    def combinations(self) -> list[list[str]]:
+        """Return the overrides of each point: all combinations of the swept values.
 
         Raises:
             ConfigError: the line cannot be swept.
         """
         with config_errors():
             self.loader.refuse_sweep(self.stated)
-            [points] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
-        return self.points(points)
-
-    def points(
-        self, overrides: Sequence[Sequence[str]], first: int = 0
-    ) -> list[Composed | ConfigError]:
-        """Compose points of the sweep; return the error of one that cannot be.
-
-        Args:
-            first: the number of the first.
-        """
-        found: list[Composed | ConfigError] = []
-        for number, given in enumerate(overrides, first):
-            try:
-                found.append(self._point(number, [spelled(override) for override in given]))
-            except ConfigError as error:
-                found.append(error)
+            [found] = BasicSweeper.split_arguments(self.loader.parse(self.stated), None)
         return found
 
-    def _point(self, number: int, overrides: Sequence[str]) -> Composed:
+    def point(self, number: int, given: Sequence[str]) -> Composed:
+        """Compose a point of the sweep, or set its values in the composition of an earlier one.
+
+        Hydra takes a tenth of a second to compose. Points share a composition if they differ in
+        single values only, each of which changes nothing but its own key.
+
+        Raises:
+            ConfigError: it cannot be composed.
+        """
+        overrides = [spelled(override) for override in given]
         with config_errors():
-            found = self._cache.get(number, overrides)
-            if found is None:
-                found = self.load(overrides, RunMode.RUN)
-                _set_number(found, number)
-                HydraConfig.instance().set_config(found)  # for ${hydra:…}
-                self._cache.add(overrides, found)
+            parsed = self.loader.parse(overrides)
+            kind = tuple(o.get_key_element() if _is_value(o) else o.input_line for o in parsed)
+            shared = self._shared.get(kind)
+            found = self.load(overrides, RunMode.RUN) if shared is None else shared
+            with read_write(found.hydra), open_dict(found.hydra.job):
+                found.hydra.job.num, found.hydra.job.id = number, str(number)
+            if shared is not None:
+                for override in filter(_is_value, parsed):
+                    OmegaConf.update(found, override.key_or_group, override.value())
+            else:
+                HydraConfig.instance().set_config(found)  # a copy, for ${hydra:…}
+                if len(self._shared) < MAX_SHARED and _is_shareable(found, parsed):
+                    self._shared[kind] = found
             return self._composed(found, overrides)
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:

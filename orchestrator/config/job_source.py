@@ -253,17 +253,13 @@ class TargetFacts:
     talks_in_window: bool = False
 
 
-def check_target(job: Mapping[str, Any]) -> TargetFacts:
+@cached
+def check_target(dotted: str) -> TargetFacts:
     """Check that the class of `job._target_` exists, and read what a plan needs to know of it.
 
     Raises:
         JobError: the module or class does not exist, or the name means no class.
     """
-    return _check_target(str(job["_target_"]))
-
-
-@cached
-def _check_target(dotted: str) -> TargetFacts:
     top = dotted.split(".", maxsplit=1)[0]
     if "." in dotted and find_module(top) is None:
         raise JobError(_missing_module(f"job._target_={dotted}", dotted.rpartition(".")[0]))
@@ -343,14 +339,9 @@ def copied_script(program: ProgramConfig) -> Path | None:
         return None if file.read(len(ELF)) == ELF else script
 
 
-def runs_here(program: ProgramConfig) -> bool:
-    """Return True if the program is a file or module of the user's, not one found on PATH."""
-    return program.is_module or os.sep in program.target or Path(program.target).exists()
-
-
 def script_of(program: ProgramConfig) -> Path | None:
     """Return the user's file that is run; None for modules and programs on PATH."""
-    if program.is_module or not runs_here(program):
+    if program.is_module or not (os.sep in program.target or Path(program.target).exists()):
         return None
     return Path(os.path.abspath(expand_user(program.target)))  # noqa: PTH100  # keeps links
 

@@ -21,7 +21,6 @@ from hydra.core.override_parser.types import Override
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
-from hydra.types import RunMode
 from omegaconf import OmegaConf
 
 from orchestrator.config.command_line import CommandLine
@@ -72,21 +71,6 @@ def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
     else:
         register: Any = OmegaConf.register_resolver
         register(name, resolver, replace=True, annotation_validation="off")
-
-
-RESOLVERS = (dense_parameters, transformer_parameters, sum_of, when_null)
-
-
-def register() -> None:
-    """Make them known to OmegaConf, as `${dense_parameters:…}` and so on. May be called twice.
-
-    `${now:…}` means this moment from here on: Hydra's own is another one in each composition, which
-    put a sweep's points into two folders wherever a second ended between them.
-    """
-    moment = datetime.now().astimezone()
-    register_resolver("now", moment.strftime)
-    for resolver in RESOLVERS:
-        register_resolver(resolver.__name__, resolver)
 
 
 MOST_POINTS = 10_000
@@ -154,7 +138,11 @@ class Loader(ConfigLoaderImpl):
         if OLDER_HYDRA:
             version.setbase("1.3")
         setup_globals()  # Hydra's own resolvers
-        register()  # one of which replaces one of those
+        # `${now:…}` means this moment from here on: Hydra's own is another one in each composition,
+        # which put a sweep's points into two folders wherever a second ended between them.
+        register_resolver("now", datetime.now().astimezone().strftime)
+        for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
+            register_resolver(resolver.__name__, resolver)
         super().__init__(search_path(config_dir))
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
@@ -204,7 +192,3 @@ class Loader(ConfigLoaderImpl):
         digest = hashlib.sha256(made_of.encode()).hexdigest()[:8]
         keys = "-".join(key.rpartition(".")[2].replace("/", "_") for key in swept)[:60]
         return f"sweep_{keys}{'_' if keys else ''}{digest}"
-
-    def refuse_choices(self, overrides: Sequence[str]) -> None:
-        """Raise Hydra's error for `key=a,b` where no sweep is asked for."""
-        self.validate_sweep_overrides_legal(self.parse(overrides), RunMode.RUN, from_shell=True)

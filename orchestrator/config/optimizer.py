@@ -61,30 +61,6 @@ def _arguments(optimizer: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
-def chosen(own: Any, optimizer: Mapping[str, Any], job: str) -> Any:
-    """Return the optimizer that a job gave; None if the configuration's is to be built.
-
-    Args:
-        own: what the job's `optimizer(model)` gave.
-        job: the class's name.
-
-    Raises:
-        ConfigError: the job gave one and the configuration names one, or neither does.
-    """
-    if own is not None and optimizer:
-        stated = optimizer.get("_target_") or optimizer.get("name")
-        raise ConfigError(
-            f"{job}.optimizer() gives an optimizer, and the configuration names {stated}: add "
-            f"optimizer=null for the job's own, or let optimizer() give None"
-        )
-    if own is None and not optimizer:
-        raise ConfigError(
-            f"{job}.optimizer() gives no optimizer, and the configuration names none; add "
-            f"optimizer=adam"
-        )
-    return own
-
-
 def base_rate(used: Mapping[str, Any], stated: float | None, job: str) -> float | None:
     """Return the base of the schedule: the rate of a job's own optimizer, unless one is stated.
 
@@ -140,8 +116,8 @@ def check_builder(optimizer: Mapping[str, Any], target: str, *, own: bool | None
     """Refuse two optimizers, and none.
 
     Args:
-        own: whether the job builds one itself; None where its source does not tell, and the ranks
-            see.
+        own: whether the job builds one itself; None where its source does not tell, so that the
+            ranks check it.
 
     Raises:
         ConfigError: with both ways out.
@@ -150,8 +126,9 @@ def check_builder(optimizer: Mapping[str, Any], target: str, *, own: bool | None
         stated = str(optimizer.get("_target_") or optimizer.get("name"))
         raise ConfigError(
             f"{target} builds its own optimizer, so optimizer={stated} would not be used. Leave "
-            f"optimizer out: the job's own is kept, with the learning rates of its parameter "
-            f"groups (each in its ratio to schedule.base_lr); or take optimizer() out of the job"
+            f"optimizer out, or if you did not state it, add optimizer=null: the job's own is "
+            f"kept, with the learning rates of its parameter groups (each in its ratio to "
+            f"schedule.base_lr); or take optimizer() out of the job"
         )
     if own is False and not optimizer:
         raise ConfigError(

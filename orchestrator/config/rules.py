@@ -25,14 +25,14 @@ from orchestrator.config.schema import (
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plugins import FRAMEWORKS
 
-OF_A_SEARCH = ("trials", "seed", "direction", "prune")
+SEARCH_ONLY = ("trials", "seed", "direction", "prune")
 SMALL_IS_GOOD = ("loss", "seconds")
 
 
 def search_problems(sweep: SweepConfig) -> Iterator[str]:
     """Yield a sentence for each error about a search."""
     if sweep.search == "none":
-        for name in stated(sweep, OF_A_SEARCH):
+        for name in stated(sweep, SEARCH_ONLY):
             yield (
                 f"sweep.{name} has no effect without a search; add sweep.search=tpe, or "
                 f"leave it out"
@@ -94,7 +94,7 @@ def planned_survival(config: Config) -> Survival:
         return Survival(asked, text if asked else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return Survival(False)
-    facts = check_target(config.job)
+    facts = check_target(config.job["_target_"])
     refusal = next(_survive_refusals(config, facts), None)
     return Survival(True, text) if refusal is None else Survival(False, OFF + refusal)
 
@@ -336,15 +336,10 @@ def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
             f"accumulation.reduction={config.accumulation.reduction} is not available with "
             f"MindSpore; try accumulation.reduction=fast"
         )
-    if config.engine.shard_optimizer:
+    for name, value in stated(config.engine, ("shard_optimizer", "shard_model")).items():
         yield (
-            "engine.shard_optimizer=true is not available with MindSpore; leave it out, or write "
-            "the job for torch"
-        )
-    if config.engine.shard_model != "none":
-        yield (
-            f"engine.shard_model={config.engine.shard_model} is not available with MindSpore; "
-            "leave it out, or write the job for torch"
+            f"engine.{name}={str(value).lower()} is not available with MindSpore; leave it out, or "
+            f"write the job for torch"
         )
     if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
         yield (

@@ -315,7 +315,6 @@ FREE_SECTIONS = ("job", "optimizer")
 OPTIONS = ("cluster.options.", "tracker.options.")
 """Keys below are what the class that reads them says it has; see `config.reading`."""
 BOUNDS = bounds_of(Config)
-CHOICES = {dotted: bound.choice for dotted, bound in BOUNDS.items() if bound.choice}
 
 
 def node_range(nodes: Any) -> tuple[int, int]:

@@ -27,8 +27,8 @@ from orchestrator.agent.topology import (
     is_loopback,
     own_address,
 )
-from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.start import prepared_run, runner_of
+from orchestrator.cli.follow import OutputOptions, start_run
+from orchestrator.cli.start import prepared_run
 from orchestrator.config.command_line import CommandLine, program_overrides
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ClusterError, UsageError
@@ -388,7 +388,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Check
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
     with prepared_run(config, output, overrides=given) as ready:
-        ended = runner_of(ready.cluster)(ready)
+        ended = start_run(ready)
     yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
 
 

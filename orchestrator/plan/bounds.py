@@ -6,8 +6,8 @@ wrong values from other callers.
 
 from __future__ import annotations
 
-from orchestrator.config.schema import CHOICES
-from orchestrator.errors import PlanError, nearest
+from orchestrator.config.schema import BOUNDS
+from orchestrator.errors import PlanError
 
 
 def at_least(minimum: int, key: str, value: int) -> int:
@@ -34,11 +34,8 @@ def one_of(key: str, value: str) -> str:
     'drop'
 
     Raises:
-        PlanError: it is not; the message gives the nearest spelling, or all choices.
+        PlanError: it is not; the message gives the nearest spelling, and all choices.
     """
-    choices = CHOICES[key]
-    if value not in choices:
-        meant = nearest(value, choices)
-        hint = f"; did you mean {key}={meant}?" if meant is not None else ""
-        raise PlanError(f"{key}={value}: it must be one of {', '.join(choices)}{hint}")
+    if refusal := BOUNDS[key].refusal(key, value):
+        raise PlanError(refusal)
     return value

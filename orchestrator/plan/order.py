@@ -38,23 +38,6 @@ if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed d
     from numpy.typing import NDArray
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class UpdateSamples:
-    """The samples of one update, over all ranks.
-
-    Attributes:
-        update: the update's number, from 0.
-        epoch: the epoch, from 0, in which its first sample lies.
-        samples: how many there are.
-        indices: int64, shape (samples,), read-only: the data set's sample at each place.
-    """
-
-    update: int
-    epoch: int
-    samples: int
-    indices: NDArray[np.int64]
-
-
 @dataclass(frozen=True, slots=True)
 class Shards:
     """A data set that is read shard after shard: sample i is the i-th of the shards' samples.
@@ -214,19 +197,6 @@ class DataOrder:
         joined = np.concatenate(parts)
         joined.flags.writeable = False
         return joined
-
-    def window(self, update: int) -> UpdateSamples:
-        """Return all of the above for one update.
-
-        Raises:
-            PlanError: `update` is negative.
-        """
-        return UpdateSamples(
-            update=update,
-            epoch=self.epoch_of(update),
-            samples=self.samples_of(update),
-            indices=self.indices(update),
-        )
 
     def _first(self, update: int) -> tuple[int, int]:
         """Return the epoch of the update's first sample, and its place in that epoch's order."""

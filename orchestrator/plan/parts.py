@@ -39,16 +39,6 @@ class JobFacts:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Modes:
-    """The configured order of samples and reduction of gradients."""
-
-    ragged: str
-    reduction: str
-    seed: int
-    shards: Shards | None = None
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class Length:
     """The length of the run.
 
@@ -83,11 +73,6 @@ class Rates:
     peak: float | None
     last: float | None
     schedule: Schedule | None
-
-    @property
-    def is_known(self) -> bool:
-        """Return whether the schedule's base is the one that the run trains with."""
-        return self.source != "optimizer" or self.first is not None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

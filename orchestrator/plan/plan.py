@@ -14,7 +14,7 @@ from orchestrator.config.schema import DEFAULT_BASE_LR, Config, FactsConfig, Tra
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
-from orchestrator.plan.parts import JobFacts, Length, Modes, Rates, Traffic
+from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import warnings_of
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
@@ -31,15 +31,18 @@ class Plan:
     Attributes:
         nodes, ranks_per_node: R = nodes * ranks_per_node.
         batch: the batch numbers, stated or not.
+        order: of the samples; without the data set, for one that is just large enough.
         split: of a full window, the first one.
-        modes, length, rates, traffic: see each.
+        reduction: of gradients, as configured.
+        length, rates, traffic: see each.
     """
 
     nodes: int
     ranks_per_node: int
     batch: Batch
-    modes: Modes
+    order: DataOrder
     split: Split
+    reduction: str
     length: Length
     rates: Rates
     traffic: Traffic
@@ -55,12 +58,6 @@ class Plan:
         nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
         at_least(1, "cluster.nodes", nodes)
         per_node = at_least(1, "cluster.ranks_per_node", config.cluster.ranks_per_node)
-        modes = Modes(
-            ragged=config.accumulation.ragged,
-            reduction=config.accumulation.reduction,
-            seed=config.train.seed,
-            shards=known.shards,
-        )
         batch = resolve_batch(
             global_batch=config.accumulation.global_batch,
             steps=config.accumulation.steps,
@@ -72,20 +69,20 @@ class Plan:
             # Without the data set the same checks run for one that is just large enough.
             dataset_samples=batch.global_batch if samples is None else samples,
             global_batch=batch.global_batch,
-            ragged=modes.ragged,
-            seed=modes.seed,
-            shards=modes.shards,
+            ragged=config.accumulation.ragged,
+            seed=config.train.seed,
+            shards=known.shards,
         )
-        split = split_for(
-            order.samples_of(0), nodes * per_node, batch=batch, reduction=modes.reduction
-        )
+        reduction = config.accumulation.reduction
+        split = split_for(order.samples_of(0), nodes * per_node, batch=batch, reduction=reduction)
         length = _length(order, config.train, samples)
         return cls(
             nodes=nodes,
             ranks_per_node=per_node,
             batch=batch,
-            modes=modes,
+            order=order,
             split=split,
+            reduction=reduction,
             length=length,
             rates=_rates(config, known, batch, length),
             traffic=_traffic(config, known, split),
@@ -103,7 +100,9 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return warnings for the user, as sentences."""
-        return warnings_of(self.split, self.batch, self.modes, self.length, self.rates)
+        return warnings_of(
+            self.split, self.batch, self.order, self.length, self.rates, reduction=self.reduction
+        )
 
     def figures(self) -> dict[str, Any]:
         """Return all values by their names in plan.json.
@@ -113,6 +112,7 @@ class Plan:
         leaf's size. `micro_batches` are R lists of sizes, none 0; an idle rank's is empty.
         """
         batch, split, length, rates = self.batch, self.split, self.length, self.rates
+        rate_known = rates.source != "optimizer" or rates.first is not None
         return {
             "ranks": self.ranks,
             "nodes": self.nodes,
@@ -133,10 +133,13 @@ class Plan:
             "learning_rate_first": rates.first,
             "learning_rate_peak": rates.peak,
             "learning_rate_last": rates.last,
-            "schedule": asdict(rates.schedule) if rates.schedule and rates.is_known else None,
+            "schedule": asdict(rates.schedule) if rates.schedule and rate_known else None,
             "collectives_per_update": self.traffic.collectives,
             "bytes_on_wire_per_update": self.traffic.bytes_on_wire,
-            **asdict(self.modes),
+            "ragged": self.order.ragged,
+            "reduction": self.reduction,
+            "seed": self.order.seed,
+            "shards": asdict(self.order.shards) if self.order.shards else None,
             "gathers_per_update": self.traffic.gathers,
             "warnings": self.warnings,
         }

@@ -6,19 +6,20 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.errors import spans
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
-from orchestrator.plan.parts import Length, Modes, Rates
+from orchestrator.plan.order import DataOrder
+from orchestrator.plan.parts import Length, Rates
 from orchestrator.plan.split import Split
 
 
 def warnings_of(
-    split: Split, batch: Batch, modes: Modes, length: Length, rates: Rates
+    split: Split, batch: Batch, order: DataOrder, length: Length, rates: Rates, *, reduction: str
 ) -> tuple[str, ...]:
     """Return all warnings that apply, the most important first. `split` is of the first window."""
     return (
-        *_idle(split, batch, modes),
+        *_idle(split, batch, reduction),
         *_empty_steps(split, batch),
-        *_uneven_leaves(split, batch, modes, length),
-        *_data(batch, modes, length, rates),
+        *(_uneven_leaves(split, batch, order, length) if reduction == "reproducible" else ()),
+        *_data(batch, order, length, rates),
         *_warm_up(length, rates),
     )
 
@@ -44,12 +45,12 @@ def named_numbers(noun: str, numbers: Sequence[int]) -> str:
     return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts[:8])}{more}"
 
 
-def _idle(split: Split, batch: Batch, modes: Modes) -> Iterator[str]:
+def _idle(split: Split, batch: Batch, reduction: str) -> Iterator[str]:
     if idle := split.idle_ranks:
         yield (
             f"{named_ranks(idle)} of {split.ranks} will be idle: there is no work for them in an "
             f"update of {split.samples} samples"
-            + (f" in leaves of {batch.micro_batch_cap}" * (modes.reduction != "fast"))
+            + (f" in leaves of {batch.micro_batch_cap}" * (reduction != "fast"))
         )
 
 
@@ -70,14 +71,14 @@ def _empty_steps(split: Split, batch: Batch) -> Iterator[str]:
         )
 
 
-def _uneven_leaves(split: Split, batch: Batch, modes: Modes, length: Length) -> Iterator[str]:
+def _uneven_leaves(split: Split, batch: Batch, order: DataOrder, length: Length) -> Iterator[str]:
     leaf = batch.micro_batch_cap
-    if modes.reduction != "reproducible" or leaf is None:
+    if leaf is None:
         return
     counts = [len(sizes) for sizes in split.micro_batches]
     if min(counts) != max(counts):
         even, total = split.ranks * leaf * max(counts), length.dataset_samples
-        fits = total is None or even <= total or modes.ragged == "carry"
+        fits = total is None or even <= total or order.ragged == "carry"
         yield (
             f"{sum(counts)} leaves do not divide evenly: {counts.count(max(counts))} of "
             f"{split.ranks} ranks take {max(counts)} and the others wait for them"
@@ -85,22 +86,22 @@ def _uneven_leaves(split: Split, batch: Batch, modes: Modes, length: Length) -> 
         )
 
 
-def _data(batch: Batch, modes: Modes, length: Length, rates: Rates) -> Iterator[str]:
+def _data(batch: Batch, order: DataOrder, length: Length, rates: Rates) -> Iterator[str]:
     total, size = length.dataset_samples, batch.global_batch
     if total is None:
         return
-    if size > total and modes.ragged == "update":
+    if size > total and order.ragged == "update":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
             f"holds {total}" + f", while the learning rate is scaled for {size}" * _scaled(rates)
         )
-    if size > total and modes.ragged == "carry":
+    if size > total and order.ragged == "carry":
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
             "holds some samples more than once"
         )
     epochs = (length.updates or 0) // max(1, total // size)
-    if modes.ragged == "drop" and total % size and epochs:
+    if order.ragged == "drop" and total % size and epochs:
         yield (
             f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch"
             + " (others each time)" * (epochs > 1)

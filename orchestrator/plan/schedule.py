@@ -28,8 +28,7 @@ class Schedule:
 
     Attributes:
         base_lr: learning rate for a global batch of `base_batch`, positive and finite (0 allowed).
-        base_batch: global batch that `base_lr` was chosen for, in samples; None only with
-            `scaling="none"`.
+        base_batch: global batch that `base_lr` was chosen for, in samples.
         scaling: how the peak follows the global batch: linear, sqrt or none.
         warmup_updates: W; 0 for none.
         decay: cosine, linear or none, from the peak to 0 at update T - 1.
@@ -42,7 +41,7 @@ class Schedule:
 
     base_lr: float
     global_batch: int
-    base_batch: int | None = None
+    base_batch: int = 256
     scaling: str = "none"
     warmup_updates: int = 0
     decay: str = "none"
@@ -55,14 +54,7 @@ class Schedule:
         one_of("schedule.scaling", self.scaling)
         one_of("schedule.decay", self.decay)
         at_least(0, "schedule.warmup_updates", self.warmup_updates)
-        if self.base_batch is not None:
-            at_least(1, "schedule.base_batch", self.base_batch)
-        elif self.scaling != "none":
-            raise PlanError(
-                f"schedule.scaling={self.scaling} needs schedule.base_batch, the global batch that "
-                f"schedule.base_lr was chosen for; schedule.base_batch={self.global_batch} keeps "
-                "schedule.base_lr as it is"
-            )
+        at_least(1, "schedule.base_batch", self.base_batch)
         if self.total_updates is not None:
             at_least(0, "train.updates", self.total_updates)
         elif self.decay != "none":
@@ -74,7 +66,7 @@ class Schedule:
     @property
     def peak(self) -> float:
         """Return the highest learning rate: after warm-up, before decay."""
-        if self.scaling == "none" or self.base_batch is None:
+        if self.scaling == "none":
             return self.base_lr
         ratio = self.global_batch / self.base_batch
         return self.base_lr * (math.sqrt(ratio) if self.scaling == "sqrt" else ratio)

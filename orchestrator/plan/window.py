@@ -123,19 +123,13 @@ def planner_of(plan: Plan) -> WindowPlanner:
     Raises:
         PlanError: the plan was made without the data set's size.
     """
-    samples, schedule = plan.length.dataset_samples, plan.rates.schedule
-    if samples is None or schedule is None:
+    schedule = plan.rates.schedule
+    if plan.length.dataset_samples is None or schedule is None:
         raise PlanError("windows need the size of the data set, and this plan was made without it")
     return WindowPlanner(
-        order=DataOrder(
-            dataset_samples=samples,
-            global_batch=plan.batch.global_batch,
-            ragged=plan.modes.ragged,
-            seed=plan.modes.seed,
-            shards=plan.modes.shards,
-        ),
+        order=plan.order,
         schedule=schedule,
         batch=plan.batch,
         ranks=plan.ranks,
-        reduction=plan.modes.reduction,
+        reduction=plan.reduction,
     )

@@ -45,17 +45,6 @@ def padded(parameters: int, ranks: int) -> int:
     return -(-parameters // ranks) * ranks
 
 
-def payload_bytes(parameters: int, *, itemsize: int, metric_count: int) -> int:
-    """Return the bytes of one rank in one synchronisation: every gradient and the trailer.
-
-    Args:
-        parameters: how many numbers the gradient has.
-        itemsize: bytes a number (4 for float32, 8 for float64).
-        metric_count: metrics that the job reports besides its loss.
-    """
-    return (parameters + trailer_numbers(metric_count)) * itemsize
-
-
 def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) -> int:
     """Return how many equal buckets `payload` bytes make, none over `bucket_bytes`.
 
@@ -148,7 +137,8 @@ class Wire:
         return -(-2 * (self.ranks - 1) * self._payload(parameters) // self.ranks)
 
     def _payload(self, parameters: int) -> int:
-        return payload_bytes(parameters, itemsize=self.itemsize, metric_count=self.metric_count)
+        """Return the bytes of one rank in one synchronisation: every gradient and the trailer."""
+        return (parameters + trailer_numbers(self.metric_count)) * self.itemsize
 
     def gathers(self, parameters: int | None) -> int:
         """Return the part of `collectives` that gathers stepped weights from their owners."""

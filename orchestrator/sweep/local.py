@@ -51,9 +51,7 @@ class Allocation:
 
 
 class LocalCapacity:
-    """Free resources of this machine.
-
-    A run that is larger than the machine has it to itself.
+    """Resources of this machine for runs at the same time.
 
     Args:
         most: runs at once, also if they have to share cores; None: as many as there are cores for.
@@ -63,29 +61,19 @@ class LocalCapacity:
 
     def __init__(self, most: int | None = None, machine: Machine | None = None) -> None:
         self.most, self._machine = most, machine or Machine.here()
-        self._taken: list[Allocation] = []
 
-    def has(self, share: Share | None) -> bool:
-        """Return True if there is room for a run now. A larger one waits until it is alone."""
-        if not self._taken:
-            return True
-        if share is None or not self._holds([*(one.share for one in self._taken), share]):
-            return False
-        return free_memory_bytes() >= share.ranks * RANK_BYTES
+    def allocate(self, taken: Sequence[Allocation], share: Share | None) -> Allocation | None:
+        """Return what a run takes besides these; None if it has to wait for one of them to end.
 
-    def take(self, share: Share | None) -> Allocation | None:
-        """Return what a run takes; None if it has to wait for others to end."""
-        if not self.has(share):
+        A run that is larger than the machine waits until it is alone.
+        """
+        if taken and (share is None or not self._holds([*(one.share for one in taken), share])):
             return None
-        used = {name for one in self._taken for name in one.gpus}
+        if taken and share and free_memory_bytes() < share.ranks * RANK_BYTES:
+            return None
+        used = {name for one in taken for name in one.gpus}
         free = [name for name in self._machine.gpus if name not in used]
-        allocation = Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
-        self._taken.append(allocation)
-        return allocation
-
-    def give_back(self, allocation: Allocation) -> None:
-        """Free what a run that has ended had taken."""
-        self._taken.remove(allocation)
+        return Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
 
     def at_once(self, shares: Sequence[Share | None]) -> int:
         """Return how many of such runs fit at once, the small ones first."""
@@ -183,11 +171,15 @@ class LocalQueue:
 
     def has_room(self, task: PointTask) -> bool:
         """Return True if a point could start now. After an interrupt none can."""
-        return not interrupts.count and self._room.has(share_of(task))
+        return self._allocation(task) is not None
+
+    def _allocation(self, task: PointTask) -> Allocation | None:
+        taken = [one.allocation for one in self._running]
+        return None if interrupts.count else self._room.allocate(taken, share_of(task))
 
     def start(self, task: PointTask) -> bool:
         """Start a point; return False if it has no room yet, or after an interrupt."""
-        allocation = None if interrupts.count else self._room.take(share_of(task))
+        allocation = self._allocation(task)
         if allocation is None:
             return False
         if not self._imported:
@@ -258,7 +250,6 @@ class LocalQueue:
         status = os.waitstatus_to_exitcode(os.waitpid(one.pid, 0)[1])
         self._running.remove(one)
         run = one.task.run
-        self._room.give_back(one.allocation)
         if report is not None:
             return PointResult(task=one.task, exit_code=report[0], refusal=report[1])
         see = f"; see {run.terminal_log}" if run.terminal_log.exists() else ""

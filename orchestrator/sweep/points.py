@@ -12,7 +12,7 @@ from pathlib import Path, PurePath
 
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import key_of
-from orchestrator.config.composer import Composed
+from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
 from orchestrator.config.program import is_program, program_of
 from orchestrator.config.reading import RUN_FOLDER
@@ -62,18 +62,19 @@ def identifies(override: str) -> bool:
     return key_of(override).split(".")[0] not in NOT_IDENTIFYING
 
 
-def checked(found: Sequence[Composed | ConfigError]) -> list[Point]:
+def check_points(composer: Composer) -> list[Point]:
     """Return the points of a sweep, each with a folder of its own.
 
     Raises:
         ConfigError: all that is wrong with them, each thing once with the points that have it.
     """
+    found = composer.combinations()
     points: list[Point] = []
     wrong: dict[str, list[int]] = {}
     with read_once():
-        for number, item in enumerate(found):
+        for number, overrides in enumerate(found):
             try:
-                points.append(_point(item, number))
+                points.append(_point(composer, number, overrides))
             except UsageError as error:
                 for sentence in str(error).split("\n"):
                     wrong.setdefault(sentence, []).append(number)
@@ -108,16 +109,15 @@ def _place(point: Point, *, apart: bool) -> None:
         point.config.run.dir = str(Path(folder).absolute() / str(point.number))
 
 
-def trial_point(item: Composed | ConfigError, number: int) -> Point:
+def trial_point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:
     """Return a point that a search draws, with a folder of its own. Raises `UsageError`."""
-    point = _point(item, number)
+    point = _point(composer, number, overrides)
     _place(point, apart=True)
     return replace(point, identity=tuple(_identifying(point.overrides, point.overrides)))
 
 
-def _point(item: Composed | ConfigError, number: int) -> Point:
-    if isinstance(item, ConfigError):
-        raise item
+def _point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:
+    item = composer.point(number, overrides)
     config = item.config()
     return Point(
         number=number,

@@ -114,8 +114,7 @@ class Search:
 
     def point(self, number: int, drawn: Mapping[str, Any]) -> Point:
         """Compose the point of a trial. Raises `UsageError` where there can be none."""
-        [item] = self.composer.points([self.space.overrides(drawn)], number)
-        return trial_point(item, number)
+        return trial_point(self.composer, number, self.space.overrides(drawn))
 
     def _check_alternatives(self) -> Point:
         """Compose a point with each alternative, and with a value of each interval; return one.

@@ -40,7 +40,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
-from orchestrator.sweep.points import Point, checked, shared_output
+from orchestrator.sweep.points import Point, check_points, shared_output
 from orchestrator.sweep.tasks import Action, PointTask, alone_in, refuse_replacing, submit, tasks_of
 from orchestrator.units import plural
 
@@ -68,7 +68,7 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         from orchestrator.sweep.search import run_search
 
         return run_search(composer, output)
-    points = checked(composer.all_points())
+    points = check_points(composer)
     if not output.quiet and (remark := shared_output(points)):
         say(output.console, f"warning: {remark}", "yellow", prose=True)
     with contextlib.ExitStack() as until_the_end:
@@ -185,7 +185,7 @@ def _task(
     action = Action.IN_PROGRESS
     if status.state in OVER:
         asked = resumption(run, config, overrides, config_dir)
-        trained = status.state == "finished" and not (asked.total or 0) > status.updates
+        trained = status.state == "finished" and (asked.plan.updates or 0) <= status.updates
         action, config = (Action.NOTHING, config) if trained else (Action.RESUME, asked.config)
         with submission_directory(run):
             inputs = [] if trained else changed_inputs(run, asked)

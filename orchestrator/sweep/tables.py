@@ -24,7 +24,7 @@ from orchestrator.report.terminal import (
     print_json,
     say,
 )
-from orchestrator.sweep.points import checked
+from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural
 
@@ -53,7 +53,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
         raise ConfigError(
             "a search chooses its points by what came of earlier ones, so there is no plan of them"
         )
-    points = checked(composer.all_points())
+    points = check_points(composer)
     tasks = tasks_of(points, force=any(point.config.sweep.force for point in points))
     with read_once():
         plans = [with_notes(point.plan, point.config) for point in points]

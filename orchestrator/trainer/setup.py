@@ -379,7 +379,7 @@ def _start_ahead(config: Config, spec: GroupSpec) -> None:
 
     Raises `JobError` if the framework, `ConfigError` if the tracker's package, is not installed.
     """
-    named = check_target(config.job).framework
+    named = check_target(config.job["_target_"]).framework
     check_installed(named)
     check_tracker(config.tracker.kind)
     if named is not None and FRAMEWORKS.refusal(named) is None:

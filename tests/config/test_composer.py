@@ -9,7 +9,7 @@ from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
 from orchestrator.launch import run_app
-from orchestrator.sweep.points import checked
+from orchestrator.sweep.points import check_points
 
 TINY = "job._target_=tests.tiny_job.Tiny"
 
@@ -25,7 +25,7 @@ def folder(tmp_path, **files):
 def points(*line):
     composer = Composer(read_command_line(line))
     assert composer.compose().sweeps
-    return checked(composer.all_points())
+    return check_points(composer)
 
 
 def test_a_job_file_of_ones_own_wins_over_the_shipped_one_of_its_name(tmp_path):
@@ -110,16 +110,17 @@ def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp
 
 
 def test_a_sweeps_folder_is_that_of_its_keys_and_of_what_is_fixed():
+    def name_of(*line):
+        composer = Composer(read_command_line(["-m", *line]))
+        return composer.loader.sweep_name(composer.overrides, composer.line)
+
     composer = Composer(read_command_line(["-m", "train.seed=1,2,3"]))
-    folder = composer.compose().point_folder
-    assert [point.point_folder for point in composer.all_points()] == [folder / n for n in "012"]
-
-    def folder_of(*line):
-        return Composer(read_command_line(["-m", *line])).compose().point_folder
-
-    assert folder_of("train.seed=4,5", "run.watch=true", "--force") == folder
-    assert folder_of("train.seed=1,2", "train.updates=3") != folder
-    assert folder_of("job.width=1,2") != folder
+    folder, name = composer.compose().point_folder, name_of("train.seed=1,2,3")
+    assert folder.name == name
+    assert [p.own_folder for p in check_points(composer)] == [folder / n for n in "012"]
+    assert name_of("train.seed=4,5", "run.watch=true", "--force") == name
+    assert name_of("train.seed=1,2", "train.updates=3") != name
+    assert name_of("job.width=1,2") != name
 
 
 def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from orchestrator.config import reading
 from orchestrator.config.command_line import CommandLine
-from orchestrator.config.composer import Composer
+from orchestrator.config.composer import MAX_SHARED, Composer
 from orchestrator.config.reading import read_config, to_yaml
 from orchestrator.errors import ConfigError
 
@@ -55,15 +55,17 @@ def batches(draw):
     """Points of a sweep, the same keys with other values, as sweepers make them; and a stranger."""
     keys = draw(st.lists(st.sampled_from(list(VALUES)), min_size=1, max_size=4))
     stranger = draw(st.lists(st.sampled_from(list(VALUES)), max_size=2))
-    chosen = [keys, keys, stranger, keys, keys]
+    chosen = [keys, keys, stranger, keys]
     return [[f"{key}={draw(st.sampled_from(VALUES[key]))}" for key in point] for point in chosen]
 
 
 def composed(composer, points):
     """What each comes to, in plain values: in words where it comes to nothing."""
     for number, point in enumerate(points):
-        [found] = composer.points([point], number)
-        yield str(found) if isinstance(found, ConfigError) else found
+        try:
+            yield composer.point(number, point)
+        except ConfigError as error:
+            yield str(error)
 
 
 @settings(max_examples=4)
@@ -78,7 +80,7 @@ def test_points_that_share_a_composition_are_those_that_are_composed_whole(
         multirun=True,
     )  # fmt: skip
     whole = Composer(line)
-    whole._cache.get = lambda *_: None  # compose each point whole
+    whole._shared = dict.fromkeys(range(MAX_SHARED))  # full, so each point is composed whole
     for shared, alone in zip(
         composed(Composer(line), points), composed(whole, points), strict=True
     ):
@@ -95,9 +97,11 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     # counted, and done all the same
     monkeypatch.setattr(composer, "load", lambda *a: loads.append(a) or load(*a))
     where = ["+cluster=slurm_dev", "+cluster.slurm_flags.begin=now", "run.dir=x"]
-    composer.points([[*where, f"train.seed={n}", f"job.width={n % 3}"] for n in range(50)])
+    for n in range(50):
+        composer.point(n, [*where, f"train.seed={n}", f"job.width={n % 3}"])
     assert len(loads) == 1
-    composer.points([[f"optimizer={name}"] for name in ("sgd", "adam", "sgd")])
+    for name in ("sgd", "adam", "sgd"):
+        composer.point(0, [f"optimizer={name}"])
     assert len(loads) == 3, "the third chooses what the first chose"
 
 

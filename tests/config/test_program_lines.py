@@ -32,7 +32,7 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
     line = read_command_line([*flags, f"job.arguments.lr={rate}", "--", "train.py", *words])
     composer = Composer(line)
     found = composer.compose()
-    values = composer.all_points()[1].values if sweep else found.values
+    values = (composer.point(1, composer.combinations()[1]) if sweep else found).values
     assert values["job"]["command"] == ["train.py", *words]
     readable = [word for word in words if word.isprintable()]
     values["job"]["command"][1:] = readable

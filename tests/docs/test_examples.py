@@ -15,7 +15,6 @@ from orchestrator.client.options import WindowOptions, plan_of
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
-from orchestrator.plan.window import planner_of
 from tests.docs.scripts import page_text, script
 from tests.helpers import SMALL, TINY, call, result, verb
 from tests.tiny_job import Tiny
@@ -57,7 +56,7 @@ def test_windows_of_a_loop_take_the_shards():
     shards = Shards(LENGTHS, 4)
     options = WindowOptions.of({"global_batch": 10, "steps": 1, "shards": shards})
     plan = plan_of(sum(LENGTHS), options, ranks=2, reduction="fast")
-    assert planner_of(plan).order.shards == shards
+    assert plan.order.shards == shards
 
 
 SITES = dict(

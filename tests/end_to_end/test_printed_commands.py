@@ -24,8 +24,8 @@ from orchestrator.cli.new import FILES
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
+from orchestrator.sweep.points import check_points
 from orchestrator.sweep.search import Search
-from orchestrator.sweep.sweep import checked
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
 from tests.helpers import LIGHT, begin, call, records, until
 
@@ -168,7 +168,7 @@ def composed(words):
     if composer.searches:
         assert Search(composer).trials
     elif found.sweeps:
-        assert checked(composer.all_points())
+        assert check_points(composer)
     else:
         prepare(found.config())
 

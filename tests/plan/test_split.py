@@ -47,14 +47,6 @@ def test_an_even_split_covers_the_update_once_in_nearly_equal_blocks(samples, ra
         assert not cuts or max(cuts) - min(cuts) <= 1
 
 
-@given(samples_, ranks_, few)
-def test_a_cap_is_kept_with_the_fewest_steps(samples, ranks, cap):
-    split = split_window(samples, ranks, cap=cap)
-    assert_sound(split, samples, ranks)
-    assert split.micro_steps == -(-max(split.samples_per_rank) // cap)
-    assert all(count <= cap for cuts in split.micro_batches for count in cuts)
-
-
 @given(st.lists(st.integers(0, 60), min_size=1, max_size=40), few)
 def test_any_table_of_blocks_is_cut_under_the_cap(sizes, cap):
     split = assign(sizes, cap=cap)
@@ -62,12 +54,6 @@ def test_any_table_of_blocks_is_cut_under_the_cap(sizes, cap):
     assert split.samples_per_rank == tuple(sizes)
     assert all(count <= cap for cuts in split.micro_batches for count in cuts)
     assert split.micro_steps == -(-max(sizes) // cap)
-
-
-@given(samples_, ranks_, few)
-def test_the_even_table_handed_in_is_the_even_split(samples, ranks, steps):
-    split = split_window(samples, ranks, steps=steps)
-    assert assign(split.samples_per_rank, steps=steps) == split
 
 
 def leaves_of(split: Split) -> list[tuple[int, int]]:
@@ -140,5 +126,5 @@ def test_reproducible_without_a_micro_batch_says_which_would_do():
     batch = Batch(global_batch=100, steps=4, micro_batch_cap=None)
     with pytest.raises(PlanError, match=r"needs accumulation\.micro_batch.*micro_batch=13 would"):
         split_for(100, 2, batch=batch, reduction="reproducible")
-    with pytest.raises(PlanError, match=r"did you mean accumulation\.reduction=reproducible"):
+    with pytest.raises(PlanError, match="did you mean 'reproducible'"):
         split_for(100, 2, batch=batch, reduction="reproducable")

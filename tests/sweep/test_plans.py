@@ -21,7 +21,6 @@ def planned(*arguments):
     [
         (["-m", "cluster.nodes=1,3", "accumulation.steps=2"], 2),
         (["-m", "train.updates=5"], 1),
-        (["experiment=time_and_memory"], 3),  # asks for a sweep by itself
     ],
 )
 def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):

@@ -15,7 +15,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
-from orchestrator.sweep.points import checked
+from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import REPLACED, Action, ready_of, refuse_replacing, tasks_of
 
 JOB = "job._target_=cells_job.Mine"
@@ -48,7 +48,7 @@ class Sweep:
 
     def tasks(self, *more, over=("train.seed=1,2",), force=False):
         line = ["-m", JOB, f"job.data={self.data}", f"run.dir={self.folder}", *over, *more]
-        return tasks_of(checked(Composer(read_command_line(line)).all_points()), force=force)
+        return tasks_of(check_points(Composer(read_command_line(line))), force=force)
 
     def run(self, tasks, state=State.FINISHED):
         """What a launch of these cells leaves, but for what the ranks would have computed."""
@@ -149,7 +149,7 @@ def test_a_program_is_made_of_the_files_that_its_words_name_but_for_what_it_wrot
             *program_overrides(words))  # fmt: skip
 
     def tasks():
-        return tasks_of(checked(Composer(read_command_line(line)).all_points()))
+        return tasks_of(check_points(Composer(read_command_line(line))))
 
     Sweep.run(None, tasks())
     Path("log.txt").write_text("of the first run")

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer
 from orchestrator.errors import ConfigError
-from orchestrator.sweep.points import checked, shared_output
+from orchestrator.sweep.points import check_points, shared_output
 from tests.helpers import LIGHT, call, result, verb
 from tests.programs import script
 
@@ -72,7 +72,7 @@ def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
 
     def warning(*words):
         line = ["-m", "job.arguments.seed=1,2", "--", "train.py", *words]
-        return shared_output(checked(Composer(read_command_line(line)).all_points()))
+        return shared_output(check_points(Composer(read_command_line(line))))
 
     assert "--output_dir {run.dir}/results" in warning("--output_dir", "a/results")
     assert warning("--output_dir", "{run.dir}/results") is None

@@ -19,7 +19,7 @@ import numpy as np
 from mindspore import Parameter, Tensor, nn, ops
 from safetensors.numpy import load_file, save_file
 
-from orchestrator.config.optimizer import chosen, described
+from orchestrator.config.optimizer import check_builder, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
 from orchestrator.engine.common.job_checks import (
@@ -198,8 +198,8 @@ class MindSporeEngine(Engine):
         self._job, self._settings, self._group = job, settings, group
         ms.set_context(mode=ms.GRAPH_MODE if settings.mode == "graph" else ms.PYNATIVE_MODE)
         self._model, self._model_warnings = build_model(job, settings)
-        given = getattr(job, "optimizer", lambda _: None)(self._model)
-        own = chosen(given, settings.optimizer, type(job).__name__)
+        own = getattr(job, "optimizer", lambda _: None)(self._model)
+        check_builder(settings.optimizer, type(job).__name__, own=own is not None)
         refuse_scheduler(getattr(own, "param_groups", ()), job)
         trainable = self._model.trainable_params()
         if not trainable:

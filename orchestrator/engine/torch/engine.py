@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.config.optimizer import chosen, described
+from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
@@ -91,8 +91,8 @@ def _build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> O
         ConfigError: it cannot be built, or used.
         JobError: a scheduler hangs on it.
     """
-    given = getattr(job, "optimizer", lambda _: None)(model)
-    own = chosen(given, settings.optimizer, type(job).__name__)
+    own = getattr(job, "optimizer", lambda _: None)(model)
+    check_builder(settings.optimizer, type(job).__name__, own=own is not None)
     if own is None:
         return build_optimizer(model, settings.optimizer)
     found = check_optimizer(own, f"{type(job).__name__}.optimizer")

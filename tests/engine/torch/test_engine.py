@@ -287,7 +287,7 @@ class NoTorchOptimizer(Curve):
             r"NoTorchOptimizer\.optimizer gives a str",
         ),
         (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "add optimizer=null"),
-        (Curve(), {"optimizer": {}}, ConfigError, "add optimizer=adam"),
+        (Curve(), {"optimizer": {}}, ConfigError, "try optimizer=adam"),
         (Curve(), {"reduction": "reproducible"}, ConfigError, "needs accumulation.micro_batch"),
         (Curve(), {"precision": "int8"}, ConfigError, "there is no train.precision=int8"),
     ],

@@ -13,6 +13,7 @@ from orchestrator.clusters.api import Share
 from orchestrator.clusters.local.cluster import LocalCluster
 from orchestrator.clusters.machine import Machine, cores
 from orchestrator.config.composer import compose
+from orchestrator.config.schema import Config, SweepConfig
 from orchestrator.sweep.local import RANK_BYTES, LocalCapacity, most_at_once
 
 machines = st.builds(
@@ -38,7 +39,7 @@ def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted,
     room, running, waiting = LocalCapacity(most, machine), [], list(wanted)
     while waiting or running:
         for share in list(waiting):
-            if place := room.take(share):
+            if place := room.allocate(running, share):
                 waiting.remove(share)
                 running.append(place)
         assert running, "what has the machine to itself always fits"
@@ -52,19 +53,17 @@ def test_what_runs_beside_others_never_takes_more_than_there_is(machine, wanted,
             ranks = sum(place.share.ranks for place in running)
             assert ranks * RANK_BYTES <= machine.free_memory_bytes
             assert most or sum(place.share.cores for place in running) <= machine.cores
-        ended = data.draw(st.sampled_from(running))
-        running.remove(ended)
-        room.give_back(ended)
+        running.remove(data.draw(st.sampled_from(running)))
 
 
 def test_what_nothing_may_run_beside_has_the_machine_to_itself():
     machine = Machine(cores=8, free_memory_bytes=99 * RANK_BYTES, gpus=())
     small, room = Share(ranks=1, cores=1, gpus=0), LocalCapacity(None, machine)
-    alone = room.take(None)
-    assert room.take(small) is None
-    room.give_back(alone)
-    assert room.take(small)
-    assert room.take(None) is None
+    alone = room.allocate([], None)
+    assert room.allocate([alone], small) is None
+    beside = room.allocate([], small)
+    assert room.allocate([beside], small)
+    assert room.allocate([beside], None) is None
 
 
 def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_says_cpus():
@@ -77,9 +76,12 @@ def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_say
     assert 1 <= cores() <= len(os.sched_getaffinity(0))
 
 
-def most(key, values, *more):
+def most(key, values, parallel="auto"):
     console = Console(file=io.StringIO(), width=200)
-    configs = [compose([f"{key}={value}", *more]) for value in values]
+    configs = [Config(sweep=SweepConfig(parallel=parallel)) for _ in values]
+    section, _, name = key.rpartition(".")
+    for config, value in zip(configs, values, strict=True):
+        setattr(getattr(config, section) if section else config, name, value)
     return most_at_once(configs, OutputOptions(console=console)), console.file.getvalue()
 
 
@@ -96,7 +98,7 @@ def test_points_whose_speeds_are_compared_run_one_after_another_which_is_said(ke
     found, said = most(key, values)
     assert found == 1
     assert f"they differ in {key.partition('.')[0]}" in said
-    assert most(key, values, "sweep.parallel=2") == (2, "")
+    assert most(key, values, parallel=2) == (2, "")
 
 
 def test_other_points_run_as_many_at_once_as_there_is_room_for():

@@ -61,8 +61,8 @@ def test_a_value_counts_as_one_that_can_be_where_any_of_the_others_goes_with_it(
 
 
 def folder_of(*overrides):
-    line = CommandLine(overrides=(TINY, *overrides), multirun=True)
-    return Composer(line).compose().point_folder.name
+    composer = Composer(CommandLine(overrides=(TINY, *overrides), multirun=True))
+    return composer.loader.sweep_name(composer.overrides, composer.line)
 
 
 def test_a_search_is_named_by_all_that_makes_it_one():
