@@ -54,6 +54,14 @@ ROWS = {
         "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,
         IN_VAIN.format("the start"), "__init__"),
 }  # fmt: skip
+SLOW = {
+    "a long evaluation": (
+        "slow", "evaluate", ("+job.seconds=9", "cluster.heartbeat_timeout_s=3",
+                             "train.evaluate_every=0")),
+    "a rank holds the interpreter for a while": (
+        "hold", "forward", ("+job.seconds=8", "run.survive=true")),
+}  # fmt: skip
+"""The same of rank 0, which goes on."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +69,8 @@ def runs(tmp_path_factory):
     """All of them at once: most of the time they wait."""
     folder = tmp_path_factory.mktemp("lively")
     begun = {}
-    for number, (words, row) in enumerate(ROWS.items()):
+    rows = ROWS | {words: (act, place, 0, more) for words, (act, place, more) in SLOW.items()}
+    for number, (words, row) in enumerate(rows.items()):
         act, place, ranks, more, *_ = row
         run = folder / str(number)
         arguments = (f"+job.act={act}", f"+job.place={place}", f"+job.ranks={ranks}", *more)
@@ -85,23 +94,15 @@ def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     assert not helpers.processes_of(run)
 
 
-def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
-    run = tmp_path / "run"
-    done = helpers.call(
-        LIVELY, SMALL, *COMMON, f"run.dir={run}", "+job.act=slow", "+job.place=evaluate",
-        "+job.ranks=0", "+job.seconds=9", "cluster.heartbeat_timeout_s=2", "train.evaluate_every=0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "it has stood at what follows update 4" in done.stdout
+def test_a_long_evaluation_is_reported_and_goes_on(runs):
+    run, output, _ = runs["a long evaluation"]
+    assert helpers.result(run)["state"] == "finished", output
+    assert "it has stood at what follows update 4" in output
     assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
 
 
-def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(tmp_path):
-    run = tmp_path / "run"
-    done = helpers.call(
-        LIVELY, SMALL, *COMMON[:-1], "run.survive=true", f"run.dir={run}", "+job.act=hold",
-        "+job.place=forward", "+job.ranks=0", "+job.seconds=8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(runs):
+    run, output, _ = runs["a rank holds the interpreter for a while"]
+    assert helpers.result(run)["state"] == "finished", output
     assert "survived" not in helpers.result(run)
-    assert "rank 0 has said nothing for" in " ".join(done.stdout.split())
+    assert "rank 0 has said nothing for" in " ".join(output.split())
