@@ -19,7 +19,6 @@ from benchmarks.ranks import on_ranks
 
 REFERENCE = "DDP + no_sync"
 NETS = ("mlp", "transformer")
-TIMED = (*NETS, "recurrent")
 SHAPED = "1 Gbit/s"
 LOSS_STEPS = 4
 
@@ -76,7 +75,7 @@ class Peers:
         for ranks in self._extent.ranks:
             for name in self._links():
                 with _made(name, ranks) as link:
-                    for net in TIMED:
+                    for net in NETS:
                         self._times(link, net)
         for name in self._links():
             if name in self._extent.loss_links:

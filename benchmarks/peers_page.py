@@ -77,9 +77,8 @@ def body(data: Row) -> str:
     parts = [*_notes(data), f"Nets: {nets}.", "## Time of an update", tables.times(data)]
     parts += ["## Bytes to the floor, and collectives", tables.traffic(data)]
     parts += ["## Peak memory", tables.memory(data)]
-    parts += ["## Time to a given loss", tables.to_loss(data)]
-    plots = [f"![{what}](peers-{what}.svg)" for what in ("time", "bytes", "loss")]
-    return "\n\n".join([*parts, *plots])
+    parts += ["## Time to a given loss", tables.to_loss(data), "![time](peers-time.svg)"]
+    return "\n\n".join(parts)
 
 
 def _range(rows: list[Row]) -> str:
