@@ -129,8 +129,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
     """Read what one rank has written. A line that a killed rank has not ended is left out."""
     trace = Trace()
     lines = (folder / f"rank-{rank:05d}.jsonl").read_text().splitlines()
-    data = (folder / f"rank-{rank:05d}.bin").open("rb")
-    with data:
+    with (folder / f"rank-{rank:05d}.bin").open("rb") as data:
         for line in lines:
             try:
                 record = json.loads(line)
@@ -141,11 +140,11 @@ def read_trace(folder: Path, rank: int) -> Trace:
             elif "skipped" in record:
                 trace.skipped += 1
             else:
-                count = len(record["micro_steps"]) + 1 + record["clipped"]
+                steps = len(record["micro_steps"])
+                count = steps + 1 + record["clipped"]
                 data.seek(record["place"])
                 values = np.frombuffer(data.read(8 * count * record["values"]))
                 rows = values.reshape(count, record["values"])
-                steps = len(record["micro_steps"])
                 clipped = rows[steps + 1] if record["clipped"] else None
                 window = JudgedWindow(record, rows[:steps], rows[steps], clipped)
                 trace.windows[record["optimizer"], record["update"]] = window
