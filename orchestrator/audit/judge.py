@@ -226,8 +226,8 @@ class _Update:
         dtypes = {dtype for w in windows for dtype in w.record["dtypes"]}
         self.tolerance = max((TOLERANCE.get(dtype, 3e-2) for dtype in dtypes), default=3e-2)
         self.counts = [len(w.steps) for w in windows]
-        # The coefficients of an average over ranks.
-        self.average = np.full(sum(self.counts), 1.0 / self.size / windows[0].record["scale"])
+        share = 1.0 / self.size / windows[0].record["scale"]
+        self.average: Array = np.full(sum(self.counts), share)  # coefficients of one over ranks
 
     def say(self, row: str, state: str, text: str, fault: str | None = None) -> None:
         self.made.say(row, state, text, fault, self.update)
