@@ -9,7 +9,7 @@ import pytest
 from tests import helpers
 from tests.helpers import SMALL
 
-LIVELY = "job._target_=tests.lively_jobs.Lively"
+LIVELY = "job._target_=tests.tiny_job.Lively"
 COMMON = (
     "tracker=none", "train.updates=4", "accumulation.global_batch=40", "accumulation.steps=2",
     "train.evaluate_every=2", "run.survive=false",
@@ -51,7 +51,7 @@ ROWS = {
         r"it gave no sign of life for 6 s .*; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
     "a rank never gets to where ranks meet": (
-        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,
+        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=8", *WAIT), 1,
         IN_VAIN.format("the start"), "__init__"),
 }  # fmt: skip
 SLOW = {
