@@ -13,21 +13,15 @@ from benchmarks.measure import RESULTS, kept
 
 MEASUREMENTS = (
     "submission",
-    "launch_overhead",
     "programs",
-    "sweeps",
-    "trials",
     "peers",
     "reproducible",
     "boundary",
-    "sharded",
     "checkpoints",
     "survive",
-    "memory",
     "mindspore_start",
     "mindspore_steps",
     "mindspore_reduction",
-    "one_rank",
 )
 
 # Only when asked for: chaos takes half an hour and breaks a cluster of its own, load needs strace.
@@ -43,6 +37,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0, help="chaos: which faults, and when")
     parser.add_argument("--faults", type=int, default=40, help="chaos: how many runs to disturb")
     given = parser.parse_args()
+    if given.names == ["tables"]:  # pages, plots and README's figures, from results
+        from benchmarks import plots  # Matplotlib, which nothing else needs
+
+        pages.write()
+        plots.write()
+        return
     if given.names == ["chaos"]:
         _one("chaos", quick=given.quick, seed=given.seed, faults=given.faults)
         return

@@ -20,9 +20,11 @@ finds what is not finite, and some bookkeeping. The micro-batches are small for 
 share is higher than in most trainings."""
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the table: a line for each K."""
+def body(data: dict[str, Any]) -> str:
+    """Return the page: a line for each K."""
     lines = [
+        f"{data['parameters'] / 1e6:.1f} million parameters. {NOTE}",
+        "",
         "| K | update (ms) | boundary beyond reduction and step (ms) | share | quartiles |",
         "|---:|---:|---:|---:|---:|",
     ]
@@ -34,11 +36,6 @@ def table(data: dict[str, Any]) -> str:
             f"| {100 * share['q1']:.1f} to {100 * share['q3']:.1f} % |"
         )
     return "\n".join(lines)
-
-
-def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"{data['parameters'] / 1e6:.1f} million parameters. {NOTE}\n\n{table(data)}"
 
 
 def main(*, quick: bool = False) -> None:

@@ -58,13 +58,10 @@ class Timed:
 
 
 def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"{NOTE}\n\n{table(data)}"
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the table: a line for each way."""
+    """Return the page: a line for each way."""
     lines = [
+        NOTE,
+        "",
         "| a checkpoint is written | training stands still (s) | quartiles | ratio | quartiles |",
         "|---|---:|---:|---:|---:|",
     ]

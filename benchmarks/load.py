@@ -186,12 +186,7 @@ def main(*, quick: bool = False) -> None:
     keep("load", {"machine": found, "rows": rows}, quick=quick)
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the table of counts."""
-    rows = [f"| {what} | {figure:.3g} |" for what, figure in data["rows"]]
-    return "\n".join(["| | counted |", "|---|---:|", *rows])
-
-
 def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"{(__doc__ or '').strip()}\n\n{table(data)}"
+    """Return the page: a line for each count."""
+    rows = [f"| {what} | {figure:.3g} |" for what, figure in data["rows"]]
+    return "\n".join([(__doc__ or "").strip(), "", "| | counted |", "|---|---:|", *rows])

@@ -1,9 +1,6 @@
-"""Markdown from results: a page for each, and the figures in README and docs.
+"""Markdown from results: a page for each, and the figures in the README.
 
-A document takes figures in by two comments, between which `python -m benchmarks tables` writes:
-
-    <!-- figures: submission -->
-    <!-- end of figures -->
+The README has the summary of `peers` between two comments.
 """
 
 from __future__ import annotations
@@ -18,23 +15,16 @@ from benchmarks import (
     chaos,
     checkpoints,
     load,
-    memory,
-    one_rank_page,
     peers_page,
     reproducible,
     survive,
-    sweeps,
-    trials,
 )
 from benchmarks.measure import RESULTS, kept
 
-ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/**/*.md")
+README = Path(__file__).resolve().parent.parent / "README.md"
 Result = dict[str, Any]
 
-_MARKED = re.compile(
-    r"(?P<begin><!-- figures: (?P<name>[\w.]+) -->\n).*?(?P<end><!-- end of figures -->)", re.DOTALL
-)
+_MARKED = re.compile(r"(<!-- figures: peers -->\n).*?(<!-- end of figures -->)", re.DOTALL)
 
 
 def table(part: Result) -> str:
@@ -55,47 +45,23 @@ def table(part: Result) -> str:
     return "\n".join(lines)
 
 
-def tables(data: Result) -> str:
-    """Return all parts of a plain result, each with its heading if it has one."""
+def _plain(data: Result) -> str:
+    """Return the note and all parts of a plain result, each with its heading if it has one."""
     parts = [
         f"{part['heading']}:\n\n{table(part)}" if part["heading"] else table(part)
         for part in data["parts"]
     ]
-    return "\n\n".join(parts)
-
-
-def _plain(data: Result) -> str:
-    return f"{data['note']}\n\n{tables(data)}"
+    return "\n\n".join([data["note"], *parts])
 
 
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("An update beside what people use today", peers_page.body),
-    "one_rank": ("One rank beside a plain loop", one_rank_page.body),
     "reproducible": ("What equal bits cost", reproducible.body),
     "boundary": ("What a boundary costs beyond its reduction", boundary.body),
-    "memory": ("Peak memory of a rank in a run", memory.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
     "checkpoints": ("What a checkpoint costs the training", checkpoints.body),
     "load": ("What a run asks of what all users share", load.body),
-    "sweeps": ("Sweeps of many points", sweeps.body),
     "survive": ("What surviving costs, and what it saves", survive.body),
-    "trials": ("A search of uneven trials", trials.body),
-}
-_BLOCKS: dict[str, Callable[[Result], str]] = {
-    "peers": peers_page.summary,
-    "peers.steps": peers_page.by_steps,
-    "reproducible": reproducible.table,
-    "boundary": boundary.table,
-    "chaos": chaos.table,
-    "checkpoints": checkpoints.table,
-    "load": load.table,
-    "survive": survive.table,
-    "sweeps": sweeps.table,
-    "trials": trials.table,
-    "submission": tables,
-    "mindspore_start": tables,
-    "mindspore_steps": tables,
-    "mindspore_reduction": tables,
 }
 
 
@@ -117,36 +83,16 @@ def made_on(data: Result) -> str:
     )
 
 
-def filled(text: str, folder: Path = RESULTS) -> str:
-    """Return `text` with the figures of the results in `folder` between its comments.
-
-    Raises:
-        KeyError: a comment names an unknown block.
-        FileNotFoundError: the result was not measured.
-    """
-
-    def figures(found: re.Match[str]) -> str:
-        name = found["name"]
-        if name not in _BLOCKS:
-            raise KeyError(f"there are no figures called '{name}'; there are: {', '.join(_BLOCKS)}")
-        block = _BLOCKS[name](kept(name.partition(".")[0], folder))
-        return f"{found['begin']}{block}\n{found['end']}"
-
-    return _MARKED.sub(figures, text)
-
-
-def documents() -> list[Path]:
-    """Return every document that may hold figures."""
-    return [path for pattern in DOCUMENTS for path in sorted(ROOT.glob(pattern))]
+def filled(text: str, peers: Result) -> str:
+    """Return `text` with the summary of these figures between its comments."""
+    summary = peers_page.summary(peers)
+    return _MARKED.sub(lambda found: f"{found[1]}{summary}\n{found[2]}", text)
 
 
 def write() -> None:
-    """Write all pages, and the figures into all documents."""
+    """Write all pages, and the figures into the README."""
     for result in sorted(RESULTS.glob("*.json")):
         text = page(result.stem, kept(result.stem))
         result.with_suffix(".md").write_text(text, encoding="utf-8")
-    for document in documents():
-        text = document.read_text(encoding="utf-8")
-        if (new := filled(text)) != text:
-            document.write_text(new, encoding="utf-8")
-            print(f"figures of {document.relative_to(ROOT)} are new")
+    readme = README.read_text(encoding="utf-8")
+    README.write_text(filled(readme, kept("peers")), encoding="utf-8")

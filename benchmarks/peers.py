@@ -18,9 +18,7 @@ from benchmarks.measure import Spread, keep, machine
 from benchmarks.ranks import on_ranks
 
 REFERENCE = "DDP + no_sync"
-CONTENDERS = tuple(name for name in ALL if name != "plain loop")
 NETS = ("mlp", "transformer")
-TIMED = (*NETS, "recurrent")
 SHAPED = "1 Gbit/s"
 LOSS_STEPS = 4
 
@@ -55,13 +53,13 @@ class Peers:
 
     def __init__(self, *, quick: bool) -> None:
         self._quick, self._extent = quick, QUICK if quick else WHOLE
-        absent = {name: reason for name in CONTENDERS if (reason := missing(name))}
-        self._names = [name for name in CONTENDERS if name not in absent]
+        absent = {name: reason for name in ALL if (reason := missing(name))}
+        self._names = [name for name in ALL if name not in absent]
         reason = cannot_make_networks()
         self.data: dict[str, Any] = {
             "machine": machine(),
             "reference": REFERENCE,
-            "contenders": list(CONTENDERS),
+            "contenders": list(ALL),
             "missing": absent,
             "skipped": {} if reason is None else {SHAPED: reason},
             "loss_steps": LOSS_STEPS,
@@ -77,7 +75,7 @@ class Peers:
         for ranks in self._extent.ranks:
             for name in self._links():
                 with _made(name, ranks) as link:
-                    for net in TIMED:
+                    for net in NETS:
                         self._times(link, net)
         for name in self._links():
             if name in self._extent.loss_links:

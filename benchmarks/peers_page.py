@@ -6,7 +6,7 @@ from statistics import median
 from typing import Any
 
 from benchmarks import peers_tables as tables
-from benchmarks.peers_tables import OURS, Row, by_contender, distinct, grid, mib, select
+from benchmarks.peers_tables import OURS, Row, distinct, grid, mib, select
 
 WORSE = 1.02
 """A ratio above this is told as a loss, also where the spread of the rounds reaches below 1."""
@@ -77,9 +77,8 @@ def body(data: Row) -> str:
     parts = [*_notes(data), f"Nets: {nets}.", "## Time of an update", tables.times(data)]
     parts += ["## Bytes to the floor, and collectives", tables.traffic(data)]
     parts += ["## Peak memory", tables.memory(data)]
-    parts += ["## Time to a given loss", tables.to_loss(data)]
-    plots = [f"![{what}](peers-{what}.svg)" for what in ("time", "bytes", "loss")]
-    return "\n\n".join([*parts, *plots])
+    parts += ["## Time to a given loss", tables.to_loss(data), "![time](peers-time.svg)"]
+    return "\n\n".join(parts)
 
 
 def _range(rows: list[Row]) -> str:
@@ -128,18 +127,3 @@ def _circumstances(data: Row) -> str:
     machine = data["machine"]
     hurry = "; a quick run" if data["quick"] else ""
     return f"({machine['cores']} cores, load average {machine['load']} before it began{hurry}.)"
-
-
-def by_steps(data: Row) -> str:
-    """Return the docs' table: the cost of K on the slowest link, R = 2."""
-    link = distinct(data["times"], "link")[-1]
-    parts: list[str] = []
-    for net in distinct(data["times"], "net"):
-        rows = select(data["times"], net=net, ranks=2, link=link)
-        steps = distinct(rows, "steps")
-        table = grid(
-            [f"{net}, {link}", *(f"K = {k}" for k in steps)],
-            by_contender(data, rows, tables.cell, steps),
-        )
-        parts.append(table)
-    return "\n\n".join(parts)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import product
 from typing import Any
 
 Row = dict[str, Any]
@@ -68,53 +69,37 @@ def sent(rows: list[Row], parameters: int) -> str:
     return f"{share}, {row['collectives']}"
 
 
-def by_contender(
-    data: Row, rows: list[Row], cell: Any, columns: Sequence[Any], key: str = "steps"
-) -> list[list[str]]:
-    """Return a line for each contender, with `cell` of its rows at each of the columns."""
+def by_steps(data: Row, rows: list[Row], cell: Callable[[list[Row]], str]) -> str:
+    """Return a table: a line for each contender, with `cell` of its rows for each K."""
+    steps = distinct(rows, "steps")
     lines: list[list[str]] = []
     for name in data["contenders"]:
         if name in data["missing"]:
-            lines.append([name, data["missing"][name]] + [""] * (len(columns) - 1))
+            lines.append([name, data["missing"][name]] + [""] * (len(steps) - 1))
         else:
-            found = [cell(select(rows, name=name, **{key: column})) for column in columns]
-            lines.append([name, *found])
-    return lines
+            lines.append([name, *(cell(select(rows, name=name, steps=k)) for k in steps)])
+    return grid(["contender", *(f"K = {k}" for k in steps)], lines)
 
 
 def times(data: Row) -> str:
-    """Return seconds of an update: a table for each net, link and number of ranks."""
-    parts: list[str] = []
-    for net in distinct(data["times"], "net"):
-        for ranks in distinct(data["times"], "ranks"):
-            for link in distinct(data["times"], "link"):
-                rows = select(data["times"], net=net, ranks=ranks, link=link)
-                if rows:
-                    steps = distinct(rows, "steps")
-                    heading = f"### {net}, R = {ranks}, {link}"
-                    table = grid(
-                        ["contender", *(f"K = {k}" for k in steps)],
-                        by_contender(data, rows, cell, steps),
-                    )
-                    parts += [heading, table]
-    return "\n\n".join(parts)
+    """Return seconds of an update: a table for each net, number of ranks and link."""
+    return _of_updates(data, distinct(data["times"], "link"), lambda _: cell)
 
 
 def traffic(data: Row) -> str:
     """Return bytes relative to the floor, and collectives, of an update."""
-    parts: list[str] = []
     link = distinct(data["times"], "link")[-1]
-    for net in distinct(data["times"], "net"):
-        for ranks in distinct(data["times"], "ranks"):
-            rows = select(data["times"], net=net, ranks=ranks, link=link)
-            if rows:
-                steps = distinct(rows, "steps")
-                show = partial(sent, parameters=data["parameters"][net])
-                lines = by_contender(data, rows, show, steps)
-                parts += [
-                    f"### {net}, R = {ranks}, {link}",
-                    grid(["contender", *(f"K = {k}" for k in steps)], lines),
-                ]
+    return _of_updates(data, [link], lambda net: partial(sent, parameters=data["parameters"][net]))
+
+
+def _of_updates(
+    data: Row, links: Sequence[str], cell_of: Callable[[str], Callable[[list[Row]], str]]
+) -> str:
+    parts: list[str] = []
+    places = product(*(distinct(data["times"], key) for key in ("net", "ranks")), links)
+    for net, ranks, link in places:
+        if rows := select(data["times"], net=net, ranks=ranks, link=link):
+            parts += [f"### {net}, R = {ranks}, {link}", by_steps(data, rows, cell_of(net))]
     return "\n\n".join(parts)
 
 
@@ -123,7 +108,6 @@ def memory(data: Row) -> str:
     if not data["peaks"]:
         return "Not measured."
     first = data["peaks"][0]
-    steps = distinct(data["peaks"], "steps")
 
     def peak(rows: list[Row]) -> str:
         if not rows:
@@ -136,10 +120,7 @@ def memory(data: Row) -> str:
         f"{first['net']}, R = {first['ranks']}, MiB of rank 0 beyond what its process had before "
         "the model was built, each contender in processes of its own. Weights, gradients and "
         f"AdamW's two moments are {mib(4 * gradient)} MiB of it, a gradient {mib(gradient)}.\n\n"
-    ) + grid(
-        ["contender", *(f"K = {k}" for k in steps)],
-        by_contender(data, data["peaks"], peak, steps),
-    )
+    ) + by_steps(data, data["peaks"], peak)
 
 
 def mib(number: float) -> str:

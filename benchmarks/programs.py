@@ -6,6 +6,9 @@ ranks of one machine from one agent, which imports torch; ours starts a small pa
 
 from __future__ import annotations
 
+import os
+import shutil
+import subprocess
 import sys
 import tempfile
 import time
@@ -14,7 +17,6 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
-from benchmarks.launch_overhead import RANKS, STAMP, first_to_last
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator.client.run import Run
 from orchestrator.rundir.program_link import (
@@ -28,9 +30,39 @@ from orchestrator.rundir.program_link import (
     write_number,
 )
 
+ROOT = Path(__file__).resolve().parent.parent
+RANKS = 4
+TIMEOUT_S = 60.0
+STAMP = """\
+import os, pathlib, time
+(pathlib.Path(os.environ["STAMPS"]) / repr(time.time())).touch()
+"""
 REFERENCE = "torchrun"
 NOTHING = "a call of a Python function"
 CALLS = 200
+
+
+def first_to_last(command: list[str], folder: Path) -> float:
+    """Return seconds from starting `command` to the last rank's stamp."""
+    stamps = folder / "stamps"
+    shutil.rmtree(stamps, ignore_errors=True)
+    stamps.mkdir()
+    env = {
+        **os.environ,
+        "STAMPS": str(stamps),
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
+    }
+    began = time.time()
+    process = subprocess.Popen(
+        command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    while len(list(stamps.iterdir())) < RANKS:
+        if time.time() - began > TIMEOUT_S:
+            raise RuntimeError(f"not all of {RANKS} ranks began: {' '.join(command)}")
+        time.sleep(0.01)
+    process.terminate()
+    process.wait()
+    return max(float(p.name) for p in stamps.iterdir()) - began
 
 
 def starts(folder: Path) -> dict[str, Callable[[], float]]:

@@ -34,17 +34,15 @@ class Bench:
 
     def __init__(self, task: dict[str, Any]) -> None:
         self.task, self.net = task, NETS[task["net"]]
-        cuda = task.get("device") == "cuda"
-        device = torch.device("cuda" if cuda else "cpu")
         torch.set_num_threads(1)
-        dist.init_process_group("nccl" if cuda else "gloo")
-        self.group = TorchGroup.wrap(dist.group.WORLD, device=device)
+        dist.init_process_group("gloo")
+        self.group = TorchGroup.wrap(dist.group.WORLD)
         self.setting = Setting(group=self.group, rate=self.net.rate)
         self.counted = task["senders"] is not None and self.group.size > 1
 
     def contender(self, name: str) -> Contender:
         """Return a new contender, with the common initial weights."""
-        return ALL[name](built(self.net).to(self.group.device), self.setting)
+        return ALL[name](built(self.net), self.setting)
 
     def share(self, leaves: int) -> range:
         """Return the micro-batches of this rank among `leaves`."""
@@ -53,23 +51,16 @@ class Bench:
 
     def batches(self, update: int, leaves: int) -> list[Batch]:
         """Return this rank's micro-batches of an update."""
-        found = [self.net.batch(update * leaves + number) for number in self.share(leaves)]
-        return [(x.to(self.group.device), y.to(self.group.device)) for x, y in found]
-
-    def together(self) -> None:
-        """Wait for every rank and its device."""
-        if self.group.device.type == "cuda":
-            torch.cuda.synchronize()
-        dist.barrier()
+        return [self.net.batch(update * leaves + number) for number in self.share(leaves)]
 
     def timed(
         self, contender: Contender, batches: Sequence[Batch], leaves: int
     ) -> tuple[float, Tensor]:
         """Return the seconds of an update from barrier to barrier, and this rank's loss."""
-        self.together()
+        dist.barrier()
         began = time.perf_counter()
         loss = contender.update(batches, first=self.share(leaves).start, leaves=leaves)
-        self.together()
+        dist.barrier()
         return time.perf_counter() - began, loss
 
     def seconds(self, contender: Contender, batches: Sequence[Batch], leaves: int) -> float:
@@ -90,7 +81,7 @@ class Bench:
 
     def agreed(self, number: int) -> int:
         """Return rank 0's number on all ranks."""
-        told = torch.tensor([number], device=self.group.device)
+        told = torch.tensor([number])
         dist.broadcast(told, 0)
         return int(told)
 
@@ -155,14 +146,14 @@ def peaks(bench: Bench) -> list[dict[str, Any]]:
     data = {leaves: bench.batches(0, leaves) for leaves in bench.task["leaves"]}
     torch.ones(64, 64) @ torch.ones(64, 64)
     gc.collect()
-    _forget_peak(bench)
-    before = _peak_bytes(bench)
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # forget the peak so far
+    before = _peak_bytes()
     contender = bench.contender(name)
     rows: list[dict[str, Any]] = []
     for leaves, batches in data.items():
         for _ in range(3):
             bench.timed(contender, batches, leaves)
-        rows.append({"name": name, "leaves": leaves, "bytes": _peak_bytes(bench) - before})
+        rows.append({"name": name, "leaves": leaves, "bytes": _peak_bytes() - before})
     return rows
 
 
@@ -196,16 +187,7 @@ def boundary(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
-def _forget_peak(bench: Bench) -> None:
-    if bench.group.device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    else:
-        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
-
-
-def _peak_bytes(bench: Bench) -> int:
-    if bench.group.device.type == "cuda":
-        return torch.cuda.max_memory_allocated()
+def _peak_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
 

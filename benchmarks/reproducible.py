@@ -17,13 +17,10 @@ time."""
 
 
 def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"{NOTE}\n\n{table(data)}"
-
-
-def table(data: dict[str, Any]) -> str:
-    """Return the table: a line for each number of ranks."""
+    """Return the page: a line for each number of ranks."""
     lines = [
+        NOTE,
+        "",
         "| ranks | fast (ms) | reproducible (ms) | ratio | quartiles | collectives |",
         "|---:|---:|---:|---:|---:|---:|",
     ]

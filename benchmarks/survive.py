@@ -69,15 +69,6 @@ def loss_of(model: nn.Module, batch: Tensor) -> Tensor:
     return model(batch).square().mean(1).sum()
 
 
-def seconds_of(survive: str, updates: int) -> float:
-    """Return the seconds of an undisturbed run's training."""
-    run = WatchedRun(updates, survive)
-    try:
-        return run.end()["seconds"]
-    finally:
-        run.close()
-
-
 def processor_seconds() -> float:
     """Return the CPU seconds of our ended child processes and their descendants."""
     of_children = resource.getrusage(resource.RUSAGE_CHILDREN)
@@ -140,20 +131,22 @@ def _noted(records: list[dict[str, Any]], key: str) -> int:
     return sum(key in one for one in records)
 
 
-def undisturbed(updates: int) -> tuple[str, float]:
-    """Return the digest, and seconds an update."""
-    run = WatchedRun(updates, WITH)
+def undisturbed(updates: int, survive: str = WITH) -> tuple[str, float]:
+    """Return the digest and the seconds of an undisturbed run's training."""
+    run = WatchedRun(updates, survive)
     try:
         ended = run.end()
-        return ended["weights_sha256"], ended["seconds"] / updates
+        return ended["weights_sha256"], ended["seconds"]
     finally:
         run.close()
 
 
-def table(data: dict[str, Any]) -> str:
-    """Return the table of all figures."""
+def body(data: dict[str, Any]) -> str:
+    """Return the page: all figures, in two tables."""
     of = data["losses"]
     lines = [
+        NOTE,
+        "",
         "| measured | median | quartiles | largest |",
         "|---|---:|---:|---:|",
     ]
@@ -186,11 +179,6 @@ def table(data: dict[str, Any]) -> str:
     return "\n".join(lines)
 
 
-def body(data: dict[str, Any]) -> str:
-    """Return the page."""
-    return f"{NOTE}\n\n{table(data)}"
-
-
 def goodput(kills: int, update_s: float, every_s: float) -> dict[str, Any]:
     """Run with a rank killed again and again, and replaced."""
     # More than it would take: fewer ranks on a machine with few processors are faster.
@@ -219,7 +207,7 @@ def costs(updates: int, count: int, warm_up: int = 1) -> dict[str, list[dict[str
 
     def one(way: str) -> float:
         before = processor_seconds()
-        seconds = seconds_of(way, updates)
+        _, seconds = undisturbed(updates, way)
         processor[way].append(processor_seconds() - before)
         return seconds
 
@@ -231,7 +219,7 @@ def costs(updates: int, count: int, warm_up: int = 1) -> dict[str, list[dict[str
 def main(*, quick: bool = False) -> None:
     """Measure all parts, in some forty minutes, or four."""
     cost = costs(60, 2, warm_up=0) if quick else costs(500, 9)
-    digest, update_s = undisturbed(60)
+    digest, seconds = undisturbed(60)
     victims = itertools.islice(itertools.cycle(range(RANKS)), 2 if quick else 12)
     found = [one for v in victims for one in disturbed(60, [v], 0.0, digest)["losses"]]
     spreads = {
@@ -241,7 +229,7 @@ def main(*, quick: bool = False) -> None:
 
     every_s, kills = (4.0, 3) if quick else (EVERY_S, KILLS)
     theirs = survive_torchft.goodput(victims_of(kills), every_s)
-    rows = [goodput(kills, update_s, every_s), theirs]
+    rows = [goodput(kills, seconds / 60, every_s), theirs]
     keep(
         "survive", {"machine": machine(), "cost": cost, "losses": spreads, "goodput": rows},
         quick=quick,

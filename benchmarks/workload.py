@@ -61,23 +61,6 @@ def _mlp(layer_count: int = _LAYERS) -> nn.Module:
     return nn.Sequential(*layers[:-1])
 
 
-class Recurrent(nn.Module):
-    """The transformer's scores, read once more by a GRU: many small parameters, little computation.
-
-    The overhead of a tool for each parameter shows here.
-    """
-
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.transformer = Transformer(width, 2, 4, _CONTEXT, 0.0)
-        self.gru = nn.GRU(256, width, batch_first=True)
-        self.output = nn.Linear(width, 256)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Map (samples, places) of bytes to (samples, places, 256)."""
-        return self.output(self.gru(self.transformer(tokens))[0])
-
-
 @lru_cache(maxsize=1)
 def _teacher() -> Tensor:
     return torch.randn(_WIDTH, 10, generator=torch.Generator().manual_seed(1))
@@ -113,6 +96,5 @@ NETS = {
     "mlp": Net(build=_mlp, batch=_drawn, rate=3e-4),
     "large": Net(build=lambda: _mlp(3 * _LAYERS), batch=_drawn, rate=3e-4),
     "transformer": Net(build=lambda: Transformer(128, 4, 4, _CONTEXT, 0.0), batch=_read, rate=3e-3),
-    "recurrent": Net(build=lambda: Recurrent(64), batch=_read, rate=3e-3),
     "digits": Net(build=lambda: Digits().model(), batch=_digits),
 }

@@ -355,7 +355,8 @@ def compare(
 
     found = comparing.compare(_final_weights(a), _final_weights(b))
     if as_json:
-        print_json(found.as_dict())
+        # An infinite difference is `Infinity`: null would pass for small in too many scripts.
+        print_json(asdict(found))
     else:
         print_comparison(found, Console(), tensors=tensors)
         unlike = differing(RunDir(a).read_environment(), RunDir(b).read_environment())

@@ -3,7 +3,6 @@
 import os
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -42,18 +41,6 @@ def test_it_has_its_own_environment_folder_and_arguments_and_no_other(tmp_path):
     assert (done.returncode, done.stderr) == (3, "")
 
 
-def test_what_takes_too_long_is_ended_and_the_next_one_is_served(tmp_path):
-    (tmp_path / "slow.py").write_text(
-        "import os, time; open('pid', 'w').write(str(os.getpid())); time.sleep(60)"
-    )
-    with pytest.raises(subprocess.TimeoutExpired):
-        warm.call("slow", [], cwd=tmp_path, env={}, timeout=3)
-    pid = int((tmp_path / "pid").read_text())
-    helpers.until(lambda: not Path(f"/proc/{pid}").exists(), 10, "its end")
-    (tmp_path / "killed.py").write_text("import os; os.kill(os.getpid(), 9)")
-    assert warm.call("killed", [], cwd=tmp_path, env={}, timeout=60).returncode == -9
-
-
 def test_nodes_that_are_forks_look_and_compute_as_those_of_a_new_interpreter(tmp_path):
     line = (helpers.TINY, helpers.SMALL, "tracker=none", "train.updates=4")
     new = helpers.begin_anew(*line, f"run.dir={tmp_path / 'new'}")
@@ -70,25 +57,3 @@ def test_nodes_that_are_forks_look_and_compute_as_those_of_a_new_interpreter(tmp
     found = [helpers.result(tmp_path / name)["weights_sha256"] for name in ("new", "forked")]
     assert found[0] == found[1]
     assert helpers.processes_of(tmp_path) == []
-
-
-def test_what_is_begun_is_one_of_its_session_that_is_seen_signalled_and_told_of(tmp_path):
-    line = (helpers.TINY, helpers.SMALL, "tracker=none", "job.pause_s=0.1", "train.updates=900")
-    words = (*line, f"run.dir={tmp_path / 'run'}")
-    begun = helpers.begin(*words)
-    assert isinstance(begun, warm.Begun)
-    with pytest.raises(subprocess.TimeoutExpired):
-        begun.communicate(timeout=0.1)
-    helpers.until(lambda: helpers.records(tmp_path / "run"), what="training")
-    assert begun.poll() is None
-    assert os.getsid(begun.pid) == begun.pid
-    [seen] = [p for p in helpers.processes_of(tmp_path / "run") if p.pid == begun.pid]
-    assert [word for word in seen.cmdline() if word] == helpers.command(*words)
-    begun.terminate()
-    output, _ = begun.communicate(timeout=60)
-    assert (begun.wait(), begun.poll(), begun.returncode) == (3, 3, 3), output
-    assert "update" in output
-    killed = helpers.begin(*line, f"run.dir={tmp_path / 'killed'}")
-    killed.kill()
-    killed.communicate(timeout=60)
-    assert killed.returncode == -9

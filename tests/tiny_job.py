@@ -6,6 +6,7 @@ import torch
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
+from tests.acting_job import Acting
 from tests.faulty_job import Faulty
 
 
@@ -60,6 +61,10 @@ class Tiny(Faulty, Job):
         super().after_update(model, update)
         if self.now("drift"):
             model[0].weight[0, 0] += 1e-6
+
+
+class Lively(Acting, Tiny):
+    """Ends or stands still where and in whom one likes; see `Acting`."""
 
 
 class Threads(Tiny):

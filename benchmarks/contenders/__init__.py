@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from benchmarks.contenders.base import Contender, Setting
 from benchmarks.contenders.frameworks import Fabric, HuggingFaceAccelerate
 from benchmarks.contenders.ours import Ours, OursReproducible, OursSharded
-from benchmarks.contenders.torch_own import DdpNoSync, DdpPlain, Fsdp2, PlainLoop
+from benchmarks.contenders.torch_own import DdpNoSync, DdpPlain, Fsdp2
 
 __all__ = ["ALL", "Contender", "Setting", "missing"]
 
@@ -20,7 +20,6 @@ _KINDS: tuple[type[Contender], ...] = (
     HuggingFaceAccelerate,
     Fabric,
     Fsdp2,
-    PlainLoop,
 )
 ALL = {kind.name: kind for kind in _KINDS}
 

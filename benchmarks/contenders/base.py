@@ -25,11 +25,6 @@ class Setting:
     group: TorchGroup
     rate: float
 
-    @property
-    def device(self) -> torch.device:
-        """Return the device of model and batches."""
-        return self.group.device
-
     def optimizer(self, model: nn.Module) -> torch.optim.Optimizer:
         """Return the optimizer, the same for all contenders but for the parameters."""
         return torch.optim.AdamW(model.parameters(), lr=self.rate)
@@ -39,7 +34,7 @@ class Contender:
     """Trains its own copy of a model, as its documentation tells users to.
 
     Args:
-        model: on the setting's device; the contender may wrap it.
+        model: the contender may wrap it.
         setting: where.
     """
 
@@ -54,12 +49,12 @@ class Contender:
         """Run one update. Collective.
 
         Args:
-            batches: this rank's micro-batches, on the device.
+            batches: this rank's micro-batches.
             first: the first one's number in the update.
             leaves: micro-batches of all ranks together.
 
         Returns:
-            The mean of the micro-batches' mean losses, detached, on the device.
+            The mean of the micro-batches' mean losses, detached.
         """
         self.begin(steps=len(batches), first=first, leaves=leaves)
         losses = [

@@ -24,7 +24,7 @@ class HuggingFaceAccelerate(Contender):
         import accelerate
 
         self._accelerator = accelerate.Accelerator(
-            cpu=setting.device.type == "cpu",
+            cpu=True,
             kwargs_handlers=[
                 accelerate.DistributedDataParallelKwargs(gradient_as_bucket_view=True)
             ],
@@ -65,7 +65,7 @@ class Fabric(Contender):
         from lightning_fabric.strategies import DDPStrategy
 
         self._fabric = lightning_fabric.Fabric(
-            accelerator=setting.device.type,
+            accelerator="cpu",
             devices=1,
             num_nodes=setting.group.size,
             strategy=DDPStrategy(gradient_as_bucket_view=True),

@@ -1,4 +1,4 @@
-"""What torch itself offers: a plain loop for one rank, DistributedDataParallel, fully_shard."""
+"""What torch itself offers: DistributedDataParallel and fully_shard."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from benchmarks.workload import Batch, mean_loss
 
 
 class PlainLoop(Contender):
-    """What one writes for one rank without any tool."""
-
-    name = "plain loop"
+    """What one writes without any tool, around a model that sends."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.model: Any = model

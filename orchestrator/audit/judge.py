@@ -16,7 +16,7 @@ from __future__ import annotations
 import json
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -79,6 +79,16 @@ class JudgedWindow:
     def steps(self) -> list[dict[str, Any]]:
         return self.record["micro_steps"]
 
+    @property
+    def backwards(self) -> list[int]:
+        """The number of each micro-step's backward pass."""
+        return [step["backward"] for step in self.steps]
+
+    @property
+    def reasons(self) -> list[str]:
+        """Why the update cannot be judged."""
+        return [why for why in self.record["reasons"] if why != CLIPPED_WHILE_SCALED]
+
 
 @dataclass
 class Trace:
@@ -101,6 +111,11 @@ class Judgement:
     findings: list[Finding] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
 
+    def say(
+        self, row: str, state: str, text: str, fault: str | None = None, update: int | None = None
+    ) -> None:
+        self.findings.append(Finding(row, state, text, fault, update))
+
     def state(self, row: str) -> str:
         states = [f.state for f in self.findings if f.row == row]
         return WRONG if WRONG in states else UNJUDGED if UNJUDGED in states or not states else RIGHT
@@ -114,8 +129,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
     """Read what one rank has written. A line that a killed rank has not ended is left out."""
     trace = Trace()
     lines = (folder / f"rank-{rank:05d}.jsonl").read_text().splitlines()
-    data = (folder / f"rank-{rank:05d}.bin").open("rb")
-    with data:
+    with (folder / f"rank-{rank:05d}.bin").open("rb") as data:
         for line in lines:
             try:
                 record = json.loads(line)
@@ -126,11 +140,11 @@ def read_trace(folder: Path, rank: int) -> Trace:
             elif "skipped" in record:
                 trace.skipped += 1
             else:
-                count = len(record["micro_steps"]) + 1 + record["clipped"]
+                steps = len(record["micro_steps"])
+                count = steps + 1 + record["clipped"]
                 data.seek(record["place"])
                 values = np.frombuffer(data.read(8 * count * record["values"]))
                 rows = values.reshape(count, record["values"])
-                steps = len(record["micro_steps"])
                 clipped = rows[steps + 1] if record["clipped"] else None
                 window = JudgedWindow(record, rows[:steps], rows[steps], clipped)
                 trace.windows[record["optimizer"], record["update"]] = window
@@ -143,61 +157,48 @@ def judge(traces: Sequence[Trace]) -> Judgement:
     keys = sorted({key for trace in traces for key in trace.windows})
     whole = [key for key in keys if all(key in trace.windows for trace in traces)]
     if len(whole) < len(keys):
-        made.findings.append(Finding(
-            "synchrony", WRONG, f"ranks have made different numbers of updates: {len(whole)} are "
-            f"common to all, {len(keys) - len(whole)} are not", "not-in-step"))  # fmt: skip
-    optimizers = {optimizer for optimizer, _ in whole}
-    shared = _same_micro_steps(traces, whole, optimizers)
-    depth = _depth(traces, whole)
-    usual: dict[int, int] = {}
-    for optimizer in optimizers:
-        counts = [len(t.windows[k].steps) for t in traces for k in whole if k[0] == optimizer]
-        usual[optimizer] = max(counts, default=1)
-    judged: dict[int, list[_Update]] = {optimizer: [] for optimizer in optimizers}
-    for optimizer, update in whole:
-        windows = [trace.windows[optimizer, update] for trace in traces]
-        before = [trace.windows.get((optimizer, update - 1)) for trace in traces]
-        reason = None if shared else "optimizers step after different micro-steps"
-        one = _Update(made, windows, before, update, usual[optimizer], depth, reason)
-        one.several = len(optimizers) > 1
-        one.judge()
-        judged[optimizer].append(one)
-    for updates in judged.values():
+        text = (
+            f"ranks have made different numbers of updates: {len(whole)} are common to all, "
+            f"{len(keys) - len(whole)} are not"
+        )
+        made.say("synchrony", WRONG, text, "not-in-step")
+    windows = {key: [trace.windows[key] for trace in traces] for key in whole}
+    every = [window for of_ranks in windows.values() for window in of_ranks]
+    depth = _depth(every)
+    of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
+    for key in whole:
+        of_optimizer.setdefault(key[0], []).append(windows[key])
+    places = [[ranks[0].backwards for ranks in own] for own in of_optimizer.values()]
+    shared = all(each == places[0] for each in places)
+    judged: list[list[_Update]] = []
+    for optimizer, own in of_optimizer.items():
+        usual = max(len(window.steps) for ranks in own for window in ranks)
+        updates: list[_Update] = []
+        for ranks in own:
+            update = ranks[0].record["update"]
+            before = traces[0].windows.get((optimizer, update - 1))
+            one = _Update(made, ranks, before, update, usual, depth)
+            one.several = len(of_optimizer) > 1
+            if not shared:
+                one.reason = one.reason or "optimizers step after different micro-steps"
+            one.judge()
+            updates.append(one)
+        judged.append(updates)
+    for updates in judged:
         _judge_lengths([one for one in updates if one.level is not None])
         for one in updates:
             one.judge_gradient()
-    _judge_run(made, traces, whole)
+    _judge_run(made, traces, max((len(window.steps) for window in every), default=1))
     return made
 
 
-def _same_micro_steps(
-    traces: Sequence[Trace], keys: Sequence[tuple[int, int]], optimizers: set[int]
-) -> bool:
-    """Return whether all optimizers step after the same micro-steps."""
-    if len(optimizers) < 2:
-        return True
-    found: dict[int, list[list[int]]] = {}
-    for optimizer, update in keys:
-        steps = [s["backward"] for s in traces[0].windows[optimizer, update].steps]
-        found.setdefault(optimizer, []).append(steps)
-    return len({json.dumps(steps) for steps in found.values()}) == 1
-
-
-def _steps(traces: Sequence[Trace], keys: Sequence[tuple[int, int]]) -> Iterator[dict[str, Any]]:
-    for trace in traces:
-        for key in keys:
-            yield from trace.windows[key].steps
-
-
-def _depth(traces: Sequence[Trace], keys: Sequence[tuple[int, int]]) -> int:
+def _depth(windows: Iterable[JudgedWindow]) -> int:
     """Return which reduction of the losses is over samples: the first that has several elements."""
-    depths = []
-    for step in _steps(traces, keys):
-        reductions = step["loss"]["reductions"]
-        if not reductions:
-            continue
+    depths: list[int] = []
+    for reductions in (step["loss"]["reductions"] for window in windows for step in window.steps):
         many = [i for i, reduction in enumerate(reductions) if reduction["elements"] > 1]
-        depths.append(many[0] if many else len(reductions) - 1)
+        if reductions:
+            depths.append(many[0] if many else len(reductions) - 1)
     return min(depths, default=0)
 
 
@@ -205,14 +206,15 @@ class _Update:
     """The judgement of one update of one optimizer."""
 
     def __init__(
-        self, made: Judgement, windows: list[JudgedWindow], before: list[JudgedWindow | None],
-        update: int, usual: int, depth: int, reason: str | None,
+        self, made: Judgement, windows: list[JudgedWindow], before: JudgedWindow | None,
+        update: int, usual: int, depth: int,
     ) -> None:  # fmt: skip
-        self.made, self.windows, self.before = made, windows, before
-        self.update, self.usual, self.depth, self.reason = update, usual, depth, reason
+        self.made, self.windows = made, windows
+        self.update, self.usual, self.depth = update, usual, depth
+        self.carried = None if before is None else before.applied
         self.size = len(windows)
-        if len({len(window.applied) for window in windows}) > 1:
-            self.reason = "ranks have different parameters"
+        same_parameters = len({len(window.applied) for window in windows}) == 1
+        self.reason = None if same_parameters else "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about
@@ -224,46 +226,47 @@ class _Update:
         dtypes = {dtype for w in windows for dtype in w.record["dtypes"]}
         self.tolerance = max((TOLERANCE.get(dtype, 3e-2) for dtype in dtypes), default=3e-2)
         self.counts = [len(w.steps) for w in windows]
+        share = 1.0 / self.size / windows[0].record["scale"]
+        self.average: Array = np.full(sum(self.counts), share)  # coefficients of one over ranks
 
     def say(self, row: str, state: str, text: str, fault: str | None = None) -> None:
-        self.made.findings.append(Finding(row, state, text, fault, self.update))
+        self.made.say(row, state, text, fault, self.update)
 
     def judge(self) -> None:
         self._judge_reductions()
-        clip = self._judge_clipping()
+        whole = self._judge_clipping()
         self._judge_schedule()
         self._judge_data()
         self.why = self._reason()
         self.weights = None if self.why else self._weights()
         if self.weights is None and self.why is None:
             self.why = "micro-steps have different kinds of losses"
-        if self.reason or not all(self.counts) or any(map(self._reasons, self.windows)):
+        if self.reason or not all(self.counts) or any(w.reasons for w in self.windows):
             for row in ("weights", "length", "clearing", "synchrony"):
                 self.say(row, UNJUDGED, str(self.why))
             return
-        same = self._judge_synchrony([w.applied for w in self.windows])
-        reason = "it was clipped before it was whole"
-        found = self._natural()  # where the applied gradient cannot be explained
-        if clip is None:
-            self.applied = [
-                w.applied if w.before_clip is None else w.before_clip for w in self.windows
-            ]
-            explained = self._explain(self.applied, self.weights, same)
+        same = self._judge_synchrony()
+        found = self.average  # where the applied gradient cannot be explained
+        reason = None
+        if not whole:
+            reason = "it was clipped before it was whole"
+            self.say("clearing", RIGHT, "once an update")
+        else:
+            applied = [w.applied if w.before_clip is None else w.before_clip for w in self.windows]
+            explained = self._explain(applied[0])
             if explained is None:
                 reason = (
                     "the applied gradient is no sum of the micro-steps': changed by hand or a hook"
                 )
-                self.applied = None
                 self.say("clearing", UNJUDGED, reason)
             else:
                 found, self.name = explained
-                self._judge_clearing(found, self.name)
-                if self.name == "local" and self.size > 1 and not same:
-                    found = self._natural()
-        else:
-            self.say("clearing", RIGHT, "once an update")
-        self.level = self._judge_weights(self.weights, found, self.why)
-        if self.applied is None:
+                self.applied = applied
+                self._judge_clearing(found)
+                if self.name == "local" and not same:
+                    found = self.average
+        self.level = self._judge_weights(found)
+        if reason:
             self.level, self.why = None, self.why or reason
         if self.level is None:
             self.say("length", UNJUDGED, self.why or "samples count differently")
@@ -274,14 +277,11 @@ class _Update:
         """Return why this update's weights cannot be judged."""
         reasons = [self.reason]
         for window in self.windows:
-            reasons += self._reasons(window)
+            reasons += window.reasons
             if not window.steps:
                 reasons.append("an update without a backward pass")
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
         return next((reason for reason in reasons if reason), None)
-
-    def _reasons(self, window: JudgedWindow) -> list[str]:
-        return [r for r in window.record["reasons"] if r != CLIPPED_WHILE_SCALED]
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
         if loss["reason"] or len(loss["reductions"]) <= self.depth:
@@ -323,9 +323,8 @@ class _Update:
         if counted == "rows":
             rows = []
             for window in self.windows:
-                forwards = window.record["forwards"]
-                per = {s["backward"]: 0 for s in window.steps}
-                for f in forwards:
+                per = dict.fromkeys(window.backwards, 0)
+                for f in window.record["forwards"]:
                     if f["before"] in per:
                         per[f["before"]] += len(f["rows"])
                 rows.append(np.array(list(per.values()), dtype=float))
@@ -335,79 +334,55 @@ class _Update:
     # ------------------------------------------------------------------
     # How the applied gradient came about.
 
-    def _flat(self, per_rank: Sequence[Array]) -> Array:
-        return np.concatenate(list(per_rank)) if per_rank else np.zeros(0)
-
-    def _natural(self) -> Array:
-        """Return the coefficients of an average over ranks."""
-        scale = self.windows[0].record["scale"]
-        return np.full(sum(self.counts), 1.0 / self.size / scale)
-
-    def _candidates(self, rank: int) -> Iterator[tuple[str, Array, float]]:
-        """Yield names, coefficients and the coefficient of the update before."""
-        n, scale = sum(self.counts), self.windows[0].record["scale"]
-        ends = np.cumsum(self.counts)
-        own = np.zeros(n)
-        own[ends[rank] - self.counts[rank] : ends[rank]] = 1 / scale
-        last = np.zeros(n)
-        last[ends - 1] = 1 / scale
-        average = self._natural()
-        yield "average", average, 0.0
+    def _candidates(self) -> Iterator[tuple[str, Array]]:
+        """Yield names and coefficients; the update before is in a gradient that is `carried`."""
+        average = self.average
+        own, last = np.zeros_like(average), np.zeros_like(average)
+        own[: self.counts[0]] = average[0] * self.size
+        last[np.cumsum(self.counts) - 1] = average[0] * self.size
+        yield "average", average
         if self.size > 1:
-            yield "sum", average * self.size, 0.0
-            yield "local", own, 0.0
-        yield "carried", average, 1.0
-        yield "last", last / self.size, 0.0
+            yield "sum", average * self.size
+            yield "local", own
+        yield "carried", average
+        yield "last", last / self.size
         if self.size > 1:
-            yield "carried", own, 1.0
-            yield "last", last * own * scale, 0.0
-            yield "last", last, 0.0
+            yield "carried", own
+            yield "last", np.where(own, last, 0.0)
+            yield "last", last
         steps = max(self.counts)
         for times in (1 / steps, float(steps)):
-            yield "scaled", average * times, 0.0
+            yield "scaled", average * times
 
-    def _explain(
-        self, applied: list[Array], weights: list[Array] | None, same: bool
-    ) -> tuple[Array, str] | None:
+    def _explain(self, applied: Array) -> tuple[Array, str] | None:
         """Return the coefficients of rank 0's applied gradient, and how they were found."""
         matrix = np.concatenate([w.gradients for w in self.windows])
-        before = self.before[0]
-        carried = before.applied if before is not None else None
         norms = np.linalg.norm(matrix, axis=1)
-        for name, coefficients, carry in self._candidates(0):
-            if carry and carried is None:
-                continue
-            if (
-                name == "local"
-                and same
-                and self.size > 1
-                and not np.allclose(applied[0], applied[-1], rtol=0, atol=0)
-            ):
-                continue
+        for name, coefficients in self._candidates():
             predicted = coefficients @ matrix
             size = float(np.abs(coefficients) @ norms)
-            if carry and carried is not None:
-                predicted = predicted + carried
-                size += float(np.linalg.norm(carried))
-            if np.linalg.norm(applied[0] - predicted) <= self.tolerance * max(size, 1e-300):
+            if name == "carried":
+                if self.carried is None:
+                    continue
+                predicted = predicted + self.carried
+                size += float(np.linalg.norm(self.carried))
+            if np.linalg.norm(applied - predicted) <= self.tolerance * max(size, 1e-300):
                 return coefficients, name
-        return self._solve(matrix, norms, applied[0], carried, weights)
+        return self._solve(matrix, norms, applied)
 
-    def _solve(
-        self, matrix: Array, norms: Array, applied: Array,
-        carried: Array | None, weights: list[Array] | None,
-    ) -> tuple[Array, str] | None:  # fmt: skip
+    def _solve(self, matrix: Array, norms: Array, applied: Array) -> tuple[Array, str] | None:
         """Explain `applied` by least squares, as near to a scaled average as possible."""
-        start = self._natural()
-        if weights is not None:
-            units = self._flat(self._units("units"))
-            start = 1.0 / (self._flat(weights) * max(units.sum(), 1e-300))
+        start, carried = self.average, self.carried
+        if self.weights is not None:
+            units = np.concatenate(self._units("units"))
+            start = 1.0 / (np.concatenate(self.weights) * max(units.sum(), 1e-300))
         base = start @ matrix
         along = float(applied @ base) / max(float(base @ base), 1e-300)
         start = start * along if along > 0 else start
         rows = matrix / np.maximum(norms, 1e-300)[:, None]
-        extra = [] if carried is None or not carried.any() else [carried / np.linalg.norm(carried)]
-        system = np.concatenate([rows, np.array(extra)]) if extra else rows
+        system = rows
+        if carried is not None and carried.any():
+            system = np.vstack([rows, carried / np.linalg.norm(carried)])
         rest = applied - start @ matrix
         scale = max(float(np.abs(start) @ norms), float(np.linalg.norm(applied)), 1e-300)
         if np.linalg.norm(rest) <= self.tolerance * scale:
@@ -418,24 +393,24 @@ class _Update:
         residual = rest - solved @ system
         if np.linalg.norm(residual) > self.tolerance * scale:
             return None
-        carry = (
-            solved[len(rows)] / np.linalg.norm(carried) if extra and carried is not None else 0.0
-        )
         change = solved[: len(rows)] / np.maximum(norms, 1e-300)
-        return start + change, "carried" if abs(carry - 1.0) < 0.05 else "solved"
+        is_carried = (
+            carried is not None
+            and len(system) > len(rows)
+            and abs(solved[-1] / np.linalg.norm(carried) - 1.0) < 0.05
+        )
+        return start + change, "carried" if is_carried else "solved"
 
     # ------------------------------------------------------------------
     # The rows.
 
-    def _judge_weights(
-        self, weights: list[Array] | None, coefficients: Array, why: str | None
-    ) -> float | None:
+    def _judge_weights(self, coefficients: Array) -> float | None:
         """Return the weight of an element in the update, if all are alike."""
-        if weights is None:
-            self.say("weights", UNJUDGED, str(why))
+        if self.weights is None:
+            self.say("weights", UNJUDGED, str(self.why))
             return None
-        applied = coefficients * self._flat(weights)
-        units = self._flat(self._units("units"))
+        applied = coefficients * np.concatenate(self.weights)
+        units = np.concatenate(self._units("units"))
         counted = applied[units > 0]
         if not len(counted):
             self.say("weights", UNJUDGED, "no sample counts")
@@ -451,7 +426,7 @@ class _Update:
             f"samples of {self._where(high)} count {times:.4g} times as much as those of "
             f"{self._where(low)}"
         )
-        self.say("weights", WRONG, text, self._why_unequal(weights, coefficients))
+        self.say("weights", WRONG, text, self._why_unequal(self.weights, coefficients))
         return None
 
     def _where(self, flat: int) -> str:
@@ -461,45 +436,38 @@ class _Update:
 
     def _why_unequal(self, weights: list[Array], coefficients: Array) -> str:
         if np.any(np.abs(coefficients) < EQUAL * np.max(np.abs(coefficients))):
-            cleared = any(s["cleared"] for w in self.windows for s in w.steps[1:])
-            return "cleared-each-micro-step" if cleared else "last-micro-step-only"
-        flat = self._flat(weights)
-        units, elements = self._units("units"), self._units("elements")
-        if np.ptp(self._flat(units)) == 0:
-            return "fewer-micro-steps" if len(set(self.counts)) > 1 else "unequal-weights"
-        masked = any(
-            s["loss"]["reductions"][self.depth]["name"].startswith("NllLoss")
-            for w in self.windows for s in w.steps
-        ) or not np.array_equal(self._flat(units), self._flat(elements))  # fmt: skip
-        rows = self._flat(self._units("rows"))
-        within = any(np.ptp(w) > EQUAL * np.max(w) for w in weights)
-        if len(set(self.counts)) > 1 and not within:
-            return "fewer-micro-steps"
-        if not within and self.size > 1:
-            return "mean-of-means-over-ranks"
-        del flat
-        if masked and (not rows.any() or np.ptp(rows) == 0):
+            return "cleared-each-micro-step" if self._is_cleared() else "last-micro-step-only"
+        fewer = len(set(self.counts)) > 1
+        of_ranks = self._units("units")
+        units = np.concatenate(of_ranks)
+        elements, rows = (np.concatenate(self._units(name)) for name in ("elements", "rows"))
+        if np.ptp(units) == 0:
+            return "fewer-micro-steps" if fewer else "unequal-weights"
+        if all(np.ptp(w) <= EQUAL * np.max(w) for w in weights):  # alike within each rank
+            if fewer:
+                return "fewer-micro-steps"
+            if self.size > 1:
+                return "mean-of-means-over-ranks"
+        # All micro-steps' reductions have one name; see `_weights`.
+        ignores_targets = self._reductions()[0][0]["name"].startswith("NllLoss")
+        if (ignores_targets or not np.array_equal(units, elements)) and np.ptp(rows) == 0:
             return "padded-tokens"
-        return "ragged-micro-batch" if self._last_alone_is_smaller(units) else "mean-of-means"
+        last_is_smaller = all(
+            len(u) > 1 and np.ptp(u[:-1]) == 0 and u[-1] <= u[0] for u in of_ranks
+        )
+        return "ragged-micro-batch" if last_is_smaller else "mean-of-means"
 
-    def _last_alone_is_smaller(self, units: list[Array]) -> bool:
-        return all(
-            len(u) > 1 and np.ptp(u[:-1]) == 0 and u[-1] <= u[0] for u in units
-        )  # fmt: skip
-
-    def steps(self) -> Iterator[dict[str, Any]]:
-        for window in self.windows:
-            yield from window.steps
+    def _is_cleared(self) -> bool:
+        """Return whether a gradient was cleared within the window."""
+        return any(s["cleared"] for w in self.windows for s in w.steps[1:])
 
     def times(self) -> dict[str, float]:
         """Return the length of the update divided by that of a mean, by what the mean may count."""
         level = self.level or 0.0
-        found = {"units": level * float(self._flat(self._units("units")).sum())}
-        if not self._reductions()[0][0]["is_mean"]:
-            found["elements"] = level * float(self._flat(self._units("elements")).sum())
-            found["rows"] = level * float(self._flat(self._units("rows")).sum())
-            found["sum"] = level
-        return found
+        is_mean = self._reductions()[0][0]["is_mean"]
+        names = ("units",) if is_mean else ("units", "elements", "rows")
+        found = {name: level * float(np.concatenate(self._units(name)).sum()) for name in names}
+        return found if is_mean else {**found, "sum": level}
 
     def length_fault(self, times: float) -> str | None:
         """Return the fault that makes an update `times` as long as it should be."""
@@ -534,8 +502,8 @@ class _Update:
             self.say("gradient", UNJUDGED, str(self.why))
             return
         matrix = np.concatenate([w.gradients for w in self.windows])
-        total = self.total or float(self._flat(self._units("units")).sum())
-        shares = 1.0 / (self._flat(self.weights) * total)
+        total = self.total or float(np.concatenate(self._units("units")).sum())
+        shares = 1.0 / (np.concatenate(self.weights) * total)
         true = shares @ matrix
         scale = float(np.abs(shares) @ np.linalg.norm(matrix, axis=1))
         off = max(float(np.linalg.norm(a - true)) for a in self.applied)
@@ -546,52 +514,44 @@ class _Update:
             "update": self.update, "micro_steps": self.counts, "relative_error": error,
             "length": length,
         })  # fmt: skip
-        if off <= self.tolerance * max(scale, 1e-300):
-            self.say("gradient", RIGHT, f"relative error {error:.1e} against one big batch")
-            return
-        blamed = any(
-            f.update == self.update and f.state == WRONG and f.row in ESSENTIAL
-            for f in self.made.findings
-        )
-        self.say(
-            "gradient", WRONG if blamed else UNJUDGED,
-            f"relative error {error:.2g} against one big batch",
-        )  # fmt: skip
+        state = RIGHT
+        if off > self.tolerance * max(scale, 1e-300):
+            blamed = any(
+                f.update == self.update and f.state == WRONG and f.row in ESSENTIAL
+                for f in self.made.findings
+            )
+            state = WRONG if blamed else UNJUDGED
+        self.say("gradient", state, f"relative error {error:.1e} against one big batch")
 
-    def _judge_synchrony(self, applied: list[Array]) -> bool:
+    def _judge_synchrony(self) -> bool:
         """Return whether all ranks apply the same gradient."""
         if self.size == 1:
             self.say("synchrony", RIGHT, "one rank")
             return True
+        applied = [w.applied for w in self.windows]
         norm = max(float(np.linalg.norm(a)) for a in applied)
         off = max(float(np.linalg.norm(a - applied[0])) for a in applied)
         same = off <= 1e-6 * max(norm, 1e-300)
         digests = {w.record["weights_sha256"] for w in self.windows}
-        if same and len(digests) == 1:
-            self.say(
-                "synchrony", RIGHT, "all ranks apply the same gradient and hold the same weights"
-            )
-            return True
         if not same:
-            fault = "not-in-step" if self._reduced() else "not-reduced"
-            self.say(
-                "synchrony", WRONG, f"gradients differ by {off / norm:.2g} of their norm", fault
-            )
-        else:
+            floor = OF_GRADIENT * self.windows[0].record["gradient_bytes"]
+            reduced = any(size >= floor for size in self._gradient_bytes().values())
+            text = f"gradients differ by {off / norm:.2g} of their norm"
+            self.say("synchrony", WRONG, text, "not-in-step" if reduced else "not-reduced")
+        elif len(digests) > 1:
             self.say("synchrony", WRONG, "ranks hold different weights", "not-in-step")
+        else:
+            text = "all ranks apply the same gradient and hold the same weights"
+            self.say("synchrony", RIGHT, text)
         return same
 
-    def _gradient_bytes(self, rank: int) -> dict[int, int]:
+    def _gradient_bytes(self) -> Counter[int]:
         """Return the bytes that were reduced, by the backward pass in or after which they were."""
-        found: dict[int, int] = {}
-        for event in self.windows[rank].record["collectives"]:
+        found: Counter[int] = Counter()
+        for event in self.windows[0].record["collectives"]:
             if event["kind"] in REDUCING:
-                found[event["backward"]] = found.get(event["backward"], 0) + event["bytes"]
+                found[event["backward"]] += event["bytes"]
         return found
-
-    def _reduced(self) -> bool:
-        floor = OF_GRADIENT * self.windows[0].record["gradient_bytes"]
-        return any(size >= floor for size in self._gradient_bytes(0).values())
 
     def _judge_reductions(self) -> None:
         if self.size == 1:
@@ -599,10 +559,9 @@ class _Update:
             return
         window = self.windows[0]
         need = window.record["gradient_bytes"]
-        steps = [s["backward"] for s in window.steps]
-        by_step = self._gradient_bytes(0)
-        full = [i for i, b in enumerate(steps) if by_step.get(b, 0) >= OF_GRADIENT * need]
-        sent = sum(by_step.values())
+        by_step = self._gradient_bytes()
+        full = [i for i, b in enumerate(window.backwards) if by_step[b] >= OF_GRADIENT * need]
+        sent = by_step.total()
         text = f"{sent} bytes an update, {need} needed; whole gradients in micro-steps {full}"
         if len(full) > 1:
             self.say("reductions", WRONG, text, "reduced-each-micro-step")
@@ -615,41 +574,34 @@ class _Update:
         else:
             self.say("reductions", RIGHT, text)
 
-    def _judge_clipping(self) -> str | None:
-        """Return the fault of clipping, if it acts on a gradient that is not whole."""
-        window = self.windows[0]
-        clips = window.record["clips"]
-        steps = len(window.steps)
+    def _judge_clipping(self) -> bool:
+        """Return whether the gradient is whole where it is clipped, if it is."""
+        record, steps = self.windows[0].record, self.counts[0]
+        clips = record["clips"]
         if not clips:
             self.say("clipping", RIGHT, "the gradient is not clipped")
-            return None
+            return True
+        reduced_after = sum(
+            event["bytes"]
+            for event in record["collectives"]
+            if event["kind"] in REDUCING and event["event"] > clips[0]["event"]
+        )
         if any(clip["after"] < steps for clip in clips):
             text = f"clipped {len(clips)} times in a window of {steps} micro-steps"
             self.say("clipping", WRONG, text, "clipped-each-micro-step")
-            return "clipped-each-micro-step"
-        if CLIPPED_WHILE_SCALED in window.record["reasons"]:
+        elif CLIPPED_WHILE_SCALED in record["reasons"]:
             self.say("clipping", WRONG, "before unscale_", "clipped-while-scaled")
-            return "clipped-while-scaled"
-        if self._reduced_after_clip():
+        elif reduced_after >= OF_GRADIENT * record["gradient_bytes"]:
             self.say("clipping", WRONG, "ranks clip before they reduce", "clipped-before-reduction")
-            return "clipped-before-reduction"
-        self.say("clipping", RIGHT, "once an update, after the reduction")
-        return None
-
-    def _reduced_after_clip(self) -> bool:
-        record = self.windows[0].record
-        first = record["clips"][0]["event"]
-        after = sum(
-            e["bytes"]
-            for e in record["collectives"]
-            if e["kind"] in REDUCING and e["event"] > first
-        )
-        return after >= OF_GRADIENT * record["gradient_bytes"]
+        else:
+            self.say("clipping", RIGHT, "once an update, after the reduction")
+            return True
+        return False
 
     def _judge_schedule(self) -> None:
         window = self.windows[0]
         steps = len(window.steps)
-        inside = {s["after"] for s in window.record["schedules"] if 0 < s["after"] < steps}
+        inside = {after for after in window.record["schedules"] if 0 < after < steps}
         rates = [step["lr"] for step in window.steps]
         changed = sum(a != b for a, b in pairwise(rates))
         if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
@@ -665,12 +617,14 @@ class _Update:
             [row for f in w.record["forwards"] if f["used"] for row in f["rows"]]
             for w in self.windows
         ]
-        dropped = self.dropped = 0 if self.reason else self._dropped_forwards()
-        if dropped:
-            self.say(
-                "weights", WRONG, f"{dropped} forward passes of this window have no backward pass",
-                "last-micro-step-only",
-            )  # fmt: skip
+        forwards, used = self.windows[0].record["forwards"], set(rows[0])
+        if not self.reason:  # count those over samples of their own
+            self.dropped = sum(
+                not f["used"] and bool(f["rows"]) and used.isdisjoint(f["rows"]) for f in forwards
+            )
+        if self.dropped:
+            text = f"{self.dropped} forward passes of this window have no backward pass"
+            self.say("weights", WRONG, text, "last-micro-step-only")
         if self.size == 1 or not all(rows):
             text = "one rank" if self.size == 1 else "the samples were not seen"
             self.say("data", RIGHT if self.size == 1 else UNJUDGED, text)
@@ -678,33 +632,20 @@ class _Update:
         if all(sorted(r) == sorted(rows[0]) for r in rows):
             self.say("data", WRONG, "all ranks compute the same samples", "same-data")
             return
-        counts: dict[str, int] = {}
-        for rank in rows:
-            for row in set(rank):
-                counts[row] = counts.get(row, 0) + 1
+        counts = Counter(row for rank in rows for row in set(rank))
         shared = sum(count > 1 for count in counts.values())
         note = f"; {shared} samples are equal on two ranks" if shared else ""
         self.say("data", RIGHT, f"ranks compute different samples{note}")
 
-    def _dropped_forwards(self) -> int:
-        """Return how many forward passes over samples of their own were not differentiated."""
-        forwards = self.windows[0].record["forwards"]
-        used = {row for f in forwards if f["used"] for row in f["rows"]}
-        return sum(
-            not f["used"] and bool(f["rows"]) and used.isdisjoint(f["rows"]) for f in forwards
-        )
-
-    def _judge_clearing(self, coefficients: Array, name: str) -> None:
-        if name == "carried":
-            self.say("clearing", WRONG, "the gradient of the update before is in it", "not-cleared")
-            return
-        cleared = any(s["cleared"] for w in self.windows for s in w.steps[1:])
+    def _judge_clearing(self, coefficients: Array) -> None:
         zeros = np.abs(coefficients) < EQUAL * np.max(np.abs(coefficients))
-        if name in ("last", "solved") and zeros.any() and cleared and max(self.counts) > 1:
-            self.say("clearing", WRONG, "only the last micro-step is in the update",
-                     "cleared-each-micro-step")  # fmt: skip
-            return
-        self.say("clearing", RIGHT, "once an update")
+        if self.name == "carried":
+            self.say("clearing", WRONG, "the gradient of the update before is in it", "not-cleared")
+        elif self.name in ("last", "solved") and zeros.any() and self._is_cleared():
+            text = "only the last micro-step is in the update"
+            self.say("clearing", WRONG, text, "cleared-each-micro-step")
+        else:
+            self.say("clearing", RIGHT, "once an update")
 
 
 COUNTED = {
@@ -733,9 +674,15 @@ def _judge_lengths(updates: Sequence[_Update]) -> None:
         found = [each[counted] for each in times]
         if counted != "sum" and (counted == "units" or len(updates) > 2):
             faults = _agreed_faults(updates, found)
-            if faults is not None:
-                _say_faults(updates, found, faults, COUNTED[counted])
-                return
+            if faults is None:
+                continue
+            for one, value, fault in zip(updates, found, faults, strict=True):
+                one.total = value / (one.level or 1.0)
+                if fault:
+                    one.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
+                else:
+                    one.say("length", RIGHT, f"the update is that of {COUNTED[counted]}")
+            return
     _judge_divisors(updates, times)
 
 
@@ -750,24 +697,15 @@ def _agreed_faults(updates: Sequence[_Update], times: Sequence[float]) -> list[s
     return [str(next(iter(groups[tuple(one.counts)]))) for one in updates]
 
 
-def _say_faults(
-    updates: Sequence[_Update], times: Sequence[float], faults: Sequence[str], mean: str
-) -> None:
-    for one, value, fault in zip(updates, times, faults, strict=True):
-        one.total = value / (one.level or 1.0)
-        if fault:
-            one.say("length", WRONG, f"the update is {value:.4g} times as long", fault)
-        else:
-            one.say("length", RIGHT, f"the update is that of {mean}")
-
-
 def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]]) -> None:
     """Judge lengths that no known count explains: is the divisor at least proportional to one?"""
-    varies = len(updates) > 2 and not any(
-        _is_steady([found[counted] for found in times]) for counted in times[0]
+    columns = [[found[counted] for found in times] for counted in times[0]]
+    varies = len(updates) > 2 and all(
+        max(values) - min(values) > EQUAL * max(map(abs, values)) for values in columns
     )
     # A factor of the loss's own that changes, such as a weight that is annealed, is no fault.
-    factors = {json.dumps(step["loss"]["factors"]) for one in updates for step in one.steps()}
+    windows = [window for one in updates for window in one.windows]
+    factors = {json.dumps(step["loss"]["factors"]) for window in windows for step in window.steps}
     for one, found in zip(updates, times, strict=True):
         one.total = found["units"] / (one.level or 1.0)
         text = (
@@ -780,35 +718,29 @@ def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]
             one.say("length", UNJUDGED, text)
 
 
-def _is_steady(values: Sequence[float]) -> bool:
-    return max(values) - min(values) <= EQUAL * max(map(abs, values))
+def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
+    """Judge what belongs to the run as a whole: layers, and the environment.
 
-
-def _judge_run(made: Judgement, traces: Sequence[Trace], keys: Sequence[tuple[int, int]]) -> None:
-    """Judge what belongs to the run as a whole: layers, and the environment."""
+    Args:
+        steps: the most micro-steps of a window.
+    """
     layers = traces[0].end.get("layers", {})
-    steps = max((len(t.windows[k].steps) for t in traces for k in keys), default=1)
     several = steps > 1 or len(traces) > 1
     norms = layers.get("norms", [])
     if norms and several and not (steps == 1 and norms == ["SyncBatchNorm"]):
-        made.findings.append(Finding(
-            "layers", WRONG, f"{', '.join(norms)} sees micro-batches", "batch-norm"))  # fmt: skip
+        made.say("layers", WRONG, f"{', '.join(norms)} sees micro-batches", "batch-norm")
     random = [
         [f["random"] for w in t.windows.values() for f in w.record["forwards"]] for t in traces
     ]
     if layers.get("dropouts") and len(traces) > 1 and all(r == random[0] for r in random[1:]):
-        text = "dropout draws the same numbers on all ranks"
-        made.findings.append(Finding("layers", WRONG, text, "same-dropout"))
+        made.say("layers", WRONG, "dropout draws the same numbers on all ranks", "same-dropout")
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
-    if "mixed" in layers:
-        made.findings.append(Finding("weights", UNJUDGED, layers["mixed"]))
-    if "unprobed" in layers and "mixed" not in layers:
-        made.findings.append(Finding("weights", UNJUDGED, layers["unprobed"]))
+    if unjudged := layers.get("mixed", layers.get("unprobed")):
+        made.say("weights", UNJUDGED, unjudged)
     if not any(f.row == "layers" for f in made.findings):
-        made.findings.append(Finding("layers", RIGHT, "no layer sees other samples"))
+        made.say("layers", RIGHT, "no layer sees other samples")
     found = traces[0].end.get("environment", {})
-    text = ", ".join(f"{name} {value}" for name, value in found.items())
-    made.findings.append(Finding("environment", RIGHT, text))
+    made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
 
 
 def _rows_of_epochs(trace: Trace) -> list[list[str]]:
@@ -817,10 +749,10 @@ def _rows_of_epochs(trace: Trace) -> list[list[str]]:
     if not loaders:
         return []
     ends = [*(each["from"] for each in loaders[1:]), trace.end.get("backwards", 0)]
-    progress: dict[int, int] = {}  # others are for evaluation
+    progress: Counter[int] = Counter()
     for each, end in zip(loaders, ends, strict=True):
-        progress[each["loader"]] = progress.get(each["loader"], 0) + end - each["from"]
-    training = max(progress, key=progress.__getitem__)
+        progress[each["loader"]] += end - each["from"]
+    [(training, _)] = progress.most_common(1)  # others are for evaluation
     epochs = [each for each in loaders if each["loader"] == training]
     begins = [each["from"] for each in epochs]
     rows: list[list[str]] = [[] for _ in epochs]
@@ -845,7 +777,7 @@ def _judge_epochs(made: Judgement, ranks: Sequence[list[list[str]]]) -> None:
         computed = sum(map(len, rows))
         if len(rows) > 1 and distinct_within and shared >= MOSTLY_SHARED:
             text = f"in epoch {epoch} ranks go through the same {len(counts)} samples"
-            made.findings.append(Finding("data", WRONG, text, "same-data"))
+            made.say("data", WRONG, text, "same-data")
         elif computed > len(counts):
             text = f"epoch {epoch}: {computed} samples, {computed - len(counts)} of them repeated"
-            made.findings.append(Finding("data", RIGHT, text))
+            made.say("data", RIGHT, text)

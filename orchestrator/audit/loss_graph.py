@@ -36,7 +36,7 @@ FUSED = frozenset({
     "MseLossBackward0", "SmoothL1LossBackward0", "HuberLossBackward0", "SoftMarginLossBackward0",
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 })  # fmt: skip
-NONE, MEAN, SUM = 0, 1, 2  # torch's numbers of reductions
+NONE, MEAN = 0, 1  # torch's numbers of reductions
 TRANSPOSES = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
 MOST_NODES = 500
 STACKS = frozenset({"StackBackward0", "CatBackward0"})
@@ -169,11 +169,19 @@ def _units(node: Any, elements: float) -> float:
         counted = _counted(node, elements)
         if counted is not None:
             return counted
-        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
-        if node.name() not in LINEAR or len(below) != 1:
-            return elements
-        [node] = below
+        node = _input(node) if node.name() in LINEAR else None
     return elements
+
+
+def _inputs(node: Any) -> list[Any]:
+    """Return the nodes that compute what `node` takes."""
+    return [edge[0] for edge in node.next_functions if edge[0] is not None]
+
+
+def _input(node: Any) -> Any:
+    """Return the only input; None if there are none or several."""
+    inputs = _inputs(node)
+    return inputs[0] if len(inputs) == 1 else None
 
 
 def _counted(node: Any, elements: float) -> float | None:
@@ -214,20 +222,16 @@ def _smoothed_cross_entropy(node: Any) -> tuple[Any, Reduction] | None:
 def _below(node: Any) -> Any:
     """Return the first node below that is not linear."""
     while node is not None and node.name() in LINEAR:
-        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
-        node = below[0] if len(below) == 1 else None
+        node = _input(node)
     return node
 
 
-def _reaches(node: Any, target: Any, steps: int = 6) -> bool:
-    for _ in range(steps):
-        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
-        if len(below) != 1:
-            return False
-        [node] = below
-        if node is target:
-            return True
-    return False
+def _reaches(node: Any, target: Any) -> bool:
+    for _ in range(6):  # the mean's input may be reshaped on the way to the scores
+        if node is None or node is target:
+            break
+        node = _input(node)
+    return node is target
 
 
 def _why_not(node: Any) -> str:
@@ -279,13 +283,13 @@ def _products_of_parameters(root: Any, shape: Sequence[int]) -> list[GradientEdg
     found, seen, queue = [], {root}, [root]
     while queue and len(seen) < MOST_NODES:
         node = queue.pop(0)
-        below = [edge[0] for edge in node.next_functions if edge[0] is not None]
-        of_parameter = any(_is_parameter(child) for child in below)
+        inputs = _inputs(node)
+        of_parameter = any(map(_is_parameter, inputs))
         rows = tuple(node._input_metadata[0].shape)[:1]
         if of_parameter and node.name() not in TRANSPOSES and rows == tuple(shape)[:1] != ():
             found.append(GradientEdge(node, 0))
-        queue += [child for child in below if child not in seen]
-        seen |= set(below)
+        queue += [one for one in inputs if one not in seen]
+        seen |= set(inputs)
     return found
 
 

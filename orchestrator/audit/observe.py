@@ -25,6 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer, lr_scheduler
 from torch.optim.optimizer import (
@@ -53,10 +54,6 @@ COLLECTIVES = (
 """Methods of process groups, through which functions of torch.distributed go, too."""
 
 
-class OwnRanks(SystemExit):
-    """The script starts its ranks by itself."""
-
-
 @dataclass
 class ObservedWindow:
     """The micro-steps of one optimizer since its last update."""
@@ -65,7 +62,7 @@ class ObservedWindow:
     columns: list[Array] = field(default_factory=list)
     clips: list[dict[str, Any]] = field(default_factory=list)
     before_clip: Array | None = None
-    schedules: list[dict[str, Any]] = field(default_factory=list)
+    schedules: list[int] = field(default_factory=list)  # micro-steps before each step of one
     scale: float = 1.0
     reasons: list[str] = field(default_factory=list)
 
@@ -301,7 +298,8 @@ class Observer:
             weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
             forwards=self.forwards, collectives=self.collectives,
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
-            group=_group_size(), dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
+            dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
+            grouped=dist.is_available() and dist.is_initialized(),
         )  # fmt: skip
         tracked.window = ObservedWindow()
         tracked.updates += 1
@@ -335,25 +333,20 @@ class Observer:
         if tracked.window.before_clip is not None:
             _note(tracked.window.reasons, CLIPPED_WHILE_SCALED)
 
-    def clip(self, kind: str, parameters: Any) -> None:
+    def clip(self, parameters: Any) -> None:
         if not self.is_active:
             return
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for tracked in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
             window = tracked.window
             self.events += 1
-            window.clips.append({
-                "kind": kind, "after": len(window.micro_steps), "event": self.events,
-            })  # fmt: skip
+            window.clips.append({"after": len(window.micro_steps), "event": self.events})
             window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
 
     def schedule(self, scheduler: Any) -> None:
         tracked = self.find(getattr(scheduler, "optimizer", None))
         if tracked is not None and self.is_active:
-            tracked.window.schedules.append({
-                "scheduler": id(scheduler), "name": type(scheduler).__name__,
-                "after": len(tracked.window.micro_steps),
-            })  # fmt: skip
+            tracked.window.schedules.append(len(tracked.window.micro_steps))
 
     # ------------------------------------------------------------------
     # Forward passes, data, collectives.
@@ -464,13 +457,6 @@ class Observer:
         os._exit(0)
 
 
-def _group_size() -> int:
-    """Return the size of torch's default process group; 0 without one."""
-    import torch.distributed as dist
-
-    return dist.get_world_size() if dist.is_available() and dist.is_initialized() else 0
-
-
 def _note(reasons: list[str], reason: str) -> None:
     if reason not in reasons:
         reasons.append(reason)
@@ -506,7 +492,7 @@ def install(observer: Observer) -> None:
 
     Optimizer.add_param_group = adding
     for name in ("clip_grad_norm_", "clip_grad_value_"):
-        wrapped = _before(getattr(nn.utils, name), functools.partial(observer.clip, name))
+        wrapped = _before(getattr(nn.utils, name), observer.clip)
         for module in (nn.utils, nn.utils.clip_grad):
             setattr(module, name, wrapped)
     for scheduler in vars(lr_scheduler).values():
@@ -514,8 +500,6 @@ def install(observer: Observer) -> None:
             scheduler.step = _before(scheduler.step, observer.schedule)
     _install_scaler(observer)
     _install_loader(observer)
-    import torch.distributed as dist
-
     if dist.is_available():
         _install_collectives(observer)
 
@@ -587,7 +571,6 @@ def _install_loader(observer: Observer) -> None:
 
 
 def _install_collectives(observer: Observer) -> None:
-    import torch.distributed as dist
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
     from torch.nn.parallel import DistributedDataParallel as Ddp
 
@@ -598,7 +581,6 @@ def _install_collectives(observer: Observer) -> None:
 
     def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:
         self._audited = True  # type: ignore[assignment]
-        observer.layers["hook"] = "the script has a communication hook of its own"
         register(self, *args, **kwargs)
 
     def reduce(group: Any, bucket: Any) -> Any:
@@ -640,7 +622,7 @@ def _refuse_own_ranks() -> None:
     import torch.multiprocessing as mp
 
     def refuse(*_: Any, **__: Any) -> None:
-        raise OwnRanks(OWN_RANKS)
+        raise SystemExit(OWN_RANKS)
 
     mp.spawn = mp.start_processes = refuse  # type: ignore[assignment]
 
@@ -659,15 +641,12 @@ def main(argv: list[str]) -> None:
             sys.argv = argv
             sys.path.insert(0, str(Path(argv[0]).resolve().parent))
             runpy.run_path(argv[0], run_name="__main__")
-    except OwnRanks:
-        why = OWN_RANKS
-        raise SystemExit(0) from None
     except SystemExit as error:
-        why = (
-            "the script returned"
-            if error.code in (None, 0)
-            else f"the script exited with {error.code}"
-        )
+        if error.code == OWN_RANKS:
+            why = OWN_RANKS
+            raise SystemExit(0) from None
+        if error.code not in (None, 0):
+            why = f"the script exited with {error.code}"
         raise
     except BaseException as error:
         why = f"the script failed: {type(error).__name__}: {error}"

@@ -72,7 +72,6 @@ class Audit:
         steps: the number that --steps was filled with.
         reason: why nothing could be judged.
         notes: further sentences.
-        stated_ranks: their number was typed.
         log: the end of the log of a rank that failed.
     """
 
@@ -81,7 +80,6 @@ class Audit:
     judgement: Judgement | None = None
     reason: str | None = None
     notes: list[str] = field(default_factory=list)
-    stated_ranks: bool = True
     log: list[str] = field(default_factory=list)
 
     @property
@@ -181,8 +179,8 @@ def _run(
     ):
         ended = start_run(ready)
     made = Audit(plan.ranks)
-    made.stated_ranks = not program or bool(given & {key_of(one) for one in DEFAULTS})
-    _judge(made, traces_in, ended)
+    stated = not program or bool(given & {key_of(one) for one in DEFAULTS})
+    _judge(made, traces_in, ended, stated_ranks=stated)
     return made, ended.exit_code
 
 
@@ -203,11 +201,14 @@ def _observed(program: Sequence[str], here: Path) -> list[str]:
     return ["-m", OBSERVER, *argv]
 
 
-def _judge(made: Audit, traces_in: Path, ended: LaunchResult) -> None:
-    """Judge what the ranks have written, or say why nothing can be judged."""
-    interrupted = ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED)
+def _judge(made: Audit, traces_in: Path, ended: LaunchResult, *, stated_ranks: bool) -> None:
+    """Judge what the ranks have written, or say why nothing can be judged.
+
+    Args:
+        stated_ranks: their number was typed, or is that of a job.
+    """
     failed = None
-    if interrupted:
+    if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         failed = "interrupted"
     elif ended.exit_code:
         culprit = ended.culprit
@@ -228,9 +229,8 @@ def _judge(made: Audit, traces_in: Path, ended: LaunchResult) -> None:
         backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)
         made.reason = failed or f"the script made {backwards} backward passes, and no update"
         return
-    grouped = any(w.record["group"] for trace in traces for w in trace.windows.values())
-    alone = not made.stated_ranks and not grouped
-    if alone and made.ranks > 1:
+    grouped = any(w.record["grouped"] for trace in traces for w in trace.windows.values())
+    if made.ranks > 1 and not stated_ranks and not grouped:
         made.notes.append("the script does not use torch.distributed: judged as one process")
         traces, made.ranks = traces[:1], 1
     made.judgement = judge(traces)
@@ -240,12 +240,11 @@ def _judge(made: Audit, traces_in: Path, ended: LaunchResult) -> None:
 def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
     notes = [] if failed is None else [f"judged up to here: {failed}"]
     end = traces[0].end
-    loaders = end.get("loaders", [])
-    updates = len({update for _, update in traces[0].windows})
-    steps = max((len(w.steps) for w in traces[0].windows.values()), default=1)
-    lengths = [loader["length"] for loader in loaders[:1]]
-    if lengths and lengths[0] > end.get("backwards", 0):
-        needed = -(-lengths[0] // steps)
+    length = end["loaders"][0]["length"] if end.get("loaders") else 0
+    if length > end.get("backwards", 0):
+        updates = len({update for _, update in traces[0].windows})
+        steps = max((len(w.steps) for w in traces[0].windows.values()), default=1)
+        needed = -(-length // steps)
         notes.append(
             f"the end of an epoch was not reached, where most faults are: --updates {needed} "
             f"(there were {updates}), or a smaller data set"

@@ -20,6 +20,7 @@ MIB = 1 << 20
 MOST_DESCRIBED = 8  # runs, or marks, in the alternative text of a chart
 DASHES = [[1, 0], [6, 3], [2, 2], [8, 3, 2, 3], [10, 4], [4, 2, 1, 2]]
 PARTS = ("compute", "optimizer", "other", "wait")  # stacked by name
+COLOUR_OF_PARTS = {"field": "part", "type": "nominal", "scale": {"domain": list(PARTS)}}
 BARS = (
     ("seconds_per_update", "seconds per update"),
     ("samples_per_second", "samples per second"),
@@ -99,12 +100,8 @@ def _fields(*names: str, **formats: str) -> list[dict[str, Any]]:
     return plain + [{"field": name, "format": text} for name, text in formats.items()]
 
 
-def _parts(parts: Sequence[str]) -> dict[str, Any]:
-    return {"field": "part", "type": "nominal", "scale": {"domain": list(parts)}}
-
-
-def _key_of_parts(parts: Sequence[str], colours: Sequence[str]) -> dict[str, Any]:
-    lines = [{"name": name, "dash": "", "colour": colours.index(name) + 1} for name in parts]
+def _key_of_parts() -> dict[str, Any]:
+    lines = [{"name": name, "dash": "", "colour": place} for place, name in enumerate(PARTS, 1)]
     return {"lines": lines, "course": ""}
 
 
@@ -212,7 +209,7 @@ def _time_of_updates(run: Mapping[str, Any]) -> Chart:
         "What updates spent their time on",
         _shares_of(run),
         [{"update": series["update"], **{part: series[f"{part}_s"] for part in PARTS}}],
-        _key_of_parts(PARTS, PARTS),
+        _key_of_parts(),
         transform=[
             {"flatten": ["update", *PARTS]},
             {"fold": list(PARTS), "as": ["part", "seconds"]},
@@ -221,7 +218,7 @@ def _time_of_updates(run: Mapping[str, Any]) -> Chart:
         encoding={
             "x": _numbers("update", "updates"),
             "y": _numbers("seconds", "seconds of rank 0", stack=True),
-            "color": _parts(PARTS),
+            "color": COLOUR_OF_PARTS,
             "order": {"field": "part"},
             "tooltip": _fields("update", "part", "seconds"),
         },
@@ -244,13 +241,13 @@ def _shares(runs: Runs) -> Chart:
         "What updates spent their time on",
         "; ".join(f"{run['name']}: {_shares_of(run)}" for run in runs[:MOST_DESCRIBED]),
         values,
-        _key_of_parts(PARTS, PARTS),
+        _key_of_parts(),
         height=ROW * len(runs),
         mark="bar",
         encoding={
             "y": _names("run", [run["name"] for run in runs]),
             "x": _numbers("share", "share of time, rank 0", **axis),
-            "color": _parts(PARTS),
+            "color": COLOUR_OF_PARTS,
             "tooltip": _fields("run", "part", share=".1%"),
         },
     )

@@ -7,7 +7,7 @@ import io
 import json
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.resources import files
 from pathlib import Path
@@ -57,18 +57,18 @@ def html_of(data: dict[str, Any]) -> str:
         "charts": [{"id": chart["id"], "spec": chart["spec"]} for chart in drawn],
         "themes": {shade: theme(shade) for shade in ("light", "dark")},
     }
+    variables = {
+        shade: " ".join(f"--c{place}: {colour};" for place, colour in enumerate(colours, 1))
+        for shade, colours in COLOURS.items()
+    }
     return template.render(
         data=data,
         charts=drawn,
-        colours={shade: _variables(colours) for shade, colours in COLOURS.items()},
+        colours=variables,
         data_json=_json(data),
         specs_json=_json(specs),
         library=script,
     )
-
-
-def _variables(colours: Iterable[str]) -> str:
-    return " ".join(f"--c{place}: {colour};" for place, colour in enumerate(colours, 1))
 
 
 def _json(value: Any) -> str:

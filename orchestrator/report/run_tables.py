@@ -57,12 +57,12 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         variables = launchers.get(program["style"], "the scheduler's") + " variables"
         return [("where", ranks), ("program", " ".join(program["argv"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
-    epoch = _known(plan, "updates_per_epoch", _NO_DATA)
+    epochs = "" if plan.get("epochs") is None else f" ({plural(plan['epochs'], 'epoch')})"
     return [
         ("where", ranks),
         ("global batch", batch),
-        ("updates", f"{_known(plan, 'updates', _NO_DATA)}{_epochs(plan)}"),
-        ("updates per epoch", epoch),
+        ("updates", f"{_known(plan, 'updates', _NO_DATA)}{epochs}"),
+        ("updates per epoch", _known(plan, "updates_per_epoch", _NO_DATA)),
         ("samples in the data set", _known(plan, "dataset_samples", _NO_DATA)),
         ("parameters", _known(plan, "parameters", _NO_MODEL)),
         ("learning rate", _learning_rate(plan)),
@@ -80,11 +80,6 @@ def _micro_steps(plan: Mapping[str, Any]) -> str:
     if cap is not None:
         text += f" of at most {plural(cap, 'sample')}"
     return text
-
-
-def _epochs(plan: Mapping[str, Any]) -> str:
-    epochs = plan.get("epochs")
-    return "" if epochs is None else f" ({plural(epochs, 'epoch')})"
 
 
 def _talk_reason(plan: Mapping[str, Any]) -> str:
@@ -391,7 +386,7 @@ def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Con
         say(console, "which rank failed first is unknown; the logs are in the run folder", "red")
     else:
         say(console, describe_culprit(culprit), "bold red")
-        lines, rank = log_lines(culprit.get("log_tail")), culprit.get("rank")
+        lines, rank = (culprit.get("log_tail") or ())[-LOG_LINES:], culprit.get("rank")
         whose = culprit.get("node") or "the log" if rank is None else f"rank {rank}"
         if lines:
             console.print(
@@ -418,9 +413,3 @@ def suspect_node(culprit: Mapping[str, Any], folder: Path) -> str | None:
     if not node or node in ("batch", "scheduler") or not NODE_FAULT.search(cause):
         return None
     return node if RunDir(folder).read_handle() is not None else None
-
-
-def log_lines(tail: str | Sequence[str] | None, most: int = LOG_LINES) -> list[str]:
-    """Return the last `most` lines of a log's tail, kept as text or as lines."""
-    lines = (tail or "").splitlines() if isinstance(tail, str | None) else list(tail)
-    return [line.rstrip("\r\n") for line in lines][-most:]

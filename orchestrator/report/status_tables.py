@@ -232,11 +232,12 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
     table = new_table(headings, right=(0, 2))
     for trial in trials:
         best = trial["number"] == search["best"]
+        why = f" ({trial['why']})" if trial["why"] else ""
         table.add_row(
             str(trial["number"]),
             literal(trial["state"], console, TRIAL_STYLES[trial["state"]]),
             _value(trial),
-            literal(" ".join(map(_short, trial["point"])) + _remark(trial), console),
+            literal(" ".join(map(_short, trial["point"])) + why, console),
             style="bold" if best else None,
         )
     console.print(table)
@@ -297,7 +298,3 @@ def _short(override: str) -> str:
     """
     key, _, value = override.partition("=")
     return f"{key.rpartition('.')[2]}={short_number(value)}"
-
-
-def _remark(trial: Mapping[str, Any]) -> str:
-    return f" ({trial['why']})" if trial["why"] else ""

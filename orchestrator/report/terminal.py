@@ -33,10 +33,7 @@ from orchestrator.rundir.files import blocks, start_of_last
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 LONGEST_LINE = 1 << 16
-_PLAIN_SYMBOLS = str.maketrans(
-    {"●": "*", "○": ".", "━": "=", "─": "-", "–": "-", "×": "x", "…": "~", "≤": "<="}
-    | dict(zip("▁▂▃▄▅▆▇█", "_.,-=+*#", strict=True))
-)
+_PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
 
 LONGEST_MESSAGE = 4000

@@ -253,7 +253,8 @@ def decide_restart(
         # A program's progress is unknown: its next start may get further.
         "raised": None if program else _exception_of(run, attempt, culprit),
     }
-    if earlier and _is_repeated(earlier[-1], failed):
+    same = earlier and failed["raised"] is not None and failed["raised"] == earlier[-1]["raised"]
+    if same and failed["update"] <= earlier[-1]["update"]:  # without an update in between
         where = f"in update {failed['update']}" if place else "before the first update"
         message = (
             f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
@@ -272,12 +273,6 @@ def decide_restart(
         f"{most} that run.max_restarts allows)"
     )
     return RestartDecision(restarts=True, message=message)
-
-
-def _is_repeated(before: dict[str, Any], now: dict[str, Any]) -> bool:
-    """Return whether an exception came back without an update in between."""
-    same = now["raised"] is not None and now["raised"] == before["raised"]
-    return same and now["update"] <= before["update"]
 
 
 def _exception_of(run: RunDir, attempt: int, culprit: Culprit) -> str | None:

@@ -166,7 +166,7 @@ def _attempts(run: RunDir) -> dict[str, Any]:
         "came_back": sum(len(found.get("joined", ())) for found in generations),
         "lost_updates": sum(int(note["lost_updates"]) for note in notes),
         "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
-        "warnings": _warnings(run, made),
+        "warnings": [w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
     }
 
 
@@ -187,11 +187,6 @@ def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:
     asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
     asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
     return max(0, made - 1 - len(asked & set(range(1, made))))
-
-
-def _warnings(run: RunDir, attempts: int) -> list[str]:
-    """Return the warnings of the latest attempt, the latest last."""
-    return [w.text for w in read_warnings(run.attempt(attempts - 1))] if attempts else []
 
 
 def unknown(run: RunDir, error: BaseException) -> RunStatus:

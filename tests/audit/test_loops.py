@@ -1,4 +1,4 @@
-"""Loops with a fault and right ones, judged on one, two and three ranks."""
+"""Loops with a fault and right ones, judged on one and three ranks (elsewhere on two)."""
 
 import pytest
 
@@ -15,7 +15,7 @@ NEED_RANKS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 3])
 def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row(tmp_path, size):
     warm.ranks("tests.audit.observed", size, tmp_path)
     for name in NAMES:

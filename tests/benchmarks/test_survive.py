@@ -33,7 +33,7 @@ def test_a_contender_that_is_not_installed_says_so_in_its_row():
     }
     absent = {"name": "torchft", "kills": 0, "useful": None, "equal": "-", "why": "not installed"}
     cost = {"name": survive.WITH, "ratio": spread}
-    text = survive.table({
+    text = survive.body({
         "cost": {key: [cost] for key in ("seconds", "processor")},
         "losses": dict.fromkeys(("noticed", "back", "lost"), spread), "goodput": [row, absent],
     })  # fmt: skip

@@ -21,9 +21,8 @@ def refused(tmp_path, *arguments, code=2, **more):
     ("arguments", "words"),
     [
         (("+clutser=slurm",), "did you mean 'cluster'"),
-        (("accumulation.stpes=4",), "did you mean 'steps'"),
-        (("job._target_=nowhere.Job",), "no module 'nowhere'"),
         (("transport=nccl",), "transport=gloo"),
+        (("-m", "train.seed=1,1"), "all points: they are equal; leave all but one of them out"),
         (
             (
                 "engine.shard_optimizer=true",
@@ -42,6 +41,7 @@ def refused(tmp_path, *arguments, code=2, **more):
             "there are SGD, Adam",
         ),
         (("job.data_dir=/absent", SMALL), "/absent"),
+        (("notify.command='nosuchprogram x'",), "there is no such program"),
         (("--config-dir=" + "x" * 300,), "File name too long"),
     ],
 )

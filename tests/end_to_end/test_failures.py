@@ -78,12 +78,9 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == []
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(
-    run, undisturbed, number
-):
+def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, undisturbed):
     process, hold = held(run, 7)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)
     hold.release()
     output, _ = process.communicate(timeout=60)
     assert process.returncode == 3, output

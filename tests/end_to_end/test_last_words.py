@@ -9,7 +9,7 @@ import pytest
 from tests import helpers
 from tests.helpers import SMALL
 
-LIVELY = "job._target_=tests.lively_jobs.Lively"
+LIVELY = "job._target_=tests.tiny_job.Lively"
 COMMON = (
     "tracker=none", "train.updates=4", "accumulation.global_batch=40", "accumulation.steps=2",
     "train.evaluate_every=2", "run.survive=false",
@@ -39,7 +39,9 @@ ROWS = {
         r"it was frozen \(SIGSTOP\) for 3 s .*; it was last seen at .* update \d.*, in .*line \d+\)"
         + WAITED.format(0, BUCKET), ""),
     "a rank sleeps in the kernel with the interpreter in its hands": (
-        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5"), 1,
+        # Its child holds its connections, which therefore do not break when it is killed.
+        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5",
+                                 "cluster.collective_timeout_s=15"), 1,
         r"it slept in kernel_clone for 5 s .*; it is in _sleep_in_the_kernel \(.*acting_job.py"
         + WAITED.format(0, BUCKET), "in loss"),
     "two ranks wait for each other": (
@@ -51,9 +53,17 @@ ROWS = {
         r"it gave no sign of life for 6 s .*; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
     "a rank never gets to where ranks meet": (
-        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=20", *WAIT), 1,
+        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=8", *WAIT), 1,
         IN_VAIN.format("the start"), "__init__"),
 }  # fmt: skip
+SLOW = {
+    "a long evaluation": (
+        "slow", "evaluate", ("+job.seconds=9", "cluster.heartbeat_timeout_s=3",
+                             "train.evaluate_every=0")),
+    "a rank holds the interpreter for a while": (
+        "hold", "forward", ("+job.seconds=8", "run.survive=true")),
+}  # fmt: skip
+"""The same of rank 0, which goes on."""
 
 
 @pytest.fixture(scope="module")
@@ -61,7 +71,8 @@ def runs(tmp_path_factory):
     """All of them at once: most of the time they wait."""
     folder = tmp_path_factory.mktemp("lively")
     begun = {}
-    for number, (words, row) in enumerate(ROWS.items()):
+    rows = ROWS | {words: (act, place, 0, more) for words, (act, place, more) in SLOW.items()}
+    for number, (words, row) in enumerate(rows.items()):
         act, place, ranks, more, *_ = row
         run = folder / str(number)
         arguments = (f"+job.act={act}", f"+job.place={place}", f"+job.ranks={ranks}", *more)
@@ -85,23 +96,15 @@ def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     assert not helpers.processes_of(run)
 
 
-def test_a_long_evaluation_is_reported_and_goes_on(tmp_path):
-    run = tmp_path / "run"
-    done = helpers.call(
-        LIVELY, SMALL, *COMMON, f"run.dir={run}", "+job.act=slow", "+job.place=evaluate",
-        "+job.ranks=0", "+job.seconds=9", "cluster.heartbeat_timeout_s=2", "train.evaluate_every=0",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
-    assert "it has stood at what follows update 4" in done.stdout
+def test_a_long_evaluation_is_reported_and_goes_on(runs):
+    run, output, _ = runs["a long evaluation"]
+    assert helpers.result(run)["state"] == "finished", output
+    assert "it has stood at what follows update 4" in output
     assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
 
 
-def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(tmp_path):
-    run = tmp_path / "run"
-    done = helpers.call(
-        LIVELY, SMALL, *COMMON[:-1], "run.survive=true", f"run.dir={run}", "+job.act=hold",
-        "+job.place=forward", "+job.ranks=0", "+job.seconds=8",
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout
+def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(runs):
+    run, output, _ = runs["a rank holds the interpreter for a while"]
+    assert helpers.result(run)["state"] == "finished", output
     assert "survived" not in helpers.result(run)
-    assert "rank 0 has said nothing for" in " ".join(done.stdout.split())
+    assert "rank 0 has said nothing for" in " ".join(output.split())

@@ -8,7 +8,7 @@ import sys
 
 from orchestrator import launch
 from tests import helpers
-from tests.helpers import ROOT, SMALL, TINY
+from tests.helpers import ROOT, TINY
 
 PLACEMENTS = [(1, 1, 1), (3, 1, 5)]
 
@@ -85,18 +85,6 @@ def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
     metrics = helpers.result(tmp_path / "run")["metrics"]
     assert abs(metrics["slope"] - 2) < 0.05
     assert abs(metrics["intercept"] - 3) < 0.05
-
-
-def test_a_sweep_ends_with_one_table_and_goes_on_after_a_failing_point(tmp_path):
-    line = ("-m", TINY, SMALL, "train.updates=3", "job.fault_after=2", f"run.dir={tmp_path / 's'}")
-    done = helpers.call(*line, "job.fault=raise,null")
-    assert done.returncode == 1
-    assert "1 of 2 points finished" in done.stdout
-    assert "the tiny job was told to fail" in done.stdout
-    assert helpers.result(tmp_path / "s" / "1")["state"] == "finished"
-    again = helpers.call(*line, "job.fault=null,null")
-    assert again.returncode == 2
-    assert "all points: they are equal; leave all but one of them out" in again.stderr
 
 
 def test_no_verb_and_no_launch_imports_a_framework(tmp_path):

@@ -99,7 +99,6 @@ def test_the_largest_tensor_counts_each_by_its_own_scale(folder):
     found = both(folder, a, b)
     assert found.max_relative_difference == pytest.approx(0.5)
     assert found.tensors["big"].max_relative_difference == pytest.approx(1e-6)
-    assert json.loads(json.dumps(found.as_dict()))["tensors"]["small"]["shape"] == [1]
 
 
 def test_every_bfloat16_has_the_value_of_the_float32_that_it_is_the_upper_half_of(folder):

@@ -61,7 +61,7 @@ CULPRIT = {
     "rank": 2,
     "node": "node1",
     "cause": "killed by SIGKILL [9]",
-    "log_tail": "start\n\x1b[31m[rank 2] [/bold] boom\x1b[0m\r\n" + "y" * 200 + "\n",
+    "log_tail": ["start", "\x1b[31m[rank 2] [/bold] boom\x1b[0m\r", "y" * 200],
 }
 
 

@@ -34,7 +34,7 @@ def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
 
 
 def failed(k):
-    culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]", "log_tail": ""}
+    culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]", "log_tail": []}
     return cell(k, state="failed", metrics={}, culprit=culprit)
 
 
