@@ -14,9 +14,11 @@ from benchmarks.measure import RESULTS, kept
 MEASUREMENTS = (
     "submission",
     "programs",
+    "sweeps",
     "peers",
     "reproducible",
     "boundary",
+    "sharded",
     "checkpoints",
     "survive",
     "mindspore_start",

@@ -18,6 +18,7 @@ from benchmarks import (
     peers_page,
     reproducible,
     survive,
+    sweeps,
 )
 from benchmarks.measure import RESULTS, kept
 
@@ -61,6 +62,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "chaos": ("Runs disturbed on purpose", chaos.body),
     "checkpoints": ("What a checkpoint costs the training", checkpoints.body),
     "load": ("What a run asks of what all users share", load.body),
+    "sweeps": ("Sweeps of many points", sweeps.body),
     "survive": ("What surviving costs, and what it saves", survive.body),
 }
 
