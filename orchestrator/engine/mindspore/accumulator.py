@@ -204,11 +204,14 @@ class Accumulator:
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
             for p in self.parameters
         )
-        self._numbers = sum(int(p.size) for p in self.parameters) + trailer_numbers
-        payload = self._numbers * int(self.parameters[0].itemsize)
+        self._numbers = sum(int(p.size) for p in self.parameters)
+        self._whole = self._numbers + trailer_numbers
+        payload = self._whole * int(self.parameters[0].itemsize)
         count = bucket_count(payload, settings.bucket_bytes, early=False)
-        self._width = math.ceil(self._numbers / count)
+        self._width = math.ceil(self._whole / count)
         self._steps: dict[Any, Compiled] = {}
+        self._pack = self.compile(self._packing(), "the packing of gradients")
+        self._unpack = self.compile(self._unpacking(), "the unpacking of gradients")
         self.clear = self.compile(self._clearing(), "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
@@ -218,7 +221,8 @@ class Accumulator:
     @property
     def compile_s(self) -> float:
         """Seconds spent in first calls of compiled functions so far."""
-        return sum(compiled.compile_s for compiled in (*self._steps.values(), self.clear))
+        every = (*self._steps.values(), self._pack, self._unpack, self.clear)
+        return sum(compiled.compile_s for compiled in every)
 
     # ------------------------------------------------------------------ micro-steps
 
@@ -329,28 +333,45 @@ class Accumulator:
 
     # ------------------------------------------------------------------ the boundary
 
+    def _packing(self) -> Callable[..., Any]:
+        sums = self.sums
+
+        def pack(*trailer: Tensor) -> Tensor:
+            parts: Any = ()
+            for held in sums:
+                parts = (*parts, held.reshape(-1))
+            return ops.concat((*parts, *trailer))
+
+        return pack
+
+    def _unpacking(self) -> Callable[..., Any]:
+        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
+
+        def unpack(whole: Tensor) -> Any:
+            gradients: Any = ()
+            start = 0
+            for size, shape in shapes:
+                gradients = (*gradients, whole[start : start + size].reshape(shape))
+                start += size
+            return gradients
+
+        return unpack
+
     def reduce(self, trailer: Sequence[float] = ()) -> tuple[Sequence[Tensor], list[float]]:
         """Return gradients and trailer, summed over ranks. Collective: one a bucket.
 
-        A lone rank has nothing to pack: its gradients are the sums themselves. Packing is not
-        compiled: that would take seconds once to save milliseconds in an update.
+        A lone rank has nothing to pack: its gradients are the sums themselves.
         """
         if self._group.size == 1:
             return self.sums, list(trailer)
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
-        whole = ops.concat([*(held.reshape(-1) for held in self.sums), *extra])
-        places = range(0, self._numbers, self._width)
+        whole = self._pack(*extra)
+        places = range(0, self._whole, self._width)
         # Named anew each time, so that only two copies of the gradients exist at once.
         whole = [whole[place : place + self._width] for place in places]
         whole = self._group.sums(whole)
         whole = ops.concat(whole) if len(whole) > 1 else whole[0]
-        gradients: list[Tensor] = []
-        start = 0
-        for parameter in self.parameters:
-            end = start + int(parameter.size)
-            gradients.append(whole[start:end].reshape(parameter.shape))
-            start = end
-        return gradients, whole[start:].asnumpy().tolist()
+        return self._unpack(whole), whole[self._numbers :].asnumpy().tolist()
 
     def norm_of(self, gradients: Sequence[Tensor]) -> float:
         """Return the 2-norm of all gradients; on a CPU by NumPy, which is ten times as fast there
