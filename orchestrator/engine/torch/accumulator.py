@@ -14,12 +14,15 @@ Ranks may have different numbers of micro-steps, and none at all.
 The path of a gradient:
 
 1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count what came; in the last backward of a window,
-   the reduction sends full buckets to the other ranks.
-2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait:
-   afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
-3. `_step` decides from these totals, multiplies the buffers once by (clip factor / weight), and
-   lets the optimizer step on them.
+   (`GradientBuffers`). Hooks (`GradHooks`) count what came. In the last backward of a window they
+   call the reduction, which sends a bucket to the other ranks once it is complete.
+2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait
+   (`finish`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
+3. `_step` decides from these totals (`UpdatePolicy`), multiplies the buffers once by (clip
+   factor / weight), and lets the optimizer step on them (`stepping`).
+
+With a sharded optimizer, `finish` leaves each rank with the sum of its segments of the buckets
+alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
 """
 
 from __future__ import annotations
@@ -45,6 +48,7 @@ from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
     UsedParameters,
+    bucket_slices,
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
@@ -120,17 +124,18 @@ def _reduction_for(
         raise ConfigError(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
-    overlap, bucket_bytes = options.overlap, options.bucket_bytes
+    bucket_bytes, overlap = options.bucket_bytes, options.overlap
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names))
-    return FastReduction(buffers, group, bucket_bytes, overlap=overlap)
+    slices = bucket_slices(buffers.payloads, bucket_bytes)
+    return FastReduction(buffers, group, slices, overlap=overlap)
 
 
 # ------------------------------------------------------------------ Accumulator
@@ -202,8 +207,8 @@ class Accumulator:
         self._expected_weight = 1.0
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
-        self._hooks = GradHooks([p for _, p in trained], self.buffers.expected_versions)
-        self._hooks.ready = self._window.stray
+        parameters = [parameter for _, parameter in trained]
+        self._hooks = GradHooks(parameters, self.buffers.expected_versions, self._window.stray)
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -301,12 +306,10 @@ class Accumulator:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
                 self._losses += row
-                self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
+                arrived = self._reduction.before_backward(last=last, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                try:
+                with self._hooks.expecting(arrived):
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
-                finally:
-                    self._hooks.ready = self._window.stray
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -410,6 +413,7 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
+        # What steps: pieces of the weights, or whole ones. Both are `stepping` on `gradients`.
         summed = self._shard or self._reduction.buffers
         found = self._policy.decide(
             update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected_weight

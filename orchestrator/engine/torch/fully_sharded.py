@@ -36,6 +36,7 @@ from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
     as_sharded,
+    bucket_slices,
     local_part,
     shard_like,
 )
@@ -150,10 +151,8 @@ class FullySharded:
         self._group = group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
-        self.shard_ranks, self.replicas = (
-            group.shard_ranks,
-            group.replicas or TorchGroup.alone(device=group.device),
-        )
+        self.shard_ranks = group.shard_ranks
+        self.replicas = group.replicas or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(
@@ -285,7 +284,7 @@ class ShardedGradients(GradientBuffers):
     """Gradient buffers of this rank's shards. `group`: all ranks."""
 
     def __init__(self, parameters: Named, group: BaseGroup) -> None:
-        super().__init__(parameters, metric_count=None)
+        super().__init__(parameters)
         self._group = group
 
     def non_finite(self) -> list[str]:
@@ -314,10 +313,14 @@ class FullyShardedReduction(RowReduction):
         bucket_bytes: int | None,
     ) -> None:
         buffers = ShardedGradients(parameters, group)
-        super().__init__(buffers, replicas, bucket_bytes, overlap=False)
-        self._all_ranks, self._replicas = group, replicas
-        self._norm_counts = replicas.rank == 0  # its shards are those of the other replicas, too
-        self._silent_since = 0
+        super().__init__(
+            buffers,
+            replicas,
+            bucket_slices(buffers.payloads, bucket_bytes),
+            all_ranks=group,
+            norm_counts=replicas.rank == 0,  # its shards are those of the other replicas, too
+        )
+        self._replicas, self._silent_since = replicas, 0
 
     def begin(self, leaves: int | None) -> None:
         super().begin(leaves)

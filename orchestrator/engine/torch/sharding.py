@@ -25,7 +25,13 @@ from torch import Tensor, optim
 from torch.optim import Optimizer
 
 from orchestrator.engine.common.boundary import WIDE, Trailer
-from orchestrator.engine.torch.buffers import GradientSlot, Named, Slice, bucket_slices
+from orchestrator.engine.torch.buffers import (
+    GradientBuffers,
+    GradientSlot,
+    Named,
+    Slice,
+    bucket_slices,
+)
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -101,13 +107,25 @@ def _bytes_reached(parameter: Tensor) -> int:
 class RowReduction(FastReduction):
     """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
-    Attributes:
-        _all_ranks: the ranks that exchange rows.
-        _norm_counts: no other rank has this one's part as well.
+    Args:
+        buffers, group, slices, owned, overlap: see `FastReduction`.
+        all_ranks: the ranks that exchange rows.
+        norm_counts: no other rank has this one's part as well.
     """
 
-    _all_ranks: BaseGroup
-    _norm_counts = True
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        slices: Sequence[Slice],
+        *,
+        all_ranks: BaseGroup,
+        owned: Sequence[Slice] | None = None,
+        overlap: bool = False,
+        norm_counts: bool = True,
+    ) -> None:
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
+        self._all_ranks, self._norm_counts = all_ranks, norm_counts
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Send the rest, wait for this rank's sums, exchange rows. Collective.
@@ -129,24 +147,28 @@ class RowReduction(FastReduction):
 class ShardedReduction(RowReduction):
     """A reduction that leaves each rank with the sum of its segments.
 
-    The buffers are padded to a multiple of the ranks.
+    Args:
+        buffers: padded to a multiple of the ranks.
 
     Attributes:
-        owned: this rank's segment of each bucket, all equally long.
+        owned: this rank's segment of each bucket.
     """
 
-    def _cut(self, bucket_bytes: int | None) -> list[Slice]:
-        return bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
-
-    def _arriving(self) -> list[Slice]:
-        self._all_ranks = self._group
-        rank, ranks = self._group.rank, self._group.size
-        self.owned: list[Slice] = [
-            (buffer, start + rank * length, start + (rank + 1) * length)
-            for buffer, start, end in self.slices
-            for length in [(end - start) // ranks]
-        ]
-        return self.owned
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        bucket_bytes: int | None,
+        *,
+        overlap: bool,
+    ) -> None:
+        slices = bucket_slices(buffers.flats, bucket_bytes, multiple_of=group.size)
+        owned: list[Slice] = []
+        for buffer, start, end in slices:
+            length = (end - start) // group.size
+            first = start + group.rank * length
+            owned.append((buffer, first, first + length))
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
 
     def _send_next(self) -> None:
         number = len(self._under_way)
@@ -226,9 +248,7 @@ class OptimizerShard:
         self._optimizer, self._group = optimizer, group
         self._slices, buffers = reduction.slices, reduction.buffers
         self._places, self._flats = buffers.places, buffers.flats
-        self.gradients: Sequence[Tensor] = [
-            buffers.gradients[buffer][start:end] for buffer, start, end in reduction.owned
-        ]
+        self.gradients = reduction.gradients
         dtypes = {p.buffer: p.parameter.real.dtype for p in self._places}
         weights = [
             torch.zeros_like(flat, dtype=dtypes[number])
