@@ -64,22 +64,19 @@ class _Samples(Dataset[Any]):
         return [self.dataset[index] for index in micro_batch.indices]
 
 
-@dataclass(frozen=True, slots=True)
-class _Collate:
-    """The job's collate function, or torch's where that returns None."""
-
-    own: Callable[[list[Any]], Any] | None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = None if self.own is None else self.own(samples)
-        return default_collate(samples) if batch is None else batch
+def _collate(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    batch = own(samples)
+    return default_collate(samples) if batch is None else batch
 
 
 def collate_of(job: Any) -> Callable[[list[Any]], Any]:
-    """Return the function that makes a batch of a list of samples, as `job` wants it."""
+    """Return the function that makes a batch of a list of samples, as `job` wants it: its own, or
+    torch's where that returns None.
+    """
     # A default that always gives None need not travel to workers, and the job with it.
-    inherited = getattr(type(job), "collate", None) is Job.collate
-    return _Collate(None if inherited else getattr(job, "collate", None))
+    if not hasattr(job, "collate") or getattr(type(job), "collate", None) is Job.collate:
+        return default_collate
+    return partial(_collate, job.collate)
 
 
 def batches(
