@@ -131,7 +131,6 @@ def test_leaves_of_no_rank_or_of_two_are_refused_by_all_ranks():
 
     for edges in ([[0, 4], [0, 5, 10]], [[0, 4], [0, 3, 10]], [[0, 4], [0, 4, 9]]):
         run_in_threads(2, lambda group, e=edges: train(group, e))
-    assert gap_in([(0, 10)], 10) == ""
 
 
 def test_leaves_out_of_turn_are_refused():

@@ -18,7 +18,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch import form_group
+from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
@@ -88,7 +88,8 @@ def test_a_late_rank_reads_the_verdict(tmp_path):
         form_group(spec(1, 2, tmp_path, timeout_s=30))
 
 
-def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
+def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.2)
     path, stop = rendezvous_file(spec(0, 2, tmp_path)), {"generation": 0, "verdict": "stop"}
     listener = socket.create_server(("127.0.0.1", 0))
     here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
