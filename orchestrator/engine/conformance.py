@@ -113,26 +113,20 @@ def keeps_the_order(group: Group, arrays: Arrays) -> None:
 def counts_what_it_sends(group: Group, arrays: Arrays) -> None:
     """Counters grow by the calls and bytes of each collective; a lone rank sends nothing."""
 
-    def grown_by(call: Callable[[], Any]) -> tuple[int, int, int]:
-        counters = group.counters
-        before = (counters.collectives, counters.bytes_handed, counters.bytes_on_wire)
+    def expect_sent(call: Callable[[], Any], wanted: tuple[int, int], what: str) -> None:
+        mark = group.mark()
         call()
-        counters = group.counters
-        after = (counters.collectives, counters.bytes_handed, counters.bytes_on_wire)
-        return (after[0] - before[0], after[1] - before[1], after[2] - before[2])
+        sent = group.since(mark)
+        found = (sent.collectives, sent.bytes_on_wire)
+        expect(found, wanted if group.size > 1 else (0, 0), f"(calls, bytes sent) of {what}")
 
     ranks = group.size
     numbers = 8 * ranks  # so that every share is a whole number of bytes
-    tensor = arrays.make([1.0] * numbers, [numbers])
-    found = grown_by(lambda: group.all_reduce_sum(tensor))
-    size = 4 * numbers
-    wanted = (0, 0, 0) if ranks == 1 else (1, size, 2 * (ranks - 1) * size // ranks)
-    expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_reduce_sum")
-    found = grown_by(lambda: group.all_gather(tensor))
-    wanted = (0, 0, 0) if ranks == 1 else (1, size, (ranks - 1) * size)
-    expect(found, wanted, "(collectives, bytes handed, bytes on the wire) of all_gather")
-    found = grown_by(group.barrier)
-    expect(found, (0, 0, 0) if ranks == 1 else (1, 0, 0), "counts of barrier")
+    tensor, size = arrays.make([1.0] * numbers, [numbers]), 4 * numbers
+    summed = (1, 2 * (ranks - 1) * size // ranks)
+    expect_sent(lambda: group.all_reduce_sum(tensor), summed, "all_reduce_sum")
+    expect_sent(lambda: group.all_gather(tensor), (1, (ranks - 1) * size), "all_gather")
+    expect_sent(group.barrier, (1, 0), "barrier")
 
 
 CHECKS: tuple[Callable[[Group, Arrays], None], ...] = (

@@ -165,7 +165,7 @@ class MindSporeGroup(Group):
         """Return the sums over ranks of several tensors, one collective each, launched together."""
         totals: list[Tensor] = []
         for tensor in tensors:
-            self._admit("all_reduce_sum", _bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
+            self._admit("all_reduce_sum", 2 * (self.size - 1) * _bytes(tensor))
             if self.size == 1:
                 totals.append(tensor)
                 continue
@@ -177,7 +177,7 @@ class MindSporeGroup(Group):
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         every = self._leading_sizes(tensor.shape, sizes)
         size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
-        self._admit("all_gather", _bytes(tensor), (self.size - 1) * size)
+        self._admit("all_gather", (self.size - 1) * size)
         if self.size == 1:
             return tensor.copy()
         gathered = self._launch_gather(tensor, every)
@@ -188,7 +188,7 @@ class MindSporeGroup(Group):
         """Replace `tensor` by rank `source`'s, in place."""
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
-        self._admit("broadcast", _bytes(tensor), (self.size - 1) * _bytes(tensor))
+        self._admit("broadcast", (self.size - 1) * _bytes(tensor))
         if self.size == 1:
             return
         carried, back = self._as_carried(tensor.reshape(-1))
@@ -199,7 +199,7 @@ class MindSporeGroup(Group):
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        self._admit("barrier", 0, 0)
+        self._admit("barrier", 0)
         if self.size == 1:
             return
         # MCCL has no barrier of its own.
