@@ -28,7 +28,6 @@ alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathe
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -203,7 +202,7 @@ class Accumulator:
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
         if options.warn_about_layers:
-            weakref.finalize(self, _warn_of_unfinished_window, self._window)
+            weakref.finalize(self, self._window.warn_if_unfinished)
         self._expected_weight = 1.0
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
@@ -602,14 +601,3 @@ def only_accumulator() -> Accumulator:
         else f"there are {len(_living)} accumulators: say whose windows they are, as in "
         "run.windows(len(data), accumulator, ...); several that share them are a list"
     )
-
-
-def _warn_of_unfinished_window(window: WindowState) -> None:
-    """Warn of an accumulator that is collected with micro-steps but without a boundary."""
-    if window.unfinished and window.micro_steps and sys.exc_info()[1] is None:
-        if getattr(sys, "last_value", None) is not None:
-            return  # the program ends because of that
-        sys.stderr.write(
-            f"warning: micro-steps of update {window.update} ({window.micro_steps}) were "
-            "accumulated and trained nothing: boundary() was not called after them\n"
-        )

@@ -383,7 +383,7 @@ class TorchEngine(Engine):
             return weights_sha256(self.model, keep=not self.shard_ranks or self._group.rank == 0)
 
     def extra_collectives(self) -> int:
-        return 0 if self._coupled is None else self._coupled.collectives
+        return int(self._coupled is not None and self._group.size > 1)  # its gather of embeddings
 
     def memory_bytes(self) -> dict[str, int]:
         state = self.accumulator.optimizer.state.values()

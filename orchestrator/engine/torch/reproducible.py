@@ -110,12 +110,7 @@ class Leaves:
 
     def leaf_of(self, micro_batch: MicroBatch) -> int | None:
         """Return the number of the leaf that a micro-batch is."""
-        if self.size is None:
-            return None
-        leaf, rest = divmod(micro_batch.start, self.size)
-        if rest:
-            raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self.size}")
-        return leaf
+        return None if self.size is None else micro_batch.start // self.size
 
 
 # ------------------------------------------------------------------ Reduction
