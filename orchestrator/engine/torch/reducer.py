@@ -83,8 +83,8 @@ class FastReduction:
         group: BaseGroup,
         slices: Sequence[Slice],
         *,
+        overlap: bool,
         owned: Sequence[Slice] | None = None,
-        overlap: bool = True,
     ) -> None:
         self.buffers, self._group, self.slices = buffers, group, slices
         self.owned = slices if owned is None else owned
