@@ -226,16 +226,19 @@ class BaseGroup(Group):
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
+        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks.
+
+        It travels as bytes, so the transport need not know the dtype.
+        """
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
         self._admit("broadcast", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return
-        flat = flatten(tensor)
-        self._start_broadcast(flat, source).wait()
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(unflatten(flat, tensor))
+        data = bytes_of(tensor)
+        self._start_broadcast(data, source).wait()
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self) -> None:
         """Return once every rank has called."""
@@ -286,13 +289,10 @@ def gather_numbers(group: BaseGroup, numbers: Sequence[float]) -> list[list[floa
 
 
 def broadcast_tensors(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Give all ranks rank `source`'s numbers, of whatever type. Collective."""
+    """Give all ranks rank `source`'s numbers. Collective."""
     for tensor in tensors:
         if tensor.numel():
-            data = bytes_of(tensor)
-            group.broadcast(data, source)
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+            group.broadcast(tensor, source)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:
