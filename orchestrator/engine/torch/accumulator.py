@@ -48,6 +48,7 @@ from orchestrator.engine.torch.buffers import (
     Named,
     UsedParameters,
     bucket_slices,
+    real_numbers,
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
@@ -83,11 +84,7 @@ _REDUCTIONS = ("fast", "reproducible")
 def _fully_sharded(
     model: Any, trained: Named, group: BaseGroup, options: AccumulationOptions
 ) -> FullySharded | None:
-    """Return the copies of a model that `fully_shard` has sharded; None for any other.
-
-    Raises:
-        ConfigError: the options are not for such a model.
-    """
+    """Return the copies of a model that `fully_shard` has sharded; None for any other."""
     if not (isinstance(model, Module) and is_fully_sharded(model)):
         return None
     if options.reduction != "fast" or options.shard_optimizer:
@@ -110,9 +107,6 @@ def _reduction_for(
     """Build the reduction of these options, with its buffers.
 
     One rank is sharded for the sake of float32 masters only.
-
-    Raises:
-        ConfigError: options that do not go together, or a bucket that is too small for a number.
     """
     reduction, sharded = options.reduction, options.shard_optimizer
     if reduction not in _REDUCTIONS:
@@ -456,7 +450,7 @@ class Accumulator:
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""
-        return sum(p.numel() * (2 if p.is_complex() else 1) for p in self.buffers.parameters)
+        return sum(map(real_numbers, self.buffers.parameters))
 
     def gradient_bytes(self) -> int:
         """Return the memory of all gradient buffers that were made."""

@@ -60,7 +60,7 @@ class GradientSlot:
         return part.view(parameter.shape)
 
 
-def _real_numbers(tensor: Tensor) -> int:
+def real_numbers(tensor: Tensor) -> int:
     """Return how many real numbers `tensor` holds: two for each complex one."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
@@ -118,15 +118,12 @@ def _aligned_first(parameters: Named) -> list[int]:
     to.
     """
     order = reversed(range(len(parameters)))
-    return sorted(order, key=lambda number: _real_numbers(parameters[number][1]) % _ALIGNED != 0)
+    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)
 
 
 def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, list[int]]]:
     """Return device, gradients' dtype and parameters' numbers of each buffer, whose parameters are
     of one dtype.
-
-    Raises:
-        JobError: a parameter's gradients cannot be added up.
     """
     plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number in _aligned_first(parameters):
@@ -224,7 +221,7 @@ class GradientBuffers:
             start = 0
             for number in members:
                 name, parameter = local[number]
-                count = _real_numbers(parameter)
+                count = real_numbers(parameter)
                 places[number] = GradientSlot(name, parameter, buffer, start, count)
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)

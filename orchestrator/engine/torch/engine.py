@@ -81,12 +81,7 @@ def _build_model(job: Job, settings: EngineSettings, device: torch.device) -> Mo
 
 
 def _build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
-    """Return the job's own, or the one that the configuration names.
-
-    Raises:
-        ConfigError: it cannot be built, or used.
-        JobError: a scheduler hangs on it.
-    """
+    """Return the job's own, or the one that the configuration names."""
     given = getattr(job, "optimizer", lambda _: None)(model)
     own = chosen(given, settings.optimizer, type(job).__name__)
     if own is None:

@@ -16,7 +16,7 @@ micro-steps of weight 0; other loops do so themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -150,7 +150,7 @@ class FullySharded:
     def __init__(self, model: Module, trained: Named, group: BaseGroup) -> None:
         self._group = group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
+        meshes = {p.device_mesh for _, p in trained if isinstance(p, DTensor)}
         self.shard_ranks = group.shard_ranks
         self.replicas = group.replicas or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
@@ -274,10 +274,6 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
         return torch.empty(0)
     found = whole.detach().cpu()
     return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
-
-
-def _sharded(named: Named) -> Iterator[tuple[str, DTensor]]:
-    return ((name, tensor) for name, tensor in named if isinstance(tensor, DTensor))
 
 
 class ShardedGradients(GradientBuffers):

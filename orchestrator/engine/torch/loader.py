@@ -102,7 +102,12 @@ def batches(
     Raises:
         JobError: the data set cannot be indexed, or cannot be sent to workers.
     """
-    check_dataset(dataset)
+    lacking = [n for n in ("__len__", "__getitem__") if not hasattr(type(dataset), n)]
+    if lacking or isinstance(dataset, IterableDataset):
+        raise JobError(
+            f"dataset() must give something with len() and [index], but gives a "
+            f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
+        )
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset, seed, bool(getattr(job, "augments", False))),
         batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves
@@ -148,16 +153,6 @@ def _dead_worker_error(source: Any) -> RuntimeError | None:
                 how = f"is killed by signal: {signal.strsignal(-code)}. "
             return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
     return None
-
-
-def check_dataset(dataset: Any) -> None:
-    """Raise `JobError` unless `dataset` can be asked for its length and for samples by number."""
-    lacking = [n for n in ("__len__", "__getitem__") if not hasattr(type(dataset), n)]
-    if lacking or isinstance(dataset, IterableDataset):
-        raise JobError(
-            f"dataset() must give something with len() and [index], but gives a "
-            f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
-        )
 
 
 def _begin_worker(rank: int, _: int) -> None:

@@ -139,11 +139,7 @@ class FastReduction:
         return self._send_completed
 
     def _send_completed(self, parameter: int) -> None:
-        """Send the buckets that a parameter's gradient completes.
-
-        Raises:
-            JobError: it came before, and is on its way to the other ranks.
-        """
+        """Send the buckets that a parameter's gradient completes."""
         sent = len(self._under_way)
         if parameter in self._arrived and any(parameter in one for one in self._members[:sent]):
             name = self.buffers.places[parameter].name

@@ -508,11 +508,7 @@ def _is_elementwise(key: str, value: Any) -> bool:
 
 
 def _flat_state(place: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state, elementwise tensors as they lie in a flat buffer.
-
-    Raises:
-        ValueError: it is of another shape.
-    """
+    """Return a parameter's state, elementwise tensors as they lie in a flat buffer."""
     found, parameter = dict(state), place.parameter
     for key, value in state.items():
         if not _is_elementwise(key, value):

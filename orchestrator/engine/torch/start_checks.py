@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
@@ -19,8 +18,8 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
-from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch.buffers import HALVES, Named, local_part
+from orchestrator.engine.common.replicas import folded, minority_ranks
+from orchestrator.engine.torch.buffers import HALVES, Named, is_sharded, local_part
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -163,7 +162,7 @@ def _unsupported_reason(  # noqa: PLR0911  # one for each reason
     kind = type(parameter)
     if parameter.device.type == "meta":
         return "is on the meta device, without numbers: give the model memory before (to_empty)"
-    if any(one.__name__ == "DTensor" for one in kind.__mro__):
+    if is_sharded(parameter):
         unsharded = (
             "is a DTensor that no fully_shard() made: give it the plain model, with "
             "shard_optimizer=True say, or one that fully_shard() has sharded"
@@ -243,14 +242,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def text_digest(text: str) -> float:
-    """Return a digest of a text, as a number of 48 bits: a float64 carries it exactly."""
-    return float(int.from_bytes(hashlib.blake2b(text.encode(), digest_size=6).digest(), "little"))
-
-
 def machine_digest() -> float:
     """Digest what decides the bits of a kernel: versions, threads, kind of processor."""
-    return text_digest(repr(sorted({**versions(), "machine": platform.machine()}.items())))
+    return float(folded(sorted({**versions(), "machine": platform.machine()}.items())))
 
 
 def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str]:
@@ -329,7 +323,7 @@ def check_same_start(
 
 def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
     """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective."""
-    odd = minority_ranks(gather_numbers(group, [text_digest(repr(list(traits)))]))
+    odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
     every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]

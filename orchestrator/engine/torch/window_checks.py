@@ -19,7 +19,7 @@ from orchestrator.engine.common.replicas import (
     shares_of,
 )
 from orchestrator.engine.torch.buffers import Named, local_part
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.group import BaseGroup, flatten, gather_numbers
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
@@ -134,8 +134,7 @@ def digests_of(
     parts: list[Tensor] = []
     kinds: set[tuple[torch.device, torch.dtype]] = set()
     for piece in pieces:
-        flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
-        numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+        numbers = flatten(parameters[piece.number].detach().reshape(-1)[piece.start : piece.end])
         parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
         kinds.add((numbers.device, parts[-1].dtype))
     if joint and len(kinds) == 1 and sum(map(len, parts)) <= LARGEST_PIECE:
