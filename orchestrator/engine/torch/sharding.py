@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from orchestrator.config.rules import SHARDABLE
 from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import (
     GradientBuffers,
@@ -42,10 +43,7 @@ from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.state import MASTER
 from orchestrator.errors import ConfigError, JobError, StateLost
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta,
-    optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in SHARDABLE)
 """These classes only: a subclass may look at norms or shapes.
 
 Adagrad has state from the beginning, Adafactor and Muon look at matrices."""
@@ -63,11 +61,10 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
-        known = ", ".join(one.__name__ for one in ELEMENTWISE)
         raise ConfigError(
             f"engine.shard_optimizer=true steps pieces of parameters, and {kind.__module__}."
-            f"{kind.__qualname__} may need them whole; it works with torch.optim's {known}. Use "
-            "one of these, or engine.shard_optimizer=false"
+            f"{kind.__qualname__} may need them whole; it works with torch.optim's "
+            f"{', '.join(SHARDABLE)}. Use one of these, or engine.shard_optimizer=false"
         )
     if optimizer.defaults.get("differentiable"):
         raise ConfigError("engine.shard_optimizer=true is not available with differentiable=True")

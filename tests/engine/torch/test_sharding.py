@@ -12,7 +12,6 @@ from torch import nn, optim
 
 from jobs.contrastive import Contrastive
 from jobs.jepa import Jepa
-from orchestrator.config.rules import SHARDABLE
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import (
     Accumulator,
@@ -282,11 +281,6 @@ def test_more_ranks_than_numbers_leave_ranks_without_pieces():
     [state] = results[0][1]["state"].values()
     assert state["exp_avg"].shape == (1, 2)
     assert state["step"] == 2
-
-
-def test_the_engine_and_the_configuration_accept_the_same_optimizers():
-    assert [kind.__name__ for kind in ELEMENTWISE] == list(SHARDABLE)
-    assert all(getattr(optim, name) in ELEMENTWISE for name in SHARDABLE)
 
 
 def test_one_rank_keeps_its_optimizer_as_it_was():
