@@ -18,8 +18,7 @@ from benchmarks.measure import interleaved, keep, machine, rows_of
 from orchestrator import Job, Loss
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import TorchGroup, build_engine
-from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch import TorchEngine, TorchGroup
 from orchestrator.engine.torch.state import Snapshot
 
 AT_ONCE, BACKGROUND = "on the spot", "in the background"
@@ -88,7 +87,7 @@ class Training:
     def __init__(self) -> None:
         group = TorchGroup.alone()
         settings = EngineSettings(optimizer={"name": "adam"})
-        self._engine, self._update = build_engine(Net(), settings, group), 0
+        self._engine, self._update = TorchEngine(Net(), settings, group), 0
 
     def stands_still(self, way: str) -> float:
         """Return for how many seconds one checkpoint stops training. `way`: how it is written."""

@@ -177,7 +177,7 @@ MOST_RANKS = 2**20
 SHARDABLE = (
     "SGD", "Adam", "AdamW", "NAdam", "RAdam", "Adamax", "Adadelta", "RMSprop", "Rprop", "ASGD",
 )  # fmt: skip
-"""Optimizers of torch.optim whose state can be in pieces; an engine's own list, as text."""
+"""Optimizers of torch.optim whose state can be in pieces."""
 
 TRANSPORTS = {
     "torch": ("auto", "gloo", "nccl", "hccl"),

@@ -117,17 +117,16 @@ Tensor = Any
 class Counters:
     """Traffic of a group since it was formed. Only ever grows.
 
-    `bytes_handed` is the size of the tensors given to the transport; `bytes_on_wire` is what one
-    rank has to send for them at the least: 2(R-1)/R of an all-reduce, (R-1)/R of a gathered result.
+    `bytes_on_wire` is what one rank has to send at the least: 2(R-1)/R of an all-reduce's tensor,
+    (R-1)/R of a gathered result.
     """
 
     collectives: int = 0
-    bytes_handed: int = 0
     bytes_on_wire: int = 0
 
 
-Mark = tuple[int, int, int]
-"""Counts of a group at one moment: collectives, bytes handed, share of the wire."""
+Mark = tuple[int, int]
+"""Counts of a group at one moment: collectives, and bytes that all ranks together sent."""
 
 
 class Group(ABC):
@@ -180,20 +179,17 @@ class Group(ABC):
 
     def mark(self) -> Mark:
         """Return the current counts, for `since`."""
-        return self.counters.collectives, self.counters.bytes_handed, self._share
+        return self.counters.collectives, self._share
 
     def since(self, mark: Mark) -> Counters:
         """Return the traffic since `mark`; bytes on the wire are rounded up once."""
-        collectives, bytes_handed, share = mark
+        collectives, share = mark
         return Counters(
             collectives=self.counters.collectives - collectives,
-            bytes_handed=self.counters.bytes_handed - bytes_handed,
             bytes_on_wire=-(-(self._share - share) // self.size),
         )
 
-    def _admit(
-        self, operation: str, bytes_handed: int, share: int, *, in_window: bool = False
-    ) -> None:
+    def _admit(self, operation: str, share: int, *, in_window: bool = False) -> None:
         """Check that a collective may run now, and count it; a lone rank sends nothing.
 
         Args:
@@ -213,7 +209,6 @@ class Group(ABC):
             return
         self._share += share
         self.counters.collectives += 1
-        self.counters.bytes_handed += bytes_handed
         self.counters.bytes_on_wire = -(-self._share // self.size)
 
     def _leading_sizes(self, shape: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:

@@ -5,7 +5,7 @@ import torch
 
 from jobs.jepa import PATCHES, Jepa, patches_of
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchGroup, build_engine
+from orchestrator.engine.torch import TorchEngine, TorchGroup
 from tests.jobs.training import difference, train, windows
 
 OWN = {"optimizer": {}}  # Jepa builds its own
@@ -38,7 +38,7 @@ def test_the_target_is_the_moving_average_of_the_context_once_an_update():
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
     def begun():
         settings = EngineSettings(metric_names=(), leaf_size=4, **OWN)
-        return build_engine(Jepa(**SMALL), settings, TorchGroup.alone())
+        return TorchEngine(Jepa(**SMALL), settings, TorchGroup.alone())
 
     def go_on(engine, first, last):
         mine = list(windows(0, 1, samples=8, updates=last, cap=4))[first:]

@@ -3,7 +3,7 @@
 import copy
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import build_engine, run_in_threads
+from orchestrator.engine.torch import TorchEngine, run_in_threads
 from orchestrator.plan.split import split_leaves, split_window
 
 
@@ -31,7 +31,7 @@ def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
 
     def be(group):
         # A job belongs to one rank: elsewhere each has a process of its own.
-        engine = build_engine(copy.copy(job), EngineSettings(**given), group)
+        engine = TorchEngine(copy.copy(job), EngineSettings(**given), group)
         mine = list(
             windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
         )

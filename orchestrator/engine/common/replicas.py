@@ -16,6 +16,7 @@ import hashlib
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from orchestrator.engine.common.boundary import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
@@ -71,8 +72,8 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Weigh
     return shares
 
 
-def folded(values: Sequence[float], bits: int = VALUE_BITS) -> int:
-    """Return one digest of `bits` bits of several digests and other numbers."""
+def folded(values: Sequence[Any], bits: int = VALUE_BITS) -> int:
+    """Return one digest of `bits` bits of several digests or other values, by their repr."""
     digest = hashlib.blake2b(repr(list(values)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> (64 - bits)
 

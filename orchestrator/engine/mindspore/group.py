@@ -161,7 +161,7 @@ class MindSporeGroup(Group):
     def sums(self, tensors: Sequence[Tensor]) -> list[Tensor]:
         """Return the sums over ranks of several tensors, one collective each, launched together."""
         for tensor in tensors:
-            self._admit("all_reduce_sum", _bytes(tensor), 2 * (self.size - 1) * _bytes(tensor))
+            self._admit("all_reduce_sum", 2 * (self.size - 1) * _bytes(tensor))
         if self.size == 1:
             return list(tensors)
         with self._awaiting("all_reduce_sum"):
@@ -173,7 +173,7 @@ class MindSporeGroup(Group):
         """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         every = self._leading_sizes(tensor.shape, sizes)
         size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
-        self._admit("all_gather", _bytes(tensor), (self.size - 1) * size)
+        self._admit("all_gather", (self.size - 1) * size)
         if self.size == 1:
             return tensor.copy()
         with self._awaiting("all_gather"):
@@ -185,7 +185,7 @@ class MindSporeGroup(Group):
         """Replace `tensor` by rank `source`'s, in place."""
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
-        self._admit("broadcast", _bytes(tensor), (self.size - 1) * _bytes(tensor))
+        self._admit("broadcast", (self.size - 1) * _bytes(tensor))
         if self.size == 1:
             return
         carried, back = self._as_carried(tensor.reshape(-1))
@@ -197,7 +197,7 @@ class MindSporeGroup(Group):
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        self._admit("barrier", 0, 0)
+        self._admit("barrier", 0)
         if self.size == 1:
             return
         with self._awaiting("barrier"):  # MCCL has none of its own

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.engine import TorchEngine, build_engine
+from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.group import (
     AllGather,
     AllReduceMean,
@@ -49,7 +49,6 @@ __all__ = [
     "all_gather",
     "all_reduce_mean",
     "all_reduce_sum",
-    "build_engine",
     "form_group",
     "run_in_threads",
     "versions",

@@ -14,18 +14,20 @@ Ranks may have different numbers of micro-steps, and none at all.
 The path of a gradient:
 
 1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count what came; in the last backward of a window,
-   the reduction sends full buckets to the other ranks.
-2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait:
-   afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
-3. `_step` decides from these totals, multiplies the buffers once by (clip factor / weight), and
-   lets the optimizer step on them.
+   (`GradientBuffers`). Hooks (`GradHooks`) count what came. In the last backward of a window they
+   call the reduction, which sends a bucket to the other ranks once it is complete.
+2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait
+   (`finish`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
+3. `_step` decides from these totals (`UpdatePolicy`), multiplies the buffers once by (clip
+   factor / weight), and lets the optimizer step on them (`stepping`).
+
+With a sharded optimizer, `finish` leaves each rank with the sum of its segments of the buckets
+alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
 """
 
 from __future__ import annotations
 
 import gc
-import sys
 import weakref
 from collections.abc import Iterable, Sequence
 from functools import partial
@@ -45,6 +47,8 @@ from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
     UsedParameters,
+    bucket_slices,
+    real_numbers,
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
@@ -80,11 +84,7 @@ _REDUCTIONS = ("fast", "reproducible")
 def _fully_sharded(
     model: Any, trained: Named, group: BaseGroup, options: AccumulationOptions
 ) -> FullySharded | None:
-    """Return the copies of a model that `fully_shard` has sharded; None for any other.
-
-    Raises:
-        ConfigError: the options are not for such a model.
-    """
+    """Return the copies of a model that `fully_shard` has sharded; None for any other."""
     if not (isinstance(model, Module) and is_fully_sharded(model)):
         return None
     if options.reduction != "fast" or options.shard_optimizer:
@@ -107,9 +107,6 @@ def _reduction_for(
     """Build the reduction of these options, with its buffers.
 
     One rank is sharded for the sake of float32 masters only.
-
-    Raises:
-        ConfigError: options that do not go together, or a bucket that is too small for a number.
     """
     reduction, sharded = options.reduction, options.shard_optimizer
     if reduction not in _REDUCTIONS:
@@ -120,17 +117,18 @@ def _reduction_for(
         raise ConfigError(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
-    overlap, bucket_bytes = options.overlap, options.bucket_bytes
+    bucket_bytes, overlap = options.bucket_bytes, options.overlap
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
-        buffers = GradientBuffers(parameters, metric_count=None, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size)
         return ReproducibleReduction(buffers, group)
     buffers = GradientBuffers(parameters, metric_count=len(options.metric_names))
-    return FastReduction(buffers, group, bucket_bytes, overlap=overlap)
+    slices = bucket_slices(buffers.payloads, bucket_bytes)
+    return FastReduction(buffers, group, slices, overlap=overlap)
 
 
 # ------------------------------------------------------------------ Accumulator
@@ -198,12 +196,12 @@ class Accumulator:
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
         if options.warn_about_layers:
-            weakref.finalize(self, _warn_of_unfinished_window, self._window)
+            weakref.finalize(self, self._window.warn_if_unfinished)
         self._expected_weight = 1.0
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
-        self._hooks = GradHooks([p for _, p in trained], self.buffers.expected_versions)
-        self._hooks.ready = self._window.stray
+        parameters = [parameter for _, parameter in trained]
+        self._hooks = GradHooks(parameters, self.buffers.expected_versions, self._window.stray)
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -301,12 +299,10 @@ class Accumulator:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
                 self._losses += row
-                self._hooks.ready = self._reduction.before_backward(last=last, leaf=leaf)
+                arrived = self._reduction.before_backward(last=last, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                try:
+                with self._hooks.expecting(arrived):
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
-                finally:
-                    self._hooks.ready = self._window.stray
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -410,6 +406,7 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
+        # What steps: pieces of the weights, or whole ones. Both are `stepping` on `gradients`.
         summed = self._shard or self._reduction.buffers
         found = self._policy.decide(
             update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected_weight
@@ -453,7 +450,7 @@ class Accumulator:
 
     def parameter_count(self) -> int:
         """Return the trained real numbers, shared ones counted once."""
-        return sum(p.numel() * (2 if p.is_complex() else 1) for p in self.buffers.parameters)
+        return sum(map(real_numbers, self.buffers.parameters))
 
     def gradient_bytes(self) -> int:
         """Return the memory of all gradient buffers that were made."""
@@ -598,14 +595,3 @@ def only_accumulator() -> Accumulator:
         else f"there are {len(_living)} accumulators: say whose windows they are, as in "
         "run.windows(len(data), accumulator, ...); several that share them are a list"
     )
-
-
-def _warn_of_unfinished_window(window: WindowState) -> None:
-    """Warn of an accumulator that is collected with micro-steps but without a boundary."""
-    if window.unfinished and window.micro_steps and sys.exc_info()[1] is None:
-        if getattr(sys, "last_value", None) is not None:
-            return  # the program ends because of that
-        sys.stderr.write(
-            f"warning: micro-steps of update {window.update} ({window.micro_steps}) were "
-            "accumulated and trained nothing: boundary() was not called after them\n"
-        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -26,8 +27,8 @@ Slice = tuple[int, int, int]
 """Part of a buffer: (buffer, start, end), in numbers."""
 
 _ALIGNED = 16
-_EXACT = (torch.float32, torch.float64)  # dtypes that add up a trailer's limbs without rounding
 HALVES = (torch.float16, torch.bfloat16)
+_SUMMED = (torch.float32, torch.float64)  # dtypes of sums, which hold a trailer's limbs exactly
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,7 @@ class GradientSlot:
         return part.view(parameter.shape)
 
 
-def _real_numbers(tensor: Tensor) -> int:
+def real_numbers(tensor: Tensor) -> int:
     """Return how many real numbers `tensor` holds: two for each complex one."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
@@ -69,7 +70,7 @@ def gradient_dtype(parameter: Tensor) -> torch.dtype:
     float32 for float16 and bfloat16: sums of 256 micro-steps in bfloat16 would be off by a percent
     or two.
     """
-    dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
+    dtype = parameter.real.dtype
     return torch.float32 if dtype in HALVES else dtype
 
 
@@ -116,39 +117,28 @@ def _aligned_first(parameters: Named) -> list[int]:
     to.
     """
     order = reversed(range(len(parameters)))
-    return sorted(order, key=lambda number: _real_numbers(parameters[number][1]) % _ALIGNED != 0)
+    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)
 
 
-def _buffer_plans(
-    parameters: Named, *, trailer: bool
-) -> list[tuple[torch.device, torch.dtype, list[int]]]:
+def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, list[int]]]:
     """Return device, gradients' dtype and parameters' numbers of each buffer, whose parameters are
     of one dtype.
-
-    Raises:
-        JobError: a parameter is not of a floating or complex dtype.
     """
-    plans: dict[tuple[torch.device, torch.dtype, torch.dtype], list[int]] = {}
+    plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for number in _aligned_first(parameters):
         name, parameter = parameters[number]
-        if not (parameter.is_floating_point() or parameter.is_complex()):
+        if gradient_dtype(parameter) not in _SUMMED:
             raise JobError(
-                f"parameter {name} is {parameter.dtype}; gradients need a floating dtype"
+                f"parameter {name} is {parameter.dtype}; gradients need a floating dtype of 16 "
+                "bits or more"
             )
-        dtype = parameter.real.dtype if parameter.is_complex() else parameter.dtype
-        kept = parameter.device, dtype, gradient_dtype(parameter)
-        plans.setdefault(kept, []).append(number)
+        plans.setdefault((parameter.device, parameter.real.dtype), []).append(number)
     for members in plans.values():  # pairs of reals have to begin at even places
         members.sort(key=lambda number: not parameters[number][1].is_complex())
-    # The trailer's buffer comes last, because the trailer is what is known last. It must be of a
-    # dtype that does not round the trailer.
-    ordered = sorted(
-        ((device, wide, members) for (device, _, wide), members in plans.items()),
-        key=lambda plan: plan[1] in _EXACT,
-    )
-    if trailer and ordered[-1][1] not in _EXACT:
-        ordered.append((ordered[-1][0], torch.float32, []))
-    return ordered
+    return [
+        (device, gradient_dtype(parameters[members[0]][1]), members)
+        for (device, _), members in plans.items()
+    ]
 
 
 def bucket_slices(
@@ -205,8 +195,6 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
-        same_as: another set of buffers of this model, whose `expected_versions` and `used` are
-            shared: gradients go to one set at a time.
 
     Attributes:
         flats: the buffers, padding included. The trailer ends the payload of the last one.
@@ -220,44 +208,31 @@ class GradientBuffers:
     """
 
     def __init__(
-        self,
-        parameters: Named,
-        *,
-        metric_count: int | None = 0,
-        pad_to: int = 1,
-        same_as: GradientBuffers | None = None,
+        self, parameters: Named, *, metric_count: int | None = None, pad_to: int = 1
     ) -> None:
-        self.metric_count, self.pad_to = metric_count, pad_to
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
-        plans = _buffer_plans(local, trailer=trailer > 0)
+        plans = _buffer_plans(local)
         self.flats: list[Tensor] = []
-        self.payloads: list[Tensor] = []
-        self.gradients: list[Tensor] = []
+        self._ends: list[tuple[int, int]] = []  # of each one's gradients, and of its payload
         places: dict[int, GradientSlot] = {}
         for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
             for number in members:
                 name, parameter = local[number]
-                count = _real_numbers(parameter)
+                count = real_numbers(parameter)
                 places[number] = GradientSlot(name, parameter, buffer, start, count)
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)
-            flat = torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)
-            self.flats.append(flat)
-            self.payloads.append(flat[:length])
-            self.gradients.append(flat[:start])
-        self.trailer = self.payloads[-1][self.gradients[-1].numel() :]
+            self._ends.append((start, length))
+            self.flats.append(
+                torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)
+            )
         self.places = [places[number] for number in range(len(parameters))]
-        # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
-        self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
         self.parameters = [parameter for _, parameter in parameters]
-        self._gradients = list(map(as_sharded, self.views, self.parameters))
-        self._addresses = [view.data_ptr() for view in self.views]
-        self.expected_versions = (
-            [0] * len(parameters) if same_as is None else same_as.expected_versions
-        )
-        self.used = bytearray(len(parameters)) if same_as is None else same_as.used
+        self._cut_flats()
+        self.expected_versions = [0] * len(parameters)
+        self.used = bytearray(len(parameters))
         self._at_begin: list[int] = []
         self._narrow = [
             number
@@ -267,14 +242,24 @@ class GradientBuffers:
         for number in self._narrow:
             self.parameters[number].grad_dtype = None  # any: a backward's is added to float32
 
+    def _cut_flats(self) -> None:
+        ends = list(zip(self.flats, self._ends, strict=True))
+        self.payloads = [flat[:end] for flat, (_, end) in ends]
+        self.gradients = [flat[:end] for flat, (end, _) in ends]
+        self.trailer = self.payloads[-1][self._ends[-1][0] :]
+        # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
+        self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
+        self._gradients = list(map(as_sharded, self.views, self.parameters))
+        self._addresses = [view.data_ptr() for view in self.views]
+
     def clone_layout(self) -> GradientBuffers:
-        """Return further buffers of the same layout, zero."""
-        return GradientBuffers(
-            [(p.name, whole) for p, whole in zip(self.places, self.parameters, strict=True)],
-            metric_count=self.metric_count,
-            pad_to=self.pad_to,
-            same_as=self,
-        )
+        """Return further buffers of the same layout, zero. `expected_versions` and `used` are
+        shared, since gradients go to one set of buffers at a time.
+        """
+        other = copy.copy(self)
+        other.flats = [torch.zeros_like(flat) for flat in self.flats]
+        other._cut_flats()  # noqa: SLF001  # ours
+        return other
 
     def begin(self) -> None:
         """Begin a window or a leaf: all numbers are zero, and gradients go here."""
@@ -383,26 +368,35 @@ class GradHooks:
     Args:
         parameters: the trained ones.
         counts: by parameter, how many backwards came.
-
-    Attributes:
-        ready: called with the number of a parameter whose gradient has come, where not None.
+        stray: called with a parameter's number when its gradient comes while none is expected.
     """
 
-    def __init__(self, parameters: Iterable[Tensor], counts: list[int]) -> None:
-        self.ready: Callable[[int], None] | None = None
-        self._counts = counts
+    def __init__(
+        self, parameters: Iterable[Tensor], counts: list[int], stray: Callable[[int], None]
+    ) -> None:
+        self._stray = stray
+        self._notify: Callable[[int], None] | None = stray
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(number))
+            parameter.register_post_accumulate_grad_hook(self._hook_of(number, counts))
             for number, parameter in enumerate(parameters)
         ]
 
-    def _hook_of(self, number: int) -> Callable[[Tensor], None]:
-        def came(_: Tensor) -> None:
-            self._counts[number] += 1
-            if self.ready is not None:
-                self.ready(number)
+    def _hook_of(self, number: int, counts: list[int]) -> Callable[[Tensor], None]:
+        def count(_: Tensor) -> None:  # a closure is the fastest
+            counts[number] += 1
+            if self._notify is not None:
+                self._notify(number)
 
-        return came
+        return count
+
+    @contextmanager
+    def expecting(self, arrived: Callable[[int], None] | None) -> Generator[None]:
+        """Expect gradients in here; `arrived`, if any, is called with each parameter's number."""
+        self._notify = arrived
+        try:
+            yield
+        finally:
+            self._notify = self._stray
 
     def remove(self) -> None:
         """Remove the hooks, so that another accumulator may register its own."""

@@ -47,11 +47,7 @@ from orchestrator.engine.torch.model import (
 )
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.sample_checks import check_samples
-from orchestrator.engine.torch.start_checks import (
-    digest_to_floats,
-    machine_digest,
-    machine_warning,
-)
+from orchestrator.engine.torch.start_checks import machine_digest, machine_warning
 from orchestrator.engine.torch.state import (
     Snapshot,
     load_model,
@@ -117,19 +113,11 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
 # ------------------------------------------------------------------ Engine
 
 
-def build_engine(job: Job, settings: EngineSettings, group: BaseGroup) -> TorchEngine:
-    """Build the job's model, the same on every rank, and all that trains it. Collective.
-
-    Raises:
-        JobError: `model()` or `dataset()` give what they must not, or replicas differ.
-        ConfigError: settings that cannot be used, or `settings.survive` with a transport whose
-            collectives cannot be left, or a job that calls collectives of its own.
-    """
-    return TorchEngine(job, settings, group)
-
-
 class TorchEngine(Engine):
     """An `Engine` that also `Survives` and `CopiesState`; see there for the methods.
+
+    Building one is collective: it builds the job's model, the same on every rank, and all that
+    trains it.
 
     Args:
         job: what to train.
@@ -139,6 +127,11 @@ class TorchEngine(Engine):
     Attributes:
         model: the model that is trained.
         accumulator: of its gradients.
+
+    Raises:
+        JobError: `model()` or `dataset()` give what they must not, or replicas differ.
+        ConfigError: settings that cannot be used, or `settings.survive` with a transport whose
+            collectives cannot be left, or a job that calls collectives of its own.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
@@ -168,8 +161,7 @@ class TorchEngine(Engine):
         self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
-        self._window: Window | None = None
-        self._in_window = False  # until its boundary is over
+        self._window: Window | None = None  # until its boundary is over
         self._done, self._trains = 0, self.model.training
         # Of a run that survives losses: see `_undo` and `catch_up`.
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
@@ -177,7 +169,7 @@ class TorchEngine(Engine):
         self._scale_before: dict[str, float] = {}
         # The tensors of a window's start with their versions, and copies.
         self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
-        rows = self.gather(digest_to_floats(machine_digest()))
+        rows = self.gather([machine_digest()])
         self._warnings = norms + machine_warning(rows, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -225,7 +217,6 @@ class TorchEngine(Engine):
             self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
-        self._in_window = True
         self._hyperparameters.check(f"before update {window.update}")
         if self._coupled is not None:
             self._coupled.begin()
@@ -299,9 +290,8 @@ class TorchEngine(Engine):
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()
-        window, self._window = self._window, None
-        if self._coupled is not None and window is not None:
-            self._coupled.finish(window)
+        if self._coupled is not None and self._window is not None:
+            self._coupled.finish(self._window)
         self._hyperparameters.check("inside a window")
         # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:
@@ -319,7 +309,7 @@ class TorchEngine(Engine):
             self._hyperparameters.check(
                 f"in after_update of update {report.update}", jobs_turn=True
             )
-        self._in_window = False
+        self._window = None
         return report
 
     # ------------------------------------------------------------------ around updates
@@ -393,7 +383,7 @@ class TorchEngine(Engine):
             return weights_sha256(self.model, keep=not self.shard_ranks or self._group.rank == 0)
 
     def extra_collectives(self) -> int:
-        return 0 if self._coupled is None else self._coupled.collectives
+        return int(self._coupled is not None and self._group.size > 1)  # its gather of embeddings
 
     def memory_bytes(self) -> dict[str, int]:
         state = self.accumulator.optimizer.state.values()
@@ -435,10 +425,10 @@ class TorchEngine(Engine):
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
-        if not self._in_window:
+        if self._window is None:
             return
+        self._window = None
         self.accumulator.precision.load(self._scale_before)
-        self._in_window, self._window = False, None
         for name, buffer in self.model.named_buffers():
             if name in self._buffers_before and not self._is_as_before(name, buffer):
                 buffer.detach().copy_(self._buffers_before[name][2])

@@ -12,7 +12,7 @@ from typing import Any
 import torch._dynamo  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
-from orchestrator.engine.torch.engine import build_engine
+from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.start_checks import versions
@@ -26,7 +26,7 @@ class Torch(Framework):
         return form_group(spec)
 
     def build_engine(self, job: Any, settings: EngineSettings, group: BaseGroup) -> Engine:
-        return build_engine(job, settings, group)
+        return TorchEngine(job, settings, group)
 
     def versions(self) -> dict[str, str]:
         return versions()

@@ -16,7 +16,7 @@ micro-steps of weight 0; other loops do so themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, cast
 
@@ -36,6 +36,7 @@ from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
     as_sharded,
+    bucket_slices,
     local_part,
     shard_like,
 )
@@ -149,11 +150,9 @@ class FullySharded:
     def __init__(self, model: Module, trained: Named, group: BaseGroup) -> None:
         self._group = group
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        meshes = {parameter.device_mesh for _, parameter in _sharded(trained)}
-        self.shard_ranks, self.replicas = (
-            group.shard_ranks,
-            group.replicas or TorchGroup.alone(device=group.device),
-        )
+        meshes = {p.device_mesh for _, p in trained if isinstance(p, DTensor)}
+        self.shard_ranks = group.shard_ranks
+        self.replicas = group.replicas or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(
@@ -277,15 +276,11 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
     return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
 
 
-def _sharded(named: Named) -> Iterator[tuple[str, DTensor]]:
-    return ((name, tensor) for name, tensor in named if isinstance(tensor, DTensor))
-
-
 class ShardedGradients(GradientBuffers):
     """Gradient buffers of this rank's shards. `group`: all ranks."""
 
     def __init__(self, parameters: Named, group: BaseGroup) -> None:
-        super().__init__(parameters, metric_count=None)
+        super().__init__(parameters)
         self._group = group
 
     def non_finite(self) -> list[str]:
@@ -314,10 +309,14 @@ class FullyShardedReduction(RowReduction):
         bucket_bytes: int | None,
     ) -> None:
         buffers = ShardedGradients(parameters, group)
-        super().__init__(buffers, replicas, bucket_bytes, overlap=False)
-        self._all_ranks, self._replicas = group, replicas
-        self._norm_counts = replicas.rank == 0  # its shards are those of the other replicas, too
-        self._silent_since = 0
+        super().__init__(
+            buffers,
+            replicas,
+            bucket_slices(buffers.payloads, bucket_bytes),
+            all_ranks=group,
+            norm_counts=replicas.rank == 0,  # its shards are those of the other replicas, too
+        )
+        self._replicas, self._silent_since = replicas, 0
 
     def begin(self, leaves: int | None) -> None:
         super().begin(leaves)

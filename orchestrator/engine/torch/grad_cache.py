@@ -111,7 +111,6 @@ class CoupledWindows:
         self._names, self._seed = tuple(settings.metric_names), settings.seed
         self._layout: Layout | None = None
         self._kept: list[tuple[Any, MicroBatch, Tensor]] = []  # batch, place and rows
-        self.collectives = int(self._group.size > 1)  # gathers in each window
 
     def begin(self) -> None:
         """Begin a window, from nothing."""

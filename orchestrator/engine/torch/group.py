@@ -135,7 +135,7 @@ class BaseGroup(Group):
             in_window: see `Group._admit`.
         """
         share = 2 * (self.size - 1) * tensor.nbytes
-        self._admit("all_reduce_sum", tensor.nbytes, share, in_window=in_window)
+        self._admit("all_reduce_sum", share, in_window=in_window)
         if self.size == 1:
             return CompletedWork()
         flat = flatten(tensor)
@@ -163,7 +163,7 @@ class BaseGroup(Group):
         sizes = self._leading_sizes(tensor.shape, sizes)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
         share = (self.size - 1) * out.nbytes
-        self._admit("all_gather", tensor.nbytes, share, in_window=in_window)
+        self._admit("all_gather", share, in_window=in_window)
         if self.size == 1:
             return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
@@ -188,7 +188,7 @@ class BaseGroup(Group):
                 number, holds what the others are to get. Leave it alone until `wait()`.
         """
         pieces = list(tensor.chunk(self.size))
-        self._admit("all_gather", pieces[self.rank].nbytes, (self.size - 1) * tensor.nbytes)
+        self._admit("all_gather", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return CompletedWork()
         return self._start_gather_in_place(tensor, pieces)
@@ -205,7 +205,7 @@ class BaseGroup(Group):
             in_window: see `Group._admit`.
         """
         share = (self.size - 1) * tensor.nbytes
-        self._admit("reduce_scatter_sum", tensor.nbytes, share, in_window=in_window)
+        self._admit("reduce_scatter_sum", share, in_window=in_window)
         if self.size == 1:
             return CompletedWork(after=lambda: out.copy_(tensor))
         return self._start_reduce_scatter(out, tensor)
@@ -218,7 +218,7 @@ class BaseGroup(Group):
             tensor: likewise: R equal pieces, or empty on a rank that sends nothing.
             counts: how many numbers each of the R ranks sends here (0 for those that send nothing).
         """
-        self._admit("all_to_all", tensor.nbytes, (self.size - 1) * tensor.nbytes)
+        self._admit("all_to_all", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             received.copy_(tensor)
             return
@@ -226,20 +226,23 @@ class BaseGroup(Group):
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
+        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks.
+
+        It travels as bytes, so the transport need not know the dtype.
+        """
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
-        self._admit("broadcast", tensor.nbytes, (self.size - 1) * tensor.nbytes)
+        self._admit("broadcast", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return
-        flat = flatten(tensor)
-        self._start_broadcast(flat, source).wait()
-        if flat.data_ptr() != tensor.data_ptr():
-            tensor.copy_(unflatten(flat, tensor))
+        data = bytes_of(tensor)
+        self._start_broadcast(data, source).wait()
+        if data.data_ptr() != tensor.data_ptr():
+            tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self) -> None:
         """Return once every rank has called."""
-        self._admit("barrier", 0, 0)
+        self._admit("barrier", 0)
         if self.size > 1:
             self._start_barrier().wait()
 
@@ -286,13 +289,10 @@ def gather_numbers(group: BaseGroup, numbers: Sequence[float]) -> list[list[floa
 
 
 def broadcast_tensors(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
-    """Give all ranks rank `source`'s numbers, of whatever type. Collective."""
+    """Give all ranks rank `source`'s numbers. Collective."""
     for tensor in tensors:
         if tensor.numel():
-            data = bytes_of(tensor)
-            group.broadcast(data, source)
-            if data.data_ptr() != tensor.data_ptr():
-                tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
+            group.broadcast(tensor, source)
 
 
 def bytes_of(tensor: Tensor) -> Tensor:

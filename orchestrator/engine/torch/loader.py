@@ -64,22 +64,19 @@ class _Samples(Dataset[Any]):
         return [self.dataset[index] for index in micro_batch.indices]
 
 
-@dataclass(frozen=True, slots=True)
-class _Collate:
-    """The job's collate function, or torch's where that returns None."""
-
-    own: Callable[[list[Any]], Any] | None
-
-    def __call__(self, samples: list[Any]) -> Any:
-        batch = None if self.own is None else self.own(samples)
-        return default_collate(samples) if batch is None else batch
+def _collate(own: Callable[[list[Any]], Any], samples: list[Any]) -> Any:
+    batch = own(samples)
+    return default_collate(samples) if batch is None else batch
 
 
 def collate_of(job: Any) -> Callable[[list[Any]], Any]:
-    """Return the function that makes a batch of a list of samples, as `job` wants it."""
+    """Return the function that makes a batch of a list of samples, as `job` wants it: its own, or
+    torch's where that returns None.
+    """
     # A default that always gives None need not travel to workers, and the job with it.
-    inherited = getattr(type(job), "collate", None) is Job.collate
-    return _Collate(None if inherited else getattr(job, "collate", None))
+    if not hasattr(job, "collate") or getattr(type(job), "collate", None) is Job.collate:
+        return default_collate
+    return partial(_collate, job.collate)
 
 
 def batches(
@@ -105,7 +102,12 @@ def batches(
     Raises:
         JobError: the data set cannot be indexed, or cannot be sent to workers.
     """
-    check_dataset(dataset)
+    lacking = [n for n in ("__len__", "__getitem__") if not hasattr(type(dataset), n)]
+    if lacking or isinstance(dataset, IterableDataset):
+        raise JobError(
+            f"dataset() must give something with len() and [index], but gives a "
+            f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
+        )
     loader: DataLoader[Any] = DataLoader(
         _Samples(dataset, seed, bool(getattr(job, "augments", False))),
         batch_sampler=micro_batches,  # type: ignore[arg-type]  # an index of any kind serves
@@ -151,16 +153,6 @@ def _dead_worker_error(source: Any) -> RuntimeError | None:
                 how = f"is killed by signal: {signal.strsignal(-code)}. "
             return RuntimeError(f"DataLoader worker (pid {worker.pid}) {how}")
     return None
-
-
-def check_dataset(dataset: Any) -> None:
-    """Raise `JobError` unless `dataset` can be asked for its length and for samples by number."""
-    lacking = [n for n in ("__len__", "__getitem__") if not hasattr(type(dataset), n)]
-    if lacking or isinstance(dataset, IterableDataset):
-        raise JobError(
-            f"dataset() must give something with len() and [index], but gives a "
-            f"{type(dataset).__name__} without {' and '.join(lacking) or 'either'}"
-        )
 
 
 def _begin_worker(rank: int, _: int) -> None:

@@ -235,13 +235,7 @@ def _grouped(name: str, layer: _BatchNorm) -> Module:
 # ------------------------------------------------------------------ Warnings
 
 
-IN_A_LOOP = (
-    ". In a loop of your own, model, _ = with_norms(model, 'group') or 'frozen' does the same, "
-    "before the optimizer is built"
-)
-
-
-def advice(model: Module, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
+def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]:
     """Return sentences about layers that do not do what one big batch would, or do it slowly.
 
     Args:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from orchestrator.engine.api import Counters
 from orchestrator.engine.common.boundary import Trailer, limb_bits
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.buffers import GradientBuffers, Slice, bucket_slices
+from orchestrator.engine.torch.buffers import GradientBuffers, Slice
 from orchestrator.engine.torch.group import BaseGroup, Work, to_floats
 from orchestrator.errors import JobError
 
@@ -63,12 +63,14 @@ class FastReduction:
     Args:
         buffers: whose payloads are summed over ranks, in place.
         group: the ranks.
-        bucket_bytes: size of a bucket; see `plan.wire.bucket_count`.
+        slices: the buckets, as `bucket_slices` cuts them.
+        owned: the part of each bucket that this rank gets the sum of; by default all of it.
         overlap: False sends everything at the boundary.
 
     Attributes:
         buffers_made: sets of gradient buffers that exist.
-        slices: the buckets.
+        gradients: the summed gradient in each bucket, as far as this rank has it; without trailer
+            and padding.
         sent_apart: the last window's traffic on other groups than the accumulator's.
     """
 
@@ -79,54 +81,37 @@ class FastReduction:
         self,
         buffers: GradientBuffers,
         group: BaseGroup,
-        bucket_bytes: int | None,
+        slices: Sequence[Slice],
         *,
-        overlap: bool = True,
+        overlap: bool,
+        owned: Sequence[Slice] | None = None,
     ) -> None:
-        self.buffers, self._group = buffers, group
-        if buffers.metric_count is not None:
-            mantissa_bits = _MANTISSA_BITS[buffers.trailer.dtype]
-            self._limb_bits = limb_bits(mantissa_bits, group.size)
-        self.slices = self._cut(bucket_bytes)
-        self._buckets = [buffers.flats[buffer][start:end] for buffer, start, end in self.slices]
-        # The gradients that arrive with each bucket, without trailer and padding.
-        self._gradients = [
-            buffers.gradients[buffer][start:end] for buffer, start, end in self._arriving()
-        ]
-        self._buckets_of = [
-            [
+        self.buffers, self._group, self.slices = buffers, group, slices
+        self.owned = slices if owned is None else owned
+        self._limb_bits = limb_bits(_MANTISSA_BITS[buffers.trailer.dtype], group.size)
+        self._buckets = [buffers.flats[buffer][start:end] for buffer, start, end in slices]
+        self.gradients = [buffers.gradients[buffer][start:end] for buffer, start, end in self.owned]
+        # The parameters with numbers in each bucket.
+        self._members = [
+            {
                 number
-                for number, (buffer, start, end) in enumerate(self.slices)
+                for number, place in enumerate(buffers.places)
                 if buffer == place.buffer
                 and start < place.start + place.count
                 and place.start < end
-            ]
-            for place in buffers.places
+            }
+            for buffer, start, end in slices
         ]
-        self._members = [0] * len(self.slices)
-        for touched in self._buckets_of:
-            for number in touched:
-                self._members[number] += 1
-        last, end_of_gradients = len(buffers.flats) - 1, buffers.gradients[-1].numel()
-        trailer_in = [
-            buffer == last and bool(buffers.trailer.numel()) and end > end_of_gradients
-            for buffer, _, end in self.slices
-        ]
-        for number, waits in enumerate(trailer_in):  # the trailer is ready at the boundary only
-            self._members[number] += waits
-        # Buckets leave in their order: where the first one has the trailer, all wait for that.
-        self._overlap = overlap and group.size > 1 and bool(self.slices) and not trailer_in[0]
-        self._missing: list[int] = []  # gradients of each bucket that did not come yet
-        self._seen: set[int] = set()
+        self._early = self._buckets_before_trailer() if overlap and group.size > 1 else 0
+        self._arrived: set[int] = set()  # parameters whose gradient came in the last backward
         self._under_way: list[Work] = []
 
-    def _cut(self, bucket_bytes: int | None) -> list[Slice]:
-        """Return the buckets."""
-        return bucket_slices(self.buffers.payloads, bucket_bytes)
-
-    def _arriving(self) -> list[Slice]:
-        """Return the part of each bucket that this rank has the sum of."""
-        return self.slices
+    def _buckets_before_trailer(self) -> int:
+        """Return how many buckets may leave before the boundary, where the trailer is known."""
+        if not self.buffers.trailer.numel():
+            return len(self.slices)
+        last, gradients = len(self.buffers.flats) - 1, self.buffers.gradients[-1].numel()
+        return sum(buffer < last or end <= gradients for buffer, _, end in self.slices)
 
     def begin(self, leaves: int | None) -> None:
         """Begin a window. `leaves` are for the reproducible reduction."""
@@ -143,36 +128,30 @@ class FastReduction:
 
         Returns:
             A function to call for each gradient that has come: in a window's last backward it may
-            complete a bucket, unless no bucket can leave early: on a lone rank, or with one
-            bucket, which waits for the trailer.
+            complete a bucket. None where no bucket can leave early: in other backwards, on a lone
+            rank, or with one bucket, which waits for the trailer.
         """
         del leaf
         self.buffers.check()
-        if not (last and self._overlap):
+        if not (last and self._early):
             return None
-        self._missing = list(self._members)
-        self._seen.clear()
-        return self._count_down
+        self._arrived.clear()
+        return self._send_completed
 
-    def _count_down(self, parameter: int) -> None:
-        """Send the buckets that a gradient completes.
-
-        Raises:
-            JobError: it had been there already, and is on its way to the other ranks.
-        """
-        if parameter in self._seen:
-            if any(number < len(self._under_way) for number in self._buckets_of[parameter]):
-                name = self.buffers.places[parameter].name
-                raise JobError(
-                    f"the gradient of {name} grew after it was sent: one backward reached it "
-                    "twice, as with reentrant activation checkpoints around shared parameters. Use "
-                    "checkpoint(..., use_reentrant=False), or Accumulator(..., overlap=False)"
-                )
-            return
-        self._seen.add(parameter)
-        for number in self._buckets_of[parameter]:
-            self._missing[number] -= 1
-        while len(self._under_way) < len(self._buckets) and not self._missing[len(self._under_way)]:
+    def _send_completed(self, parameter: int) -> None:
+        """Send the buckets that a parameter's gradient completes."""
+        sent = len(self._under_way)
+        if parameter in self._arrived and any(parameter in one for one in self._members[:sent]):
+            name = self.buffers.places[parameter].name
+            raise JobError(
+                f"the gradient of {name} grew after it was sent: one backward reached it "
+                "twice, as with reentrant activation checkpoints around shared parameters. Use "
+                "checkpoint(..., use_reentrant=False), or Accumulator(..., overlap=False)"
+            )
+        self._arrived.add(parameter)
+        while len(self._under_way) < self._early:
+            if not self._members[len(self._under_way)] <= self._arrived:
+                return
             self._send_next()
 
     def after_backward(self) -> None:
@@ -197,7 +176,7 @@ class FastReduction:
         """Send what has not left yet, and wait for all sums."""
         while len(self._under_way) < len(self._buckets):
             self._send_next()
-        under_way = zip(self._under_way, self._gradients, strict=True)
+        under_way = zip(self._under_way, self.gradients, strict=True)
         for number, (work, gradients) in enumerate(under_way, start=1):
             with for_others("bucket %d of %d of the gradient", number, len(self._buckets)):
                 work.wait()

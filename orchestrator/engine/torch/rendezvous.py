@@ -37,7 +37,7 @@ from orchestrator.engine.torch.transports import (
     RankCapabilities,
     TorchGroup,
     choose,
-    presence,
+    read_capabilities,
     transport_of,
 )
 from orchestrator.errors import RanksMissing, RendezvousError, StopRequested, TransportError
@@ -261,7 +261,7 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         StopRequested: some rank was asked to stop meanwhile.
         TransportError: the transport that was asked for cannot be had.
     """
-    me = presence(spec)
+    me = read_capabilities(spec)
     if spec.size == 1:
         if spec.stop_requested():
             raise StopRequested("the run was asked to stop before it began")

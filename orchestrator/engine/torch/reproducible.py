@@ -19,13 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-import torch
 from torch import Tensor
 
 from orchestrator.engine.api import Counters, MicroBatch
 from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
-from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.errors import PlanError
 
@@ -111,19 +110,14 @@ class Leaves:
 
     def leaf_of(self, micro_batch: MicroBatch) -> int | None:
         """Return the number of the leaf that a micro-batch is."""
-        if self.size is None:
-            return None
-        leaf, rest = divmod(micro_batch.start, self.size)
-        if rest:
-            raise RuntimeError(f"{micro_batch.start} does not begin a leaf of {self.size}")
-        return leaf
+        return None if self.size is None else micro_batch.start // self.size
 
 
 # ------------------------------------------------------------------ Reduction
 
 
 _NO_LEAVES = (0, 0)
-_COUNTED = -1.0  # in the place of the number of leaves: they are counted
+_COUNTED = -1  # in the place of the number of leaves: they are counted
 _UNKNOWN = 2**62  # leaves of an update; so many that only whole nodes are folded
 
 
@@ -227,7 +221,8 @@ class ReproducibleReduction:
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
         """
-        rows = self._exchange_rows(trailer)
+        said = _COUNTED if self._leaves is None else self._leaves
+        rows = gather_numbers(self._group, [*self._owned, said, *trailer.numbers(WIDE)])
         leaves, owned = self._numbered(rows)
         if wrong := gap_in(owned, leaves):
             raise PlanError(f"of {leaves} leaves of an update, {wrong}: ranks own {owned}")
@@ -272,12 +267,6 @@ class ReproducibleReduction:
     def _use(self, buffers: GradientBuffers) -> None:
         self.buffers, self._spent = buffers, False
         buffers.attach()
-
-    def _exchange_rows(self, trailer: Trailer) -> list[list[float]]:
-        leaves = _COUNTED if self._leaves is None else float(self._leaves)
-        mine = [float(self._owned[0]), float(self._owned[1]), leaves, *trailer.numbers(WIDE)]
-        row = torch.tensor([mine], dtype=torch.float64, device=self._group.device)
-        return self._group.all_gather(row).tolist()
 
     def _sum_along_tree(self, nodes: list[list[Range]], leaves: int) -> GradientBuffers:
         """Exchange the ranks' `nodes` and add them up; give the buffers that hold the sum."""

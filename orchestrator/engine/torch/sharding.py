@@ -24,8 +24,15 @@ import torch
 from torch import Tensor, optim
 from torch.optim import Optimizer
 
+from orchestrator.config.rules import SHARDABLE
 from orchestrator.engine.common.boundary import WIDE, Trailer
-from orchestrator.engine.torch.buffers import GradientSlot, Named, Slice, bucket_slices
+from orchestrator.engine.torch.buffers import (
+    GradientBuffers,
+    GradientSlot,
+    Named,
+    Slice,
+    bucket_slices,
+)
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -36,10 +43,7 @@ from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.state import MASTER
 from orchestrator.errors import ConfigError, JobError, StateLost
 
-ELEMENTWISE: tuple[type[Optimizer], ...] = (
-    optim.SGD, optim.Adam, optim.AdamW, optim.NAdam, optim.RAdam, optim.Adamax, optim.Adadelta,
-    optim.RMSprop, optim.Rprop, optim.ASGD,
-)  # fmt: skip
+ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in SHARDABLE)
 """These classes only: a subclass may look at norms or shapes.
 
 Adagrad has state from the beginning, Adafactor and Muon look at matrices."""
@@ -57,11 +61,10 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
-        known = ", ".join(one.__name__ for one in ELEMENTWISE)
         raise ConfigError(
             f"engine.shard_optimizer=true steps pieces of parameters, and {kind.__module__}."
-            f"{kind.__qualname__} may need them whole; it works with torch.optim's {known}. Use "
-            "one of these, or engine.shard_optimizer=false"
+            f"{kind.__qualname__} may need them whole; it works with torch.optim's "
+            f"{', '.join(SHARDABLE)}. Use one of these, or engine.shard_optimizer=false"
         )
     if optimizer.defaults.get("differentiable"):
         raise ConfigError("engine.shard_optimizer=true is not available with differentiable=True")
@@ -101,13 +104,25 @@ def _bytes_reached(parameter: Tensor) -> int:
 class RowReduction(FastReduction):
     """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
-    Attributes:
-        _all_ranks: the ranks that exchange rows.
-        _norm_counts: no other rank has this one's part as well.
+    Args:
+        buffers, group, slices, owned, overlap: see `FastReduction`.
+        all_ranks: the ranks that exchange rows.
+        norm_counts: no other rank has this one's part as well.
     """
 
-    _all_ranks: BaseGroup
-    _norm_counts = True
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        slices: Sequence[Slice],
+        *,
+        all_ranks: BaseGroup,
+        owned: Sequence[Slice] | None = None,
+        overlap: bool = False,
+        norm_counts: bool = True,
+    ) -> None:
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
+        self._all_ranks, self._norm_counts = all_ranks, norm_counts
 
     def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
         """Send the rest, wait for this rank's sums, exchange rows. Collective.
@@ -129,24 +144,28 @@ class RowReduction(FastReduction):
 class ShardedReduction(RowReduction):
     """A reduction that leaves each rank with the sum of its segments.
 
-    The buffers are padded to a multiple of the ranks.
+    Args:
+        buffers: padded to a multiple of the ranks.
 
     Attributes:
-        owned: this rank's segment of each bucket, all equally long.
+        owned: this rank's segment of each bucket.
     """
 
-    def _cut(self, bucket_bytes: int | None) -> list[Slice]:
-        return bucket_slices(self.buffers.flats, bucket_bytes, multiple_of=self._group.size)
-
-    def _arriving(self) -> list[Slice]:
-        self._all_ranks = self._group
-        rank, ranks = self._group.rank, self._group.size
-        self.owned: list[Slice] = [
-            (buffer, start + rank * length, start + (rank + 1) * length)
-            for buffer, start, end in self.slices
-            for length in [(end - start) // ranks]
-        ]
-        return self.owned
+    def __init__(
+        self,
+        buffers: GradientBuffers,
+        group: BaseGroup,
+        bucket_bytes: int | None,
+        *,
+        overlap: bool,
+    ) -> None:
+        slices = bucket_slices(buffers.flats, bucket_bytes, multiple_of=group.size)
+        owned: list[Slice] = []
+        for buffer, start, end in slices:
+            length = (end - start) // group.size
+            first = start + group.rank * length
+            owned.append((buffer, first, first + length))
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
 
     def _send_next(self) -> None:
         number = len(self._under_way)
@@ -226,9 +245,7 @@ class OptimizerShard:
         self._optimizer, self._group = optimizer, group
         self._slices, buffers = reduction.slices, reduction.buffers
         self._places, self._flats = buffers.places, buffers.flats
-        self.gradients: Sequence[Tensor] = [
-            buffers.gradients[buffer][start:end] for buffer, start, end in reduction.owned
-        ]
+        self.gradients = reduction.gradients
         dtypes = {p.buffer: p.parameter.real.dtype for p in self._places}
         weights = [
             torch.zeros_like(flat, dtype=dtypes[number])
@@ -488,11 +505,7 @@ def _is_elementwise(key: str, value: Any) -> bool:
 
 
 def _flat_state(place: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a parameter's state, elementwise tensors as they lie in a flat buffer.
-
-    Raises:
-        ValueError: it is of another shape.
-    """
+    """Return a parameter's state, elementwise tensors as they lie in a flat buffer."""
     found, parameter = dict(state), place.parameter
     for key, value in state.items():
         if not _is_elementwise(key, value):

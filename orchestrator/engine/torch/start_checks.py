@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import platform
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import zip_longest
 from numbers import Real
 from typing import Any, cast
 
@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
-from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch.buffers import HALVES, Named, local_part
+from orchestrator.engine.common.replicas import folded, minority_ranks
+from orchestrator.engine.torch.buffers import HALVES, Named, is_sharded, local_part
 from orchestrator.engine.torch.group import (
     BaseGroup,
     broadcast_tensors,
@@ -109,21 +109,6 @@ _REDUCES_ITSELF = {  # by the names of torch's classes: to import them would tak
 }
 
 
-def trained_parameters(named: Iterable[tuple[str, Tensor]]) -> list[tuple[str, Tensor]]:
-    """Return the parameters that get gradients, each once, with the first of its names.
-
-    Raises:
-        JobError: there is none.
-    """
-    found: dict[int, tuple[str, Tensor]] = {}
-    for name, parameter in named:
-        if parameter.requires_grad:
-            found.setdefault(id(parameter), (name, parameter))
-    if not found:
-        raise JobError("the model has no parameter to train: none has requires_grad=True")
-    return list(found.values())
-
-
 def check_supported(
     model: Module | list[Any], optimizer: Optimizer
 ) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
@@ -149,7 +134,13 @@ def check_supported(
             (f"parameter {number}", item) if isinstance(item, Tensor) else item
             for number, item in enumerate(model)
         ]
-    parameters = trained_parameters(named)
+    found: dict[int, tuple[str, Tensor]] = {}  # shared ones count once, under their first name
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise JobError("the model has no parameter to train: none has requires_grad=True")
+    parameters = list(found.values())
     by_fsdp = isinstance(model, Module) and is_fully_sharded(model)
     for name, parameter in parameters:
         if reason := _unsupported_reason(parameter, by_fsdp=by_fsdp):
@@ -171,7 +162,7 @@ def _unsupported_reason(  # noqa: PLR0911  # one for each reason
     kind = type(parameter)
     if parameter.device.type == "meta":
         return "is on the meta device, without numbers: give the model memory before (to_empty)"
-    if any(one.__name__ == "DTensor" for one in kind.__mro__):
+    if is_sharded(parameter):
         unsharded = (
             "is a DTensor that no fully_shard() made: give it the plain model, with "
             "shard_optimizer=True say, or one that fully_shard() has sharded"
@@ -222,8 +213,6 @@ def _check_optimizer(optimizer: Optimizer, parameters: Named) -> None:
 # ------------------------------------------------------------------ Equal machines
 
 
-_DIGIT_BITS = 48  # float64 carries 53 exactly
-_FLOATS = 5
 KERNEL_VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG", "CUBLASLT_WORKSPACE_SIZE", "NVIDIA_TF32_OVERRIDE", "NCCL_ALGO",
     "NCCL_PROTO", "NCCL_NVLS_ENABLE",
@@ -253,16 +242,9 @@ def versions() -> dict[str, str]:
     return found
 
 
-def digest_to_floats(hexadecimal: str) -> list[float]:
-    """Return the first 240 bits of a digest as numbers that survive a float64."""
-    digits = _DIGIT_BITS // 4
-    return [float(int(hexadecimal[n * digits : (n + 1) * digits], 16)) for n in range(_FLOATS)]
-
-
-def machine_digest() -> str:
+def machine_digest() -> float:
     """Digest what decides the bits of a kernel: versions, threads, kind of processor."""
-    facts = {**versions(), "machine": platform.machine()}
-    return hashlib.sha256(repr(sorted(facts.items())).encode()).hexdigest()
+    return float(folded(sorted({**versions(), "machine": platform.machine()}.items())))
 
 
 def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str]:
@@ -341,22 +323,16 @@ def check_same_start(
 
 def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
     """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective."""
-    digest = hashlib.sha256(repr(list(traits)).encode()).hexdigest()
-    odd = minority_ranks(gather_numbers(group, digest_to_floats(digest)))
+    odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
     every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]
     usual: list[Trait] = every[next(rank for rank in range(group.size) if rank not in odd)]
     theirs: list[Trait] = every[odd[0]]
     who, verb = named_ranks(odd), "differ" if len(odd) > 1 else "differs"
-    nothing = [("", "nothing")]
-    (what, value), (_, other) = next(
-        (a, b)
-        for a, b in zip(usual + nothing * len(theirs), theirs + nothing * len(usual), strict=False)
-        if a != b
-    )
+    pairs = list(zip_longest(usual, theirs, fillvalue=("", "nothing")))
+    (what, value), (_, other) = next((a, b) for a, b in pairs if a != b)
     if what.startswith(_NUMBERS):
-        pairs = zip(usual, theirs, strict=False)
         count = sum(a != b and a[0].startswith(_NUMBERS) for a, b in pairs)
         raise JobError(
             f"the model is not the same on every rank: {who} {verb} from the others in {count} of "

@@ -202,8 +202,7 @@ def weights_sha256(model: Module, *, keep: bool = True) -> str:
         tensor = tensors[name]
         whole = tensor.full_tensor() if is_sharded(tensor) else tensor
         if keep and name in kept:
-            data = whole.detach().cpu().resolve_conj().contiguous().reshape(-1)
-            digest.update(data.view(torch.uint8).numpy().data)
+            digest.update(bytes_of(whole.cpu()).numpy().data)
     return digest.hexdigest() if keep else ""
 
 

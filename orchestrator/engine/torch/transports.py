@@ -474,8 +474,8 @@ def gpu_index(local_rank: int) -> int | None:
     return 0 if count == 1 else None
 
 
-def presence(spec: GroupSpec) -> RankCapabilities:
-    """Return this rank's report."""
+def read_capabilities(spec: GroupSpec) -> RankCapabilities:
+    """Return this rank's report, after a look at its device."""
     gpu, error = "", ""
     index = gpu_index(spec.local_rank) if torch.cuda.is_available() else None
     if index is not None:

@@ -19,7 +19,7 @@ from orchestrator.engine.common.replicas import (
     shares_of,
 )
 from orchestrator.engine.torch.buffers import Named, local_part
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers
+from orchestrator.engine.torch.group import BaseGroup, flatten, gather_numbers
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
@@ -75,20 +75,17 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
         raise JobError(
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
-    weight = _without_graph(loss.weight)
+    numbers: list[Any] = [loss.weight, total, *map(loss.metrics.get, names)]
+    row: list[Any] = [n.detach() if isinstance(n, Tensor) else n for n in numbers]
     made_by = averaged_by(total.grad_fn)
     # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
-    if made_by is not None and float(weight) != 1.0:
+    if made_by is not None and float(row[0]) != 1.0:
         raise JobError(
-            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(weight):g}: "
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(row[0]):g}: "
             "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
             "by what it was divided by"
         )
-    return [weight, total.detach(), *(_without_graph(loss.metrics[name]) for name in names)]
-
-
-def _without_graph(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+    return row
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -137,8 +134,7 @@ def digests_of(
     parts: list[Tensor] = []
     kinds: set[tuple[torch.device, torch.dtype]] = set()
     for piece in pieces:
-        flat = parameters[piece.number].detach().reshape(-1)[piece.start : piece.end]
-        numbers = torch.view_as_real(flat.resolve_conj()).reshape(-1) if flat.is_complex() else flat
+        numbers = flatten(parameters[piece.number].detach().reshape(-1)[piece.start : piece.end])
         parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
         kinds.add((numbers.device, parts[-1].dtype))
     if joint and len(kinds) == 1 and sum(map(len, parts)) <= LARGEST_PIECE:

@@ -7,6 +7,7 @@ twice, or let ranks diverge are refused, with the remedy.
 
 from __future__ import annotations
 
+import sys
 import warnings
 import zlib
 from collections.abc import Callable, Generator, Sequence
@@ -22,7 +23,7 @@ from orchestrator.engine.api import AccumulationOptions, BoundaryReport
 from orchestrator.engine.common.job_checks import norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
-from orchestrator.engine.torch.model import IN_A_LOOP, batch_norms_of
+from orchestrator.engine.torch.model import batch_norms_of
 from orchestrator.errors import JobError, SilenceError, error_text
 
 _REMEDY = (
@@ -86,11 +87,6 @@ class WindowState:
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
         self._warn_about_layers()
-
-    @property
-    def unfinished(self) -> bool:
-        """True if a boundary could end the window that is open."""
-        return self.open and self._broken is None and self._unusable is None
 
     @contextmanager
     def within(self, call: str) -> Generator[None]:
@@ -172,8 +168,12 @@ class WindowState:
 
     def _warn_about_layers(self) -> None:
         if any(layer.training for layer in self._norms.values()):
-            given = norm_advice(list(self._norms), apart=self._group.size > 1)
-            warnings.warn(given + IN_A_LOOP, stacklevel=5)
+            warnings.warn(
+                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
+                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
+                "optimizer is built",
+                stacklevel=5,
+            )
             self._norms = {}
 
     def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
@@ -277,6 +277,17 @@ class WindowState:
                 if name != "params":
                     found[f"{name} of the optimizer's parameter group {number}"] = value
         return found
+
+    def warn_if_unfinished(self) -> None:
+        """Warn of micro-steps without a boundary, when the accumulator is collected."""
+        usable = self.open and self._broken is None and self._unusable is None
+        # An exception that ends the program explains it better.
+        ended = sys.exc_info()[1] is not None or getattr(sys, "last_value", None) is not None
+        if usable and self.micro_steps and not ended:
+            sys.stderr.write(
+                f"warning: micro-steps of update {self.update} ({self.micro_steps}) were "
+                "accumulated and trained nothing: boundary() was not called after them\n"
+            )
 
     def close(self) -> None:
         """Refuse all further calls."""

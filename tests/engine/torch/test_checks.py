@@ -15,7 +15,7 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, WeightRange, shares_of
-from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchEngine, run_in_threads
 from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
@@ -113,7 +113,7 @@ def test_the_start_check_takes_one_small_exchange_and_none_on_one_rank():
         ours.close()
         return group.counters.collectives, group.counters.bytes_on_wire
 
-    assert run_in_threads(STARTING_RANKS, be) == [(1, 40 * (STARTING_RANKS - 1))] * STARTING_RANKS
+    assert run_in_threads(STARTING_RANKS, be) == [(1, 8 * (STARTING_RANKS - 1))] * STARTING_RANKS
     assert run_in_threads(1, be) == [(0, 0)]
 
 
@@ -145,16 +145,6 @@ def test_broadcast_does_not_hide_another_model():
             Accumulator(net, _sgd(net), group, broadcast=True)
 
     run_in_threads(STARTING_RANKS, be)
-
-
-def test_a_compiled_wrapper_is_taken_as_the_model_that_it_wraps():
-    net = nn.Linear(3, 1)
-    wrapped = torch.compile(net, backend="eager")
-    ours = Accumulator(wrapped, optim.SGD(net.parameters(), lr=0.1), TorchGroup.alone())
-    before = net.weight.detach().clone()
-    ours.backward(Loss(wrapped(torch.ones(1, 3)).sum(), 1), last=True)
-    ours.boundary()
-    torch.testing.assert_close(net.weight, before - 0.1)
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -225,7 +215,7 @@ def _trained(job_of, updates, **settings):
     """What each rank raised, or None; and how many updates it did before."""
 
     def be(group):
-        engine = build_engine(job_of(group.rank), EngineSettings(**settings), group)
+        engine = TorchEngine(job_of(group.rank), EngineSettings(**settings), group)
         done = 0
         try:
             for window in _windows(assign([4] * RANKS, cap=2), group.rank, updates):
@@ -241,8 +231,11 @@ def _trained(job_of, updates, **settings):
     return run_in_threads(RANKS, be)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+@pytest.mark.parametrize(
+    ("way", "change"),
+    [*(("fast", change) for change in CHANGES), *((way, nudge) for way in WAYS if way != "fast")],
+    ids=lambda value: getattr(value, "__name__", value),
+)
 def test_a_change_on_one_rank_is_refused_at_the_next_boundary_by_all(way, change):
     results = _trained(lambda rank: Drifts(rank, change), 5, **WAYS[way])
     assert len(set(results)) == 1, results

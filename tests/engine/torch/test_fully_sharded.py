@@ -25,7 +25,7 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.run import Run
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import Accumulator, form_group
-from orchestrator.engine.torch.engine import build_engine
+from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
@@ -282,7 +282,7 @@ def _engines(group, folder):
     said = []
     for job in (_InParts(), _NotSharded(), _InPartsOfItsOwn()):
         try:
-            engine = build_engine(job, settings, group)
+            engine = TorchEngine(job, settings, group)
             engine.begin_window(window)
             engine.micro_step(next(iter(engine.batches([part]))), part)
             said.append(engine.boundary().applied)
@@ -364,7 +364,7 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
     assert lengths[2] == lengths[3]
     assert padded > 0
     _check_files(kept / "update-000000004", begun[0][0], tmp_path / "whole.safetensors")
-    for name, shape in {"pair": (1, 2), "six": (3, 2), "plain": None}.items():
+    for name, shape in {"pair": (1, 2), "three": (1, 3), "plain": None}.items():
         for weights, first, _ in train(name, shape, 6):
             assert first == 4
             assert _farthest(weights, wanted) <= 1e-12
@@ -373,7 +373,7 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
 def _saves(group, folder, background):
     """Save after updates 1, 2 and 3; the second time rank 1 cannot write its part."""
     settings = EngineSettings(shard_model="all", metric_names=())
-    engine = build_engine(_InPartsOfItsOwn(), settings, group)
+    engine = TorchEngine(_InPartsOfItsOwn(), settings, group)
     checkpoints = Checkpoints(folder, engine, run=None, keep=9, background=background)
     assert checkpoints.restore(group.rank) is None
     limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []

@@ -15,7 +15,7 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import FIRST_SCALE
-from orchestrator.engine.torch import Accumulator, TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup, run_in_threads
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
 from tests.jobs.training import difference, train
@@ -61,7 +61,7 @@ def test_frozen_and_group_norms_give_one_update_for_any_split(norm, exact):
     ],
 )
 def test_the_layers_are_named(norm, words):
-    engine = build_engine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone())
+    engine = TorchEngine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone())
     assert len(engine.warnings()) == 1
     assert words in engine.warnings()[0]
 

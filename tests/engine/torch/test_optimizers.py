@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchGroup, build_engine
+from orchestrator.engine.torch import TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import LearningRate, build_optimizer
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.split import assign
@@ -163,7 +163,7 @@ MOMENTS = {
 
 
 def _trained(job):
-    engine = build_engine(
+    engine = TorchEngine(
         job, EngineSettings(metric_names=Curve.metric_names, optimizer={}), TorchGroup.alone()
     )
     first, second = _windows(assign([29], steps=1), 0, updates=2)

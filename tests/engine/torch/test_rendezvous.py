@@ -10,6 +10,7 @@ import socket
 import subprocess
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
 
@@ -18,7 +19,7 @@ import torch
 from torch._C._distributed_c10d import TCPStore
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.torch import form_group
+from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
@@ -88,7 +89,8 @@ def test_a_late_rank_reads_the_verdict(tmp_path):
         form_group(spec(1, 2, tmp_path, timeout_s=30))
 
 
-def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path):
+def test_a_rank_that_fails_to_connect_reads_the_published_verdict(tmp_path, monkeypatch):
+    monkeypatch.setattr(rendezvous, "_CONNECT_S", 0.2)
     path, stop = rendezvous_file(spec(0, 2, tmp_path)), {"generation": 0, "verdict": "stop"}
     listener = socket.create_server(("127.0.0.1", 0))
     here = {"address": "127.0.0.1", "port": listener.getsockname()[1], "token": "x"}
@@ -123,60 +125,46 @@ def _say_what_they_like(store):
 
 def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
     """Rank 1 comes late; until then whoever finds the port says what they like to it."""
-    results = {}
-
-    def joining(rank):
-        return threading.Thread(
-            target=_form, args=(results, rank, 2, tmp_path), kwargs={"timeout_s": 100}
-        )
-
-    first, second = joining(0), joining(1)
-    first.start()
-    path = rendezvous_file(spec(0, 2, tmp_path))
-    while not path.exists():
-        time.sleep(0.01)
-    assert path.stat().st_mode & 0o777 == 0o600
-    published = json.loads(path.read_text())
-    at = (published["address"], published["port"])
-    silent = socket.create_connection(at, timeout=60)
-    for garbage in GARBAGE:
-        with socket.create_connection(at, timeout=60) as stranger:
-            stranger.sendall(garbage)
-    _say_what_they_like(TCPStore(*at, None, timeout=timedelta(seconds=60), wait_for_workers=False))
-    time.sleep(0.2)  # for what should not come
-    assert results == {}
-    second.start()
-    for thread in (first, second):
-        thread.join()
-    silent.close()
-    assert {rank: getattr(group, "size", group) for rank, group in results.items()} == {0: 2, 1: 2}
+    with ThreadPoolExecutor() as pool:
+        first = pool.submit(_form, 0, 2, tmp_path, timeout_s=100)
+        path = rendezvous_file(spec(0, 2, tmp_path))
+        while not path.exists():
+            time.sleep(0.01)
+        assert path.stat().st_mode & 0o777 == 0o600
+        published = json.loads(path.read_text())
+        at = (published["address"], published["port"])
+        with socket.create_connection(at, timeout=60):  # one that says nothing
+            for garbage in GARBAGE:
+                with socket.create_connection(at, timeout=60) as stranger:
+                    stranger.sendall(garbage)
+            client = TCPStore(*at, None, timeout=timedelta(seconds=60), wait_for_workers=False)
+            _say_what_they_like(client)
+            time.sleep(0.2)  # for what should not come
+            assert not first.done()
+            second = pool.submit(_form, 1, 2, tmp_path, timeout_s=100)
+            results = [first.result(), second.result()]
+    assert [getattr(group, "size", group) for group in results] == [2, 2]
 
 
-def _form(results, rank, size, folder, **more):
+def _form(rank, size, folder, **more):
     try:
-        results[rank] = form_group(spec(rank, size, folder, **more))
+        return form_group(spec(rank, size, folder, **more))
     except Exception as error:  # noqa: BLE001  # looked at by the test
-        results[rank] = error
+        return error
 
 
 def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path):
-    results, asked = {}, 1
     began = time.monotonic()
 
-    def stop_of(rank):
-        return lambda: rank == asked and time.monotonic() > began + 0.5
-
-    threads = [
-        threading.Thread(
-            target=_form, args=(results, r, 3, tmp_path), kwargs={"stop_requested": stop_of(r)}
+    def form(rank):
+        asked = rank == 1
+        return _form(
+            rank, 3, tmp_path, stop_requested=lambda: asked and time.monotonic() > began + 0.5
         )
-        for r in (0, 1)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert {type(found) for found in results.values()} == {StopRequested}
+
+    with ThreadPoolExecutor() as pool:
+        results = list(pool.map(form, (0, 1)))
+    assert {type(found) for found in results} == {StopRequested}
     assert time.monotonic() - began < 50  # the limit of forming is 60
 
 

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchGroup, build_engine, run_in_threads
+from orchestrator.engine.torch import TorchEngine, TorchGroup, run_in_threads
 from orchestrator.engine.torch.state import (
     OPTIMIZER,
     SMALL,
@@ -226,7 +226,7 @@ def compare(group, optimizer, folder, **more):
     settings = EngineSettings(
         optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
     )
-    engine, ranks = build_engine(Wide(), settings, group), group.size
+    engine, ranks = TorchEngine(Wide(), settings, group), group.size
     train(engine, group.rank, ranks, range(2))
     engine.gather_state()
     if group.rank:

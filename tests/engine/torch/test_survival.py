@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from dataclasses import replace
 from functools import partial
 
 import pytest
-import torch
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
@@ -68,29 +68,26 @@ def undisturbed(updates):
     return run_in_threads(4, rank)[0]
 
 
-def survivors_of(ranks, left, before, job=Curve, settings=SETTINGS):
-    """`before(engine, rank)` on all ranks; then those in `left` meet in a group of their own."""
+def survivors_of(ranks, left, before, job=Curve, ahead=None):
+    """`before(engine, rank)` on all ranks; then those in `left` meet in a group of their own. All
+    have applied two updates, the rank `ahead` three.
+    """
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = TorchEngine(job(), settings, group)
+        engine = engines[group.rank] = TorchEngine(job(), SETTINGS, group)
         before(engine, group.rank)
 
     run_in_threads(ranks, first)
 
     def then(group):
         engine, rank = engines[left[group.rank]], left[group.rank]
-        done = 3 if rank in DONE else 2
-        standing = engine.catch_up(group, done, f"standing of {rank}")
+        standing = engine.catch_up(group, 3 if rank == ahead else 2, f"standing of {rank}")
         engine.regroup(group)
-        done = 3 if DONE else 2
-        train(engine, group.rank, group.size, range(done, 5))
+        train(engine, group.rank, group.size, range(2 if ahead is None else 3, 5))
         return standing, digest(engine)
 
     return run_in_threads(len(left), then)
-
-
-DONE = ()
 
 
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
@@ -115,27 +112,20 @@ def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
     assert found == [(None, undisturbed(5))] * 2
 
 
-def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it(monkeypatch):
-    monkeypatch.setitem(globals(), "DONE", (2,))
-
+def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it():
     # ranks 1 and 3 are as they were after 2 updates: the third never came to its end there
-    states = {}
-
     def first(engine, rank):
         train(engine, rank, 4, range(2))
-        states[rank] = [p.detach().clone() for p in engine.model.parameters()]
-        optimizer = engine.accumulator.optimizer_state()
-        kept = {k: v.clone() if isinstance(v, torch.Tensor) else v for k, v in flat(optimizer)}
+        weights = copy.deepcopy(engine.model.state_dict())
+        optimizer = copy.deepcopy(engine.accumulator.optimizer_state())
         train(engine, rank, 4, [2])
-        if rank in DONE:
+        if rank == 2:
             train(engine, rank, 4, [3], most=1)
         else:
-            with torch.no_grad():
-                for p, old in zip(engine.model.parameters(), states[rank], strict=True):
-                    p.copy_(old)
-            put(engine.accumulator.optimizer, kept)
+            engine.model.load_state_dict(weights)
+            engine.accumulator.load_optimizer_state(optimizer)
 
-    found = survivors_of(4, (1, 2, 3), first)
+    found = survivors_of(4, (1, 2, 3), first, ahead=2)
     assert [standing for standing, _ in found] == ["standing of 2", None, "standing of 2"]
     assert {bits for _, bits in found} == {undisturbed(5)}
 
@@ -189,16 +179,6 @@ def test_the_boundary_reports_waiting_ranks_to_all_ranks():
     assert run_in_threads(3, rank) == [[False, True, False]] * 3
 
 
-def flat(state):
-    return [((n, k), v) for n, one in state["state"].items() for k, v in one.items()]
-
-
-def put(optimizer, kept):
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for (n, k), value in kept.items():
-        optimizer.state[parameters[n]][k] = value
-
-
 def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
     counts = []
 
@@ -221,24 +201,24 @@ SHARDED = EngineSettings(
 )  # fmt: skip
 
 
-def of_a_checkpoint(folder, ranks, after, *, updates):
-    """The weights where `ranks` begin again from what four had saved after `after` updates."""
+def of_a_checkpoint(folder, savers, loaders):
+    """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
 
     def save(group):
         engine = TorchEngine(Curve(), SHARDED, group)
-        train(engine, group.rank, group.size, range(after))
+        train(engine, group.rank, group.size, range(2))
         engine.gather_state()
         return engine.save_state(folder) if group.rank == 0 else None
 
-    saved = run_in_threads(4, save)[0]
+    saved = run_in_threads(savers, save)[0]
 
     def load(group):
         engine = TorchEngine(Curve(), SHARDED, group)
         engine.load_state(folder, saved)
-        train(engine, group.rank, group.size, range(after, updates))
+        train(engine, group.rank, group.size, range(2, 5))
         return digest(engine)
 
-    return run_in_threads(ranks, load)[0]
+    return run_in_threads(loaders, load)[0]
 
 
 def in_the_window(engine, rank):
@@ -261,21 +241,7 @@ def before_weights_come(engine, rank):
 
 @pytest.mark.parametrize("ranks", [3, 1])
 def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
-    def save(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
-        train(engine, group.rank, group.size, range(2))
-        engine.gather_state()
-        return engine.save_state(tmp_path) if group.rank == 0 else None
-
-    saved = run_in_threads(ranks, save)[0]
-
-    def load(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
-        engine.load_state(tmp_path, saved)
-        train(engine, group.rank, group.size, range(2, 5))
-        return digest(engine)
-
-    expected = run_in_threads(ranks + 1, load)[0]
+    expected = of_a_checkpoint(tmp_path, ranks, ranks + 1)
     assert {bits for _, bits in joined_by_one(SHARDED, ranks)} == {expected}
 
 
@@ -303,7 +269,7 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
         train(engine, group.rank, group.size, range(2, 5))
         return digest(engine)
 
-    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 2, 2, updates=5)] * 2
+    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 4, 2)] * 2
 
 
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
@@ -337,4 +303,4 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     run_in_threads(len(left), partial(again, whole=False))
     found = run_in_threads(len(left), partial(again, whole=True))
     (tmp_path / "again").mkdir()
-    assert set(found) == {of_a_checkpoint(tmp_path / "again", len(left), 2, updates=5)}
+    assert set(found) == {of_a_checkpoint(tmp_path / "again", 4, len(left))}

@@ -27,7 +27,7 @@ class Letters(Group):
         self._stop_requested, self._timeout = lambda: False, spec.collective_timeout_s
 
     def all_reduce_sum(self, tensor):
-        self._admit("all_reduce_sum", tensor.nbytes, 2 * (self.size - 1) * tensor.nbytes)
+        self._admit("all_reduce_sum", 2 * (self.size - 1) * tensor.nbytes)
         # In the order of ranks, so that all of them have the same bits.
         parts = [np.frombuffer(letter, tensor.dtype) for letter in self._letters(tensor.tobytes())]
         tensor[...] = sum(parts[1:], parts[0]).reshape(tensor.shape)
@@ -36,18 +36,18 @@ class Letters(Group):
         sizes = self._leading_sizes(tensor.shape, sizes)
         row = tensor.shape[1:]
         gathered = sum(sizes) * math.prod(row) * tensor.itemsize
-        self._admit("all_gather", tensor.nbytes, (self.size - 1) * gathered)
+        self._admit("all_gather", (self.size - 1) * gathered)
         letters = self._letters(tensor.tobytes())
         parts = [np.frombuffer(letter, tensor.dtype) for letter in letters]
         return np.concatenate(parts).reshape((sum(sizes), *row))
 
     def broadcast(self, tensor, source=0):
-        self._admit("broadcast", tensor.nbytes, (self.size - 1) * tensor.nbytes)
+        self._admit("broadcast", (self.size - 1) * tensor.nbytes)
         letters = self._letters(tensor.tobytes() if self.rank == source else b"")
         tensor[...] = np.frombuffer(letters[source], tensor.dtype).reshape(tensor.shape)
 
     def barrier(self):
-        self._admit("barrier", 0, 0)
+        self._admit("barrier", 0)
         self._letters(b"")
 
     def close(self):
