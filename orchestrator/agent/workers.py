@@ -293,6 +293,9 @@ class Workers:
             while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
                 self._hear(worker)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
+            if worker.status < 0:  # its forks would keep its connections open, and others waiting
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
             if worker.status == -signal.SIGKILL:
                 kills = kills_for_memory()
                 worker.out_of_memory = kills > self._kills_for_memory

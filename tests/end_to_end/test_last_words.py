@@ -39,9 +39,7 @@ ROWS = {
         r"it was frozen \(SIGSTOP\) for 3 s .*; it was last seen at .* update \d.*, in .*line \d+\)"
         + WAITED.format(0, BUCKET), ""),
     "a rank sleeps in the kernel with the interpreter in its hands": (
-        # Its child holds its connections, which therefore do not break when it is killed.
-        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5",
-                                 "cluster.collective_timeout_s=15"), 1,
+        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5"), 1,
         r"it slept in kernel_clone for 5 s .*; it is in _sleep_in_the_kernel \(.*acting_job.py"
         + WAITED.format(0, BUCKET), "in loss"),
     "two ranks wait for each other": (
