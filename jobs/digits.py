@@ -12,7 +12,6 @@ from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
 from orchestrator.jobs.idx import bundled_digits, read_digits
-from orchestrator.jobs.weights_file import read_weights
 
 
 class Digits(Job):
@@ -22,7 +21,6 @@ class Digits(Job):
         data_dir: folder with MNIST's four IDX files; None for the digits that scikit-learn ships.
         layers: sizes of the MLP's layers, from pixels to classes.
         dropout: share of each hidden layer's outputs that is dropped in training.
-        initial_weights: safetensors file to start from, of either engine; None draws them.
     """
 
     metric_names = ("accuracy",)
@@ -32,23 +30,16 @@ class Digits(Job):
         data_dir: str | None = None,
         layers: Sequence[int] = (784, 512, 256, 128, 10),
         dropout: float = 0.0,
-        initial_weights: str | None = None,
     ) -> None:
         self.folder = Path(data_dir).expanduser() if data_dir else bundled_digits()
         self.layers, self.dropout = list(layers), dropout
-        self.initial_weights = initial_weights
 
     def model(self) -> nn.Module:
         parts: list[nn.Module] = []
         for inputs, outputs in zip(self.layers, self.layers[1:], strict=False):
             # One module whatever the dropout, so that weights keep their names.
             parts += [nn.Linear(inputs, outputs), self._activation()]
-        net = nn.Sequential(*parts[:-1])
-        if self.initial_weights:
-            shapes = {name: tuple(tensor.shape) for name, tensor in net.state_dict().items()}
-            arrays = read_weights(self.initial_weights, shapes)
-            net.load_state_dict({name: torch.from_numpy(a) for name, a in arrays.items()})
-        return net
+        return nn.Sequential(*parts[:-1])
 
     def _activation(self) -> nn.Module:
         return nn.Sequential(nn.ReLU(), nn.Dropout(self.dropout)) if self.dropout else nn.ReLU()

@@ -11,7 +11,6 @@ from mindspore.dataset import MnistDataset
 
 from orchestrator import Job, Loss
 from orchestrator.jobs.idx import bundled_digits, read_digits
-from orchestrator.jobs.weights_file import read_weights
 
 
 class DigitsMindSpore(Job):
@@ -20,7 +19,6 @@ class DigitsMindSpore(Job):
     Args:
         data_dir: folder with MNIST's four IDX files; None for the digits that scikit-learn ships.
         layers: sizes of the MLP's layers, from pixels to classes.
-        initial_weights: safetensors file to start from, of either engine; None draws them.
     """
 
     framework = "mindspore"
@@ -30,23 +28,15 @@ class DigitsMindSpore(Job):
         self,
         data_dir: str | None = None,
         layers: Sequence[int] = (784, 512, 512, 10),
-        initial_weights: str | None = None,
     ) -> None:
         self.folder = Path(data_dir).expanduser() if data_dir else bundled_digits()
         self.layers = list(layers)
-        self.initial_weights = initial_weights
 
     def model(self):
         parts = []
         for inputs, outputs in zip(self.layers, self.layers[1:], strict=False):
             parts += [nn.Dense(inputs, outputs), nn.ReLU()]
-        net = nn.SequentialCell(parts[:-1])
-        if self.initial_weights:
-            parameters = net.parameters_dict()
-            shapes = {name: parameter.shape for name, parameter in parameters.items()}
-            for name, array in read_weights(self.initial_weights, shapes).items():
-                parameters[name].set_data(Tensor(array))
-        return net
+        return nn.SequentialCell(parts[:-1])
 
     def dataset(self, part: str = "train"):
         images, _ = read_digits(self.folder, part)  # checked here: MindSpore's messages are long

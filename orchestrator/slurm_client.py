@@ -62,7 +62,8 @@ DOWN = (
     "communications connection failure",
     "transport endpoint is not connected",
     "connection reset",
-    "munge",  # the credentials' daemon does not answer: no command can be sent
+    "munge encode failed",  # the credentials' daemon does not answer: no command can be sent
+    "munge decode failed",
     "protocol authentication error",
     "problem talking to the database",
     "temporarily unable to",

@@ -323,7 +323,6 @@ class Agent:
         self._tried_since, self._was_heard = 0.0, False
         self._coordinator_link, self._coordinator_peer = link, first
         link.heard = self._clock()
-        link.socket.setblocking(True)
         self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
         link.send(workers=self._state_of_workers())
 

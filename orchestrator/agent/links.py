@@ -118,7 +118,8 @@ def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -
     node, said = message.get("node"), message.get("sign")
     if not isinstance(node, int) or not isinstance(said, str):
         return None
-    return node if hmac.compare_digest(said.encode(), sign(secret, node, me).encode()) else None
+    given = said.encode(errors="replace")  # JSON may hold half of a surrogate pair
+    return node if hmac.compare_digest(given, sign(secret, node, me).encode()) else None
 
 
 def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:

@@ -126,7 +126,9 @@ def describe_processes(pids: Iterable[int], log: Path) -> str:
             continue
         if stack := of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace")):
             found.append(f"; its process {pid} is {describe_stack(stack)}")
-    return "".join(found[:MOST_TOLD])
+        if len(found) == MOST_TOLD:
+            break
+    return "".join(found)
 
 
 def of_main_thread(said: str) -> list[Frame]:

@@ -293,7 +293,9 @@ class Workers:
             while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
                 self._hear(worker)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
-            if worker.status < 0:  # its forks would keep its connections open, and others waiting
+            # Its forks would keep its connections open, and others waiting. After a stop they may
+            # still save something.
+            if worker.status < 0 and not self._stops:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(pid, signal.SIGKILL)
             if worker.status == -signal.SIGKILL:

@@ -241,8 +241,8 @@ INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
 
 
 def run_to_end(ready: Ready) -> LaunchResult:
-    """Train it from the newest checkpoint, if there is one, shown to its end; after failures as
-    `outcome.rule` rules. Nothing is left running, whatever is raised.
+    """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
+    failures as `decide_restart` says. Nothing is left running, whatever is raised.
     """
     run, output = ready.run, ready.output
     if not output.quiet:

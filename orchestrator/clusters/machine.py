@@ -55,11 +55,15 @@ def free_memory_bytes() -> int:
     return max(0, found)
 
 
+NO_DEVICE = frozenset({"-1", "nodevfiles", "none", "void"})  # SLURM, CUDA and container runtimes
+
+
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """Return the GPUs that this process may use: by variable, or else the drivers' lists."""
     for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
         if variable in env:
-            return [name for name in env[variable].split(",") if name.strip()]
+            names = [name.strip() for name in env[variable].split(",")]
+            return [] if names[0].lower() in NO_DEVICE else [name for name in names if name]
     found = len(list(NVIDIA.glob("*")))
     # AMD's driver lists CPUs as well, with an id of 0.
     found = found or sum(_read(gpu) != "0" for gpu in AMD.glob("*/gpu_id"))

@@ -135,7 +135,7 @@ def program_of(job: Mapping[str, Any]) -> ProgramConfig:
 
 
 def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
-    """Yield arguments as a command line has them; see `Program.argument_style`.
+    """Yield arguments as a command line has them; see `ProgramConfig.argument_style`.
 
     A name in a name has a dot (`optim.lr`). true is the name alone and false is nothing, but in
     bare style `name=true`; null is nothing. Raises `ConfigError` for what has no such form.

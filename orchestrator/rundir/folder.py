@@ -104,8 +104,13 @@ class RunDir:
     @property
     def may_be_queued(self) -> bool:
         """True if a scheduler knows the run, or may: then the folder must not be removed."""
+        return self.handle.exists() or self.is_being_submitted
+
+    @property
+    def is_being_submitted(self) -> bool:
+        """True during a submission, of this run or of an array, and after one that was ended."""
         of_array = self.path.parent / self.submitting.name
-        return any(p.exists() for p in (self.handle, self.submitting, of_array))
+        return self.submitting.exists() or of_array.exists()
 
     @property
     def removed_message(self) -> str:

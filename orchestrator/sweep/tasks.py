@@ -236,7 +236,9 @@ def replaced_folder(sweep: Path, name: str) -> Path:
     aside = sweep / REPLACED
     if not aside.is_dir():
         make_folder(aside)
-    return aside / f"{name}-{sum(other.startswith(f'{name}-') for other in names_in(aside))}"
+    there = [other.rpartition("-") for other in names_in(aside)]
+    numbers = [int(number) for of, _, number in there if of == name and number.isdigit()]
+    return aside / f"{name}-{max(numbers, default=-1) + 1}"
 
 
 def make_room(task: PointTask) -> None:

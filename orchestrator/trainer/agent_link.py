@@ -99,7 +99,7 @@ class AgentLink:
         """Announce that this process executes a program now, and send nothing more by itself.
 
         Args:
-            facts: see `agent.programs.Program`.
+            facts: see `agent.programs.RankProgram`.
         """
         self._ended.set()
         self._send({"program": facts})

@@ -57,7 +57,7 @@ class Training:
         group: the first one.
         updates: of the whole run.
         rates: the job's own learning rates, if any.
-        survivors: None where losses are not survived.
+        membership: None where losses are not survived.
         changes: changes of the group that a newcomer has to record.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """

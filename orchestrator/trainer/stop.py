@@ -109,8 +109,8 @@ class GracePeriods:
 class LeaveInTime(Callback):
     """Callback of rank 0 that leaves a window whose boundary would come after the kill.
 
-    It also reads `cancel.json`, which works without the scheduler, and writes nothing once a newer
-    attempt has begun.
+    It also reads the file `cancel`, which works without the scheduler, and writes nothing once a
+    newer attempt has begun.
 
     Args:
         grace: None if the run ends for good, so that there is nothing to save in time.

@@ -1,6 +1,7 @@
 """Which agent follows which, at the start; and what reaches it through another one."""
 
 import json
+import socket
 
 import pytest
 
@@ -46,6 +47,18 @@ def test_an_agent_does_not_follow_another_one_at_the_address_of_its_coordinator(
         assert (0 in agent._followers) is accepted
         assert not agent._unauthenticated
         link.close()
+
+
+@pytest.mark.parametrize("sign", ["", "\\ud800", "0" * 64])
+def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
+    port = agent._listener.getsockname()[1]
+    with socket.create_connection(("127.0.0.1", port)) as stranger:
+        agent._accept()
+        stranger.sendall(b'{"node": 0, "sign": "' + sign.encode() + b'"}\n')
+        [accepting] = agent._unauthenticated
+        agent._hear_follower(accepting)
+        assert not agent._followers
+        assert stranger.recv(1) == b""
 
 
 @pytest.mark.parametrize("spoke", [True, False])

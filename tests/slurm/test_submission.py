@@ -159,7 +159,7 @@ MOMENTS = {
 def wrapped_sbatch(folder, steps):
     """Write an `sbatch` that runs these shell commands where a job is submitted."""
     wrapper = folder / "bin" / "sbatch"
-    wrapper.parent.mkdir()
+    wrapper.parent.mkdir(parents=True)
     asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # as a dry run
     real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
     wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))

@@ -8,6 +8,7 @@ import signal
 from slurm import breaking
 from tests.helpers import TINY, begin, call, result, until
 from tests.slurm import runs
+from tests.slurm.test_submission import wrapped_sbatch
 
 
 def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
@@ -44,6 +45,10 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     assert runs.wait_over(slurm, run)["weights_sha256"] == digest
     assert runs.first_records(run)[1]["update"] == stopped["updates"]
     assert "has finished already" in runs.verb("resume", run).stdout
+    no_sbatch = wrapped_sbatch(tmp_path / "refusing", ["exit 1"]).parent
+    refused = runs.verb("resume", run, "train.updates=700", PATH=f"{no_sbatch}:/usr/bin:/bin")
+    assert refused.returncode == 2, refused.stdout
+    assert result(run)["weights_sha256"] == digest, "what it had is left as it was"
 
 
 def path_without_slurm(folder):

@@ -16,7 +16,14 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
 from orchestrator.sweep.points import check_points
-from orchestrator.sweep.tasks import REPLACED, Action, ready_of, refuse_replacing, tasks_of
+from orchestrator.sweep.tasks import (
+    REPLACED,
+    Action,
+    ready_of,
+    refuse_replacing,
+    replaced_folder,
+    tasks_of,
+)
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
@@ -67,6 +74,13 @@ def sweep(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(found.code)
     found.run(found.tasks())
     return found
+
+
+def test_what_is_replaced_never_moves_to_a_folder_that_is_there(tmp_path):
+    for name in ("3-0", "3-2", "13-5", "search-0"):
+        (tmp_path / REPLACED / name).mkdir(parents=True)
+    assert replaced_folder(tmp_path, "3").name == "3-3"
+    assert replaced_folder(tmp_path, "4").name == "4-0"
 
 
 def of_another_version(run):

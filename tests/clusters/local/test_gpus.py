@@ -37,3 +37,5 @@ def test_gpus_of_amd_are_counted_without_the_processors_in_the_drivers_list(monk
         (tmp_path / str(number) / "gpu_id").write_text(f"{gpu}\n")
     assert machine.visible_gpus({}) == ["0", "1"]
     assert machine.visible_gpus({"HIP_VISIBLE_DEVICES": "1"}) == ["1"]
+    for none in ("", "-1", "NoDevFiles"):
+        assert machine.visible_gpus({"CUDA_VISIBLE_DEVICES": none}) == []
