@@ -4,12 +4,14 @@ import random
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from orchestrator import Accumulator, ConfigError, Loss, TorchGroup, run_in_threads
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
+from orchestrator.testing.processes import run_ranks
 
 SAMPLES = 53
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -163,6 +165,34 @@ def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
             ours.backward(Loss(cross_entropy(model(x), y, reduction="sum"), len(y)))
         ours.boundary()
     assert next(batches, None) is None
+
+
+def _two_models(group, folder, batch):
+    if group.size > 1:
+        where = f"file://{folder}/met"
+        dist.init_process_group("gloo", init_method=where, rank=group.rank, world_size=group.size)
+    torch.manual_seed(0)
+    models = [nn.Sequential(nn.Linear(8, 64), nn.Tanh(), nn.Linear(64, 8)) for _ in range(2)]
+    samples = torch.randn(8, 8)
+    both = [
+        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), bucket_bytes=1024)
+        for model in models
+    ]
+    sent = []
+    for window in Run({}).windows(8, both, global_batch=batch, micro_batch=1, updates=4):
+        for piece in window:
+            for model, ours in zip(models, both, strict=True):
+                ours.backward(Loss(model(samples[piece]).square().sum(), len(piece)))
+        sent.append([ours.boundary().collectives for ours in reversed(both)])
+    return sent, [weights(model).tolist() for model in models]
+
+
+@pytest.mark.parametrize("batch", [1, 3])  # with one sample, the second rank has none
+def test_two_accumulators_on_torchs_default_group_neither_mix_nor_miscount(tmp_path, batch):
+    _, expected = _two_models(TorchGroup.alone(), tmp_path, batch)
+    for sent, found in run_ranks(2, tmp_path, _two_models, str(tmp_path), batch):
+        assert len({count for counts in sent for count in counts}) == 1
+        assert found == [pytest.approx(values, rel=1e-5) for values in expected]
 
 
 def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():

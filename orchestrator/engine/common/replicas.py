@@ -88,6 +88,7 @@ class Replicas:
             are now; any change of a piece changes its number.
         gather: every rank's numbers, a row for each rank; collective.
         ranks: how many there are; alone, nothing is done.
+        numbers: theirs, for messages, where they are a part of all ranks.
         joint_digests: numbers for all of some pieces, which change with any of these, where fewer
             than one for each take less time; by default `digests`.
     """
@@ -101,10 +102,12 @@ class Replicas:
         digests: Callable[[Sequence[WeightRange]], list[int]],
         gather: Callable[[Sequence[float]], list[list[float]]],
         ranks: int,
+        numbers: Sequence[int] | None = None,
         joint_digests: Callable[[Sequence[WeightRange]], list[int]] | None = None,
     ) -> None:
         self._joint_digests = joint_digests or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
+        self._numbers = numbers or range(ranks)
         self._shares = shares_of(sizes, itemsizes)
         self._update = -1  # the latest
         self._alike: list[int | None] = [None] * len(self._shares)  # last before which update
@@ -178,12 +181,12 @@ class Replicas:
     ) -> ReplicasDiffer:
         """Return the error, in which all ranks name the same culprits. Collective."""
         rows = self._gather([float(folded([digest])) for digest in self._digests(pieces)])
-        odd = minority_ranks(rows)
+        odd = [self._numbers[row] for row in minority_ranks(rows)]
         columns = zip(pieces, zip(*rows, strict=True), strict=True)
         first = next((piece for piece, column in columns if len(set(column)) > 1), None)
         begun = "the start" if since is None else f"the start of update {since}"
         where = "" if first is None else f", first in parameter {self._names[first.number]}"
-        whose = "rank 0" if self._ranks == 2 else "most ranks"
+        whose = f"rank {self._numbers[0]}" if self._ranks == 2 else "most ranks"
         return ReplicasDiffer(
             f"the weights of {named_ranks(odd)} are no longer those of {whose}{where}: they were "
             f"changed there alone, between {begun} and {until}. What a job does besides the "

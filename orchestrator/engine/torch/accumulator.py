@@ -66,8 +66,9 @@ from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
 from orchestrator.engine.torch.window_checks import checked_loss, replicas_of
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
-from orchestrator.errors import ConfigError, JobError, did_you_mean
+from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
+from orchestrator.plan.plan_warnings import named_ranks
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
@@ -174,7 +175,8 @@ class Accumulator:
         _refuse_shared(trained)
         self.fully_sharded = _fully_sharded(self.model, trained, group, options)
         replicas = self.fully_sharded.replicas if self.fully_sharded else group
-        check_same_start(group, self.model, named, optimizer, options, replicas)
+        ranks = self.fully_sharded.replica_ranks if self.fully_sharded else range(group.size)
+        check_same_start(group, self.model, named, optimizer, options, replicas, ranks)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
@@ -188,7 +190,9 @@ class Accumulator:
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
         self._replicas = replicas_of(() if self.fully_sharded else named, group)
-        self._copies = replicas_of(named, replicas) if self.fully_sharded else self._replicas
+        self._copies = self._replicas
+        if self.fully_sharded:
+            self._copies = replicas_of(named, replicas, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
         silent = options.silent and (not self.fully_sharded or replicas.size > 1)
         options = options.with_options({"silent": silent})
@@ -299,7 +303,9 @@ class Accumulator:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
                 self._losses += row
-                arrived = self._reduction.before_backward(last=last, leaf=leaf)
+                # With several windows open, ranks would start their buckets in different orders.
+                early = last and not self._window.shared
+                arrived = self._reduction.before_backward(last=early, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
                 with self._hooks.expecting(arrived):
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
@@ -364,6 +370,7 @@ class Accumulator:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
             update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
+            mark = self.group.mark() if self._window.shared else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
                 mine = Trailer.of_losses(to_floats(self._losses), len(names))
@@ -376,7 +383,7 @@ class Accumulator:
                 self._replicas.check(totals, update)
             with self.clock.optimize:
                 norm = self._step(update, totals, mine, norm_of_sum.value())
-            sent, apart = self.group.since(self._window.mark), self._reduction.sent_apart
+            sent, apart = self.group.since(mark), self._reduction.sent_apart
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
             report = BoundaryReport(
@@ -497,7 +504,23 @@ class Accumulator:
         Raises:
             ReplicasDiffer: on all ranks alike.
         """
-        self._copies.check_all()
+        error: ReplicasDiffer | None = None
+        try:
+            self._copies.check_all()
+        except ReplicasDiffer as found:
+            error = found
+        if self.fully_sharded is not None:  # only the ranks with the same shards know of it
+            differs = float(error is not None and self.group.rank in error.ranks)
+            rows = gather_numbers(self.group, [differs])
+            odd = [rank for rank, row in enumerate(rows) if any(row)]
+            if odd and (error is None or tuple(odd) != error.ranks):
+                error = ReplicasDiffer(
+                    f"the shards of {named_ranks(odd)} are no longer those of the other copies of "
+                    "the model: they were changed there alone",
+                    odd,
+                )
+        if error is not None:
+            raise error
 
     def track_windows(self, tracker: MicroBatchTracker) -> None:
         """Take all windows from `run.windows` from now on. Not collective.

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from datetime import timedelta
 from typing import Any, cast
 
 import torch
@@ -87,7 +88,13 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.store).below)
         _stores.append((store, ours))
         backend = f"cpu:gloo,cuda:{ours.transport}" if group.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=store, rank=spec.rank, world_size=spec.size)
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=spec.rank,
+            world_size=spec.size,
+            timeout=timedelta(seconds=spec.collective_timeout_s),
+        )
     mesh = DeviceMesh(group.device.type, torch.arange(spec.size), mesh_dim_names=("shards",))
     getattr(job, "shard", shard_layers)(model, mesh)
     if not any(isinstance(module, FSDPModule) for module in model.modules()):
@@ -107,6 +114,7 @@ def join_copies(group: BaseGroup, over: str) -> None:
     group.shard_ranks = tuple(next(ranks for ranks in copies if group.rank in ranks))
     place = group.shard_ranks.index(group.rank)
     same = [ranks[place] for ranks in copies]
+    group.replica_ranks = tuple(same)
     group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
         store = PrefixStore(f"replicas-{place}", cast("Any", group.store).below)
@@ -142,6 +150,7 @@ class FullySharded:
     Attributes:
         shard_ranks: numbers in `group` of the ranks that hold this rank's copy.
         replicas: the ranks that hold the same shards of the other copies.
+        replica_ranks: their numbers in `group`.
 
     Raises:
         ConfigError: a mesh, a wrapper or a torch that cannot be served.
@@ -152,6 +161,7 @@ class FullySharded:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {p.device_mesh for _, p in trained if isinstance(p, DTensor)}
         self.shard_ranks = group.shard_ranks
+        self.replica_ranks = group.replica_ranks or (group.rank,)
         self.replicas = group.replicas or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
@@ -176,9 +186,13 @@ class FullySharded:
                 "reduces: CPUOffloadPolicy is not available"
             )
         if not self.shard_ranks:
+            # The mesh has torch's numbers, which are others where `group` is a part of all ranks.
+            ranks = sorted(mesh.mesh.flatten().tolist())
             row = mesh.mesh if mesh.ndim == 1 else mesh.mesh[mesh.get_local_rank(0)]
-            self.shard_ranks = tuple(int(rank) for rank in row)
+            self.shard_ranks = tuple(map(ranks.index, row.tolist()))
             if mesh.ndim > 1 and mesh.size(0) > 1:
+                column = mesh.mesh[:, mesh.get_local_rank(1)]
+                self.replica_ranks = tuple(map(ranks.index, column.tolist()))
                 self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
         for module in self._modules:
             self._take_over(module)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
 from typing import Any, Protocol, TypeVar
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -107,8 +108,10 @@ class BaseGroup(Group):
         self.device = torch.device(device)
         self.store: object = None  # has to live as long as the group
         self.spec: GroupSpec | None = None  # of the rendezvous that formed it
+        self.open_windows: WeakSet[Any] = WeakSet()  # `WindowState`s of this rank's accumulators
         # Of a job's model in shards: see `fully_sharded.join_copies`.
         self.shard_ranks: tuple[int, ...] = ()
+        self.replica_ranks: tuple[int, ...] = ()
         self.replicas: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:

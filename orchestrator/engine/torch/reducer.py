@@ -102,7 +102,10 @@ class FastReduction:
             }
             for buffer, start, end in slices
         ]
-        self._early = self._buckets_before_trailer() if overlap and group.size > 1 else 0
+        # Autograd has a thread for each device, whose hooks would send at the same time.
+        one_device = len({flat.device for flat in buffers.flats}) == 1
+        overlap = overlap and one_device and group.size > 1
+        self._early = self._buckets_before_trailer() if overlap else 0
         self._arrived: set[int] = set()  # parameters whose gradient came in the last backward
         self._under_way: list[Work] = []
 

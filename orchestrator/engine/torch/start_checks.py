@@ -284,12 +284,14 @@ def check_same_start(
     optimizer: Optimizer,
     options: AccumulationOptions,
     replicas: BaseGroup,
+    replica_ranks: Sequence[int],
 ) -> None:
     """Check that all ranks begin with the same. Collective.
 
     Args:
         group: the ranks; alone, nothing is done.
         replicas: those whose numbers are the same: all, unless the model is sharded.
+        replica_ranks: their numbers in `group`.
         model: its buffers are looked at, too, where it is a module.
         named: its parameters, trained or not.
         optimizer: with its groups and its state.
@@ -302,7 +304,9 @@ def check_same_start(
     if group.size == 1:
         return
     buffers = list(model.named_buffers()) if isinstance(model, Module) else []
-    tensors = [(name, local_part(tensor)) for name, tensor in (*named, *buffers)]
+    tensors = [*named, *buffers]
+    whole = [(name, tensor) for name, tensor in tensors if not is_sharded(tensor)]
+    shards = [(name, local_part(tensor)) for name, tensor in tensors if is_sharded(tensor)]
     shapes = [
         (f"the accumulator's {name}", repr(value))
         for name, value in options.shared_by_ranks().items()
@@ -314,22 +318,42 @@ def check_same_start(
             shapes.append((f"{kind} number {number}", f"{name} ({form})"))
     if options.broadcast:
         check_same_traits(group, shapes)
-        broadcast_tensors(replicas, [tensor for _, tensor in tensors])
-    numbers = [(f"{_NUMBERS}{name}", _digest(tensor)) for name, tensor in tensors]
-    if replicas is not group:
-        check_same_traits(group, shapes)
-    check_same_traits(replicas, [*shapes, *numbers, *_optimizer_traits(optimizer, named)])
+        broadcast_tensors(group, [tensor for _, tensor in whole])
+        broadcast_tensors(replicas, [tensor for _, tensor in shards])
+    for_all = [*shapes, *_numbers(whole), *_optimizer_settings(optimizer, named)]
+    of_replicas = [*_numbers(shards), *_optimizer_state(optimizer, named)]
+    if not shards:
+        check_same_traits(group, [*for_all, *of_replicas])
+        return
+    check_same_traits(group, for_all)
+    error: JobError | None = None
+    try:
+        check_same_traits(replicas, of_replicas, replica_ranks)
+    except JobError as found:
+        error = found
+    differs = gather_numbers(group, [float(error is not None)])
+    if error is not None:
+        raise error
+    if odd := [rank for rank, row in enumerate(differs) if any(row)]:
+        raise JobError(f"the shards of {named_ranks(odd)} are not the same in all copies")
 
 
-def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
-    """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective."""
+def check_same_traits(
+    group: BaseGroup, traits: Sequence[Trait], numbers: Sequence[int] | None = None
+) -> None:
+    """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective.
+
+    Args:
+        numbers: of the group's ranks, for messages, where they are a part of all.
+    """
     odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
     if not odd:
         return
     every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]
     usual: list[Trait] = every[next(rank for rank in range(group.size) if rank not in odd)]
     theirs: list[Trait] = every[odd[0]]
-    who, verb = named_ranks(odd), "differ" if len(odd) > 1 else "differs"
+    numbers = [(numbers or range(group.size))[rank] for rank in odd]
+    who, verb = named_ranks(numbers), "differ" if len(odd) > 1 else "differs"
     pairs = list(zip_longest(usual, theirs, fillvalue=("", "nothing")))
     (what, value), (_, other) = next((a, b) for a, b in pairs if a != b)
     if what.startswith(_NUMBERS):
@@ -342,11 +366,16 @@ def check_same_traits(group: BaseGroup, traits: Sequence[Trait]) -> None:
         )
     raise JobError(
         f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
-        f"on rank {odd[0]}, and {value} on others"
+        f"on rank {numbers[0]}, and {value} on others"
     )
 
 
-def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
+def _numbers(tensors: Named) -> Iterator[Trait]:
+    for name, tensor in tensors:
+        yield f"{_NUMBERS}{name}", _digest(tensor)
+
+
+def _optimizer_settings(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
     name_of = {id(tensor): name for name, tensor in reversed(named)}
     yield "the optimizer", type(optimizer).__qualname__
     for number, group in enumerate(optimizer.param_groups):
@@ -355,11 +384,17 @@ def _optimizer_traits(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
             if key == "params":
                 value = [name_of.get(id(parameter)) for parameter in value]
             yield f"{key} of the optimizer's group {number}", _digest(value)
+
+
+def _optimizer_state(optimizer: Optimizer, named: Named) -> Iterator[Trait]:
+    name_of = {id(tensor): name for name, tensor in reversed(named)}
     for parameter, state in optimizer.state.items():
         for key in sorted(state, key=str):
             yield f"the optimizer's {key} of {name_of.get(id(parameter))}", _digest(state[key])
 
 
 def _digest(value: Any) -> str:
-    """Return a tensor's digest; anything else as Python's repr."""
+    """Return a tensor's digest; a function's name; anything else as Python's repr."""
+    if callable(value):  # whose repr holds an address
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
     return f"{tensor_digest(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)

@@ -22,6 +22,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import torch
 import torch.distributed as dist
@@ -74,6 +75,9 @@ _LOST = re.compile(
     re.IGNORECASE,
 )
 _TAG = 0
+
+_windows_of: dict[int, WeakSet[Any]] = {}
+"""Open windows of all groups that wrap the same process group, by its `id`."""
 
 
 @contextmanager
@@ -232,7 +236,7 @@ class TorchGroup(BaseGroup):
             # Shortly before its watchdog would end the process. Plug-ins may not say when.
             timeout = getattr(getattr(one, "options", None), "_timeout", None)
             wait_timeout_s = None if timeout is None else 0.9 * timeout.total_seconds()
-        return cls(
+        group = cls(
             process_group,
             rank=process_group.rank(),
             size=process_group.size(),
@@ -240,6 +244,8 @@ class TorchGroup(BaseGroup):
             device=device,
             wait_timeout_s=wait_timeout_s,
         )
+        group.open_windows = _windows_of.setdefault(id(process_group), group.open_windows)
+        return group
 
     @classmethod
     def alone(

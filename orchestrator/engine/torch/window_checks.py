@@ -152,8 +152,12 @@ def tensor_digest(tensor: Tensor) -> int:
     return folded(digests_of([tensor], [piece for share in whole for piece in share]))
 
 
-def replicas_of(named: Named, group: BaseGroup) -> Replicas:
-    """Return the detector of parameters, trained or not, that differ between ranks."""
+def replicas_of(named: Named, group: BaseGroup, numbers: Sequence[int] | None = None) -> Replicas:
+    """Return the detector of parameters, trained or not, that differ between ranks.
+
+    Args:
+        numbers: of the group's ranks, for messages, where they are a part of all.
+    """
     parameters = [local_part(parameter) for _, parameter in named]
     return Replicas(
         [name for name, _ in named],
@@ -162,5 +166,6 @@ def replicas_of(named: Named, group: BaseGroup) -> Replicas:
         digests=partial(digests_of, parameters),
         gather=partial(gather_numbers, group),
         ranks=group.size,
+        numbers=numbers,
         joint_digests=partial(digests_of, parameters, joint=True),
     )

@@ -86,6 +86,7 @@ class WindowState:
         self._settings: dict[str, Any] = {}
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
+        self.shared = False  # another accumulator's window was open on this group meanwhile
         self._warn_about_layers()
 
     @contextmanager
@@ -161,6 +162,11 @@ class WindowState:
             "the digest of which parameters are frozen": float(zlib.crc32(trains)),
             "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
         }
+        others = [window for window in self._group.open_windows if window is not self]
+        for other in others:
+            other.shared = True
+        self.shared = bool(others)
+        self._group.open_windows.add(self)
         self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
@@ -237,6 +243,7 @@ class WindowState:
         self._refuse_broken()
         self.open, self._stray, self.at_stake = False, None, "accumulator"
         self._group.silence = None
+        self._group.open_windows.discard(self)
         versions = list(map(version_of, self._parameters))
         if versions != self._versions:
             both = zip(self._names, versions, self._versions, strict=True)
@@ -245,7 +252,7 @@ class WindowState:
                 f"parameter {changed} was changed in mid-window of update {self.update}; weights "
                 "change at boundaries only, by the optimizer"
             )
-        if self._silent and self._group.transport in _COUNTED:
+        if self._silent and not self.shared and self._group.transport in _COUNTED:
             sent = self._group.since(self.mark).collectives
             counted = (self._group.transport_collectives() or 0) - self._transport_mark
             if counted != sent:

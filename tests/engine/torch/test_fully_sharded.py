@@ -26,7 +26,13 @@ from orchestrator.client.run import Run
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
+from orchestrator.errors import (
+    ConfigError,
+    JobError,
+    NonFiniteError,
+    ReplicasDiffer,
+    SilenceError,
+)
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile
@@ -429,3 +435,37 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, bac
     [sentence] = said
     assert "part-00001.safetensors is damaged" in sentence
     assert "going on from an earlier checkpoint" in sentence
+
+
+def _disagreeing(group, folder, what):
+    """Return what building an accumulator, or comparing copies later, says on this rank."""
+    net, _ = _sharded((4,) if what == "decay" else (2, 2), group, folder)
+    shard = next(net.parameters()).to_local()
+    optimizer = _optimizer(net)
+    if group.rank == 3 and what == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.2
+    if group.rank == 3 and what == "start":
+        shard.detach().add_(1)
+    try:
+        accumulator = Accumulator(net, optimizer, group)
+        if group.rank == 3:
+            shard.detach().add_(1)
+        accumulator.check_replicas()
+    except (JobError, ReplicasDiffer) as error:
+        return str(error), getattr(error, "ranks", None)
+    return None
+
+
+@pytest.mark.parametrize("what", ["start", "decay", "later"])
+def test_every_rank_is_told_that_copies_or_settings_differ_and_where(what, tmp_path):
+    said = run_ranks(4, tmp_path, _disagreeing, str(tmp_path), what)
+    if what == "decay":
+        assert all("weight_decay" in text and "rank 3" in text for text, _ in said)
+    if what == "start":
+        for text, _ in said[1::2]:
+            assert "rank 3 differs" in text
+            assert "numbers of 0.0.weight" in text
+        for text, _ in said[::2]:
+            assert "the shards of ranks 1, 3 are not the same in all copies" in text
+    if what == "later":
+        assert [ranks for _, ranks in said] == [(3,)] * 4
