@@ -2,7 +2,7 @@
 """Numbers for people: bytes, counts, seconds, rates, shares, ratios.
 
 Every function takes a plain number in base units (bytes, seconds, samples) and returns text without
-markup. Not a place for tables or for deciding what is shown.
+markup.
 """
 
 from __future__ import annotations

@@ -60,9 +60,9 @@ from orchestrator.rundir.warnings import warn_of
 log = logging.getLogger(__name__)
 
 GRACE_S = 1.0
-"""For the workers that a failed one leaves behind, to write down what they saw."""
+"""Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
-"""For the one among them that saves the last boundary's state."""
+"""Time for one of them to save the state of the last boundary."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
@@ -79,7 +79,7 @@ NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
-"""So many processes of a rank in a row may end before they have done an update with the others."""
+"""Consecutive processes of a rank that may end without an update together with the others."""
 
 
 @dataclass(slots=True)
@@ -90,7 +90,7 @@ class WorkerState:
         state: "expected" until its agent has connected.
         final_state: from its final message, "" without one; None while it runs, or if the others
             survived its loss.
-        waits: a new worker that asks to join.
+        wants_to_join: a new worker that asks the others to let it in.
         set_up: it is ready to train; training: its loop has begun.
         awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
             for new workers.
@@ -102,7 +102,7 @@ class WorkerState:
     rank: int
     process: int = 0
     state: Literal["expected", "alive", "ended"] = "expected"
-    waits: bool = False
+    wants_to_join: bool = False
     set_up: bool = False
     training: bool = False
     code: dict[str, str] = field(default_factory=dict[str, str])
@@ -229,7 +229,7 @@ class Coordinator:
         if not ranks:
             return
         for rank in ranks:
-            self.workers[rank].state, self.workers[rank].waits = "ended", False
+            self.workers[rank].state, self.workers[rank].wants_to_join = "ended", False
         end = AbnormalEnd(
             time=self._clock(),
             node=self._spec.name_of(index),
@@ -255,7 +255,7 @@ class Coordinator:
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
         elif kind == "exit":
             if worker.state != "ended" and worker.process == event["process"]:
-                worker.state, worker.waits = "ended", False
+                worker.state, worker.wants_to_join = "ended", False
                 if self._saving == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
@@ -269,7 +269,7 @@ class Coordinator:
         elif kind == "trains":
             worker.training = True
         elif kind == "joins":
-            worker.waits = True
+            worker.wants_to_join = True
             self._announced_newcomers = False
         elif kind == "ready":
             worker.awaits_newcomers = event["generation"], event["updates"]
@@ -328,7 +328,7 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
-        # Or a newcomer, which the others do not need, or one that was lost with its node.
+        # Or none of these was a member, or their loss is recorded already.
         evicted = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
@@ -520,7 +520,7 @@ class Coordinator:
         if not self._over:
             if self._generation < 0 and all(one.set_up for one in self.workers.values()):
                 self._publish(0, self._members, code=self.workers[0].code)
-            # Another coordinator may have recorded one, which took this one for lost.
+            # Another coordinator, which considered this one lost, may have recorded one.
             if look and (found := self._record.read(self._generation + 1)) is not None:
                 self._accept(found)
             self._next_generation(now)
@@ -616,7 +616,7 @@ class Coordinator:
         taken = {rank_of(member, self._spec.ranks) for member in self._members}
         waiting = {
             worker.rank for worker in self.workers.values()
-            if worker.waits and worker.state == "alive" and worker.rank not in taken
+            if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
         }  # fmt: skip
         return [
             self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
@@ -664,7 +664,9 @@ class Coordinator:
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
-            worker.waits = worker.waits and self._member(worker.rank) not in self._members
+            worker.wants_to_join = (
+                worker.wants_to_join and self._member(worker.rank) not in self._members
+            )
         self._to_worker(None, **self._message)
 
     # ------------------------------------------------------------------ the end

@@ -52,7 +52,7 @@ class RankPosition:
 
 
 @dataclass(slots=True)
-class WorkerSigns:
+class WorkerLiveness:
     """Signs of life of one worker. Times are by the clock of its agent.
 
     Attributes:

@@ -127,14 +127,14 @@ def find_root_cause(
     ordered = sorted(ends, key=lambda end: end.time)
     first = ordered[0]
     own = None if first.rank is None else failures.get(first.rank)
-    wordless = [end for end in ordered if end.rank not in failures and not _gave_up(run, end)]
+    without_report = [end for end in ordered if end.rank not in failures and not _gave_up(run, end)]
     primary = [failure for failure in failures.values() if not failure["secondary"]]
     if own is not None and not own["secondary"]:
         return from_failure(run, own)
-    if primary and first not in wordless:
+    if primary and first not in without_report:
         return from_failure(run, min(primary, key=lambda f: f["time"]))
-    if wordless:
-        return _of_end(run, wordless[0])
+    if without_report:
+        return _of_end(run, without_report[0])
     if behind:
         return blame_straggler(run, max(behind, key=lambda one: one.seen.stood_s))
     if own is None:

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, RankPosition, WorkerSigns
+from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, RankPosition, WorkerLiveness
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 
 KILL_DEADLINE_S = 5.0
 LINGER_S = 1.0
-"""For what ends by itself once the ranks have: loaders, trackers."""
+"""Time for processes that end by themselves once the ranks have: loaders, trackers."""
 OOM_SCORE = 500
 """Of workers, so that the kernel does not choose the agent when memory is short."""
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
@@ -75,7 +75,7 @@ class Worker:
 
     rank: int
     process: int
-    signs: WorkerSigns
+    signs: WorkerLiveness
     link: Link
     program: RankProgram | None = None
     status: int | None = None
@@ -159,7 +159,7 @@ class Workers:
             ours.close()
             self._become(rank, process, theirs)
         theirs.close()
-        worker = Worker(rank, process, WorkerSigns(pid), Link(ours, peer_index=rank))
+        worker = Worker(rank, process, WorkerLiveness(pid), Link(ours, peer_index=rank))
         self.all[rank] = worker
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, worker))
         self._report({"event": "started", "rank": rank, "process": process})
@@ -175,7 +175,7 @@ class Workers:
             "and `-n`, pids.max of the job's cgroup, or memory"
         )
         log.warning("rank %d: %s", rank, cause)
-        worker = Worker(rank, process, WorkerSigns(0), self._closed_link, status=-signal.SIGKILL)
+        worker = Worker(rank, process, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL)
         worker.ended = time.monotonic()
         if not process:
             worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
@@ -325,8 +325,8 @@ class Workers:
     def keep_places(self, *, stacks: bool) -> None:
         """Keep each worker's present position as its last; with `stacks`, have them write theirs.
 
-        What workers report after the failure of another, or after the signal that requests a stack
-        and may wake a sleeper, does not count.
+        Later reports are ignored: the failure of another worker, or the signal that requests a
+        stack and may wake a sleeper, may have changed them.
         """
         self._keeps_places = True
         for worker in self.alive if stacks else ():

@@ -96,7 +96,7 @@ interrupts = Interrupts()  # signals are the whole process's
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ready:
+class PreparedRun:
     """A launch that may start: its folder is written, its lock held, its signals counted.
 
     Attributes:
@@ -240,7 +240,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
 INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
 
 
-def run_to_end(ready: Ready) -> LaunchResult:
+def run_to_end(ready: PreparedRun) -> LaunchResult:
     """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
     failures as `decide_restart` says. Nothing is left running, whatever is raised.
     """
@@ -288,7 +288,7 @@ def run_to_end(ready: Ready) -> LaunchResult:
     return LaunchResult(run=run, state=state, exit_code=code, culprit=culprit)
 
 
-def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
+def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
     """Run one attempt to its end: one interrupt asks it to stop, a second ends it at once.
 
     Returns:
@@ -323,12 +323,12 @@ def _attempt(ready: Ready, number: int) -> tuple[State, bool, Culprit | None]:
     return state, False, handle.culprit
 
 
-def start_run(ready: Ready) -> LaunchResult:
+def start_run(ready: PreparedRun) -> LaunchResult:
     """Place a run: train it here to its end, or queue it."""
     return run_to_end(ready) if ready.cluster.attended else submit(ready)
 
 
-def submit(ready: Ready) -> LaunchResult:
+def submit(ready: PreparedRun) -> LaunchResult:
     """Queue the run and return, or follow it when `run.watch` says so."""
     run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):

@@ -12,7 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.follow import OutputOptions, Ready, handle_of, interrupts
+from orchestrator.cli.follow import OutputOptions, PreparedRun, handle_of, interrupts
 from orchestrator.cli.inputs import INPUTS, inputs_of
 from orchestrator.cli.resume import (
     changed_inputs,
@@ -160,7 +160,7 @@ def prepared_run(
     flags: Sequence[str] = (),
     plan: Plan | ProgramPlan | None = None,
     notes: Mapping[str, Any] | None = None,
-) -> Generator[Ready]:
+) -> Generator[PreparedRun]:
     """Make a new run ready, for as long as this is entered. Raises `UsageError`.
 
     Args:
@@ -191,7 +191,7 @@ def prepared_run(
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**asked, **digest, **admission.notice, **noted})
                 with locked(run):
-                    yield Ready(
+                    yield PreparedRun(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
                         output=output,
                     )  # fmt: skip
@@ -210,7 +210,7 @@ def prepared_resume(
     *,
     to: Config | None = None,
     changed: bool = False,
-) -> Generator[Ready | None]:
+) -> Generator[PreparedRun | None]:
     """Make a run ready to go on from its newest sound checkpoint, or from the start when it has
     none, as `prepared_run` does.
 
@@ -263,7 +263,7 @@ def prepared_resume(
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
         with _without_end(run):
-            yield Ready(
+            yield PreparedRun(
                 config=config, run=run, cluster=cluster, attempt=attempt, request=request,
                 output=output,
             )  # fmt: skip

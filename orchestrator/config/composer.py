@@ -164,8 +164,8 @@ class Composer:
 
     @cached_property
     def _sweep_name(self) -> str:
-        """The name of the folder of this line's sweep: the same for the same keys, whatever values
-        they are swept over, so that the line typed again finds what it has made.
+        """The name of this sweep's folder. It depends on the swept keys, not on their values, so
+        the same line finds its folder again.
         """
         with config_errors():
             return self.loader.sweep_name(self.overrides, self.line)
@@ -200,7 +200,7 @@ class Composer:
 
     @property
     def overrides(self) -> list[str]:
-        """As Hydra takes them."""
+        """The line's overrides in Hydra's grammar."""
         sweep = self.line.multirun
         return [spelled(override, sweep=sweep) for override in self.line.overrides]
 

@@ -14,7 +14,7 @@ PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "w
 
 
 def check_tracker(kind: str) -> None:
-    """Raise `ConfigError` when this machine lacks what writes for a tracker of ours."""
+    """Raise `ConfigError` when this machine lacks the package of a built-in tracker."""
     if kind in PACKAGES and importlib.util.find_spec(kind) is None:
         raise ConfigError(
             f"tracker.kind={kind} writes with a package that is not installed; pip install "

@@ -93,7 +93,7 @@ def config_folder() -> Path:
     )
 
 
-class UsersFirst(ConfigSearchPathImpl):
+class UserFirstSearchPath(ConfigSearchPathImpl):
     """A search path on which the shipped configuration always comes last.
 
     Hydra takes the first file of a name, and adds what `hydra.searchpath` says at the end.
@@ -107,9 +107,9 @@ class UsersFirst(ConfigSearchPathImpl):
         found.insert(place, SearchPathElement(provider, path))
 
 
-def search_path(config_dir: str | None) -> UsersFirst:
+def search_path(config_dir: str | None) -> UserFirstSearchPath:
     """Return Hydra's own configuration, the user's folder, the shipped one, and the schema."""
-    path = UsersFirst()
+    path = UserFirstSearchPath()
     path.append("hydra", "pkg://hydra.conf")
     path.append(SHIPPED, f"file://{config_folder()}")
     if config_dir is not None:

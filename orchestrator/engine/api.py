@@ -547,5 +547,5 @@ class Survives(Protocol):
         ...
 
     def regroup(self, group: Group) -> None:
-        """Go on in `group`, before a window. Collective; all of its ranks stand alike."""
+        """Go on in `group`, before a window. Collective; all of its ranks have the same state."""
         ...

@@ -43,7 +43,7 @@ RANK_BYTES = 512 << 20
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Allocation:
+class LocalResources:
     """Resources that one run has taken. `gpus`: by name; none if it computes without."""
 
     share: Share | None
@@ -62,7 +62,9 @@ class LocalCapacity:
     def __init__(self, most: int | None = None, machine: Machine | None = None) -> None:
         self.most, self._machine = most, machine or Machine.here()
 
-    def allocate(self, taken: Sequence[Allocation], share: Share | None) -> Allocation | None:
+    def allocate(
+        self, taken: Sequence[LocalResources], share: Share | None
+    ) -> LocalResources | None:
         """Return what a run takes besides these; None if it has to wait for one of them to end.
 
         A run that is larger than the machine waits until it is alone.
@@ -73,7 +75,7 @@ class LocalCapacity:
             return None
         used = {name for one in taken for name in one.gpus}
         free = [name for name in self._machine.gpus if name not in used]
-        return Allocation(share=share, gpus=tuple(free[: self._gpus_of(share)]))
+        return LocalResources(share=share, gpus=tuple(free[: self._gpus_of(share)]))
 
     def at_once(self, shares: Sequence[Share | None]) -> int:
         """Return how many of such runs fit at once, the small ones first."""
@@ -120,7 +122,7 @@ class _Running:
     task: PointTask
     pid: int
     pipe: Connection
-    allocation: Allocation
+    allocation: LocalResources
 
 
 def share_of(task: PointTask) -> Share | None:
@@ -173,7 +175,7 @@ class LocalQueue:
         """Return True if a point could start now. After an interrupt none can."""
         return self._allocation(task) is not None
 
-    def _allocation(self, task: PointTask) -> Allocation | None:
+    def _allocation(self, task: PointTask) -> LocalResources | None:
         taken = [one.allocation for one in self._running]
         return None if interrupts.count else self._room.allocate(taken, share_of(task))
 
@@ -260,7 +262,7 @@ class LocalQueue:
 def _run_point(
     task: PointTask,
     output: OutputOptions,
-    allocation: Allocation,
+    allocation: LocalResources,
     pipe: Connection,
     mask: set[int],
     log: RunDir | None,

@@ -81,8 +81,8 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
 
 
 def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
-    """Start or resume what needs it, and print the table; return the exit code: the worst of the
-    points'. A failing point does not end the sweep.
+    """Start or resume unfinished points, and print the table; return the worst exit code. A point
+    that fails does not end the sweep.
 
     Raises `UsageError` for what refuses them, before any is started.
     """
@@ -96,15 +96,15 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
     ended: dict[Path, PointResult] = {}
     here = [task for task in todo if task not in alone]
     if here:
-        from orchestrator.sweep.local import run_here  # what is drawn meanwhile takes time
+        from orchestrator.sweep.local import run_here  # slow to import
 
         ended = run_here(here, output)
     codes = {one.exit_code for one in ended.values()} - {EXIT_FINISHED}
     if queued := [c.run.path for c in tasks if c in alone or c.action is Action.IN_PROGRESS]:
-        # They go on without us; the table would be of runs that have not begun.
+        # They go on when this command has ended; a table would show runs that have not begun.
         folders = {path.parent for path in queued}
         shown = folders.pop() if len(folders) == 1 else queued[0]
-        text = f"{plural(len(queued), 'point')} queued; to see where they stand: "
+        text = f"{plural(len(queued), 'point')} queued; to see their status: "
         say(output.console, f"{text}{command('status', shown)}", "bold")
         return max(codes, default=EXIT_FINISHED)
     interrupted = len(ended) < len(here)

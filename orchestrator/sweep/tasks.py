@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.follow import OutputOptions, Ready, interrupts
+from orchestrator.cli.follow import OutputOptions, PreparedRun, interrupts
 from orchestrator.cli.inputs import INPUTS, differences, inputs_of, other_versions
 from orchestrator.cli.start import prepared_resume, prepared_run, writing
 from orchestrator.cli.status import statuses
@@ -286,7 +286,7 @@ def _remove_if_empty(sweep: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def ready_of(task: PointTask, output: OutputOptions) -> Generator[Ready | None]:
+def ready_of(task: PointTask, output: OutputOptions) -> Generator[PreparedRun | None]:
     """Make a task's run ready: a new one, or one that continues."""
     point = task.point
     if task.action is Action.RESUME:
@@ -320,9 +320,9 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
         _submit(made, at_once(tasks[0].point.config.sweep.parallel))
 
 
-def _made_ready(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Ready]:
+def _made_ready(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
     """Write all runs to the disk, or none and raise why."""
-    made: list[Ready] = []
+    made: list[PreparedRun] = []
     wrong: dict[str, list[int]] = {}
     sweeps = {task.run.path.parent for task in tasks}
     try:
@@ -349,13 +349,13 @@ def _refuse_interrupted() -> None:
         raise Interrupted("interrupted: none of the points was submitted")
 
 
-def _withdraw(made: Sequence[Ready]) -> None:
+def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
         if not ready.run.may_be_queued:
             ready.run.withdraw()
 
 
-def _submit(made: Sequence[Ready], most: int | None) -> None:
+def _submit(made: Sequence[PreparedRun], most: int | None) -> None:
     for kind in sorted({ready.config.cluster.kind for ready in made}):
         members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
         try:

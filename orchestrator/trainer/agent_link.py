@@ -161,7 +161,7 @@ class AgentLink:
         where, since = place % numbers, max(came, waiting.last_ended())
         change = standstill.look(now, since, waits=waiting.waits())
         if change == "moves":
-            log.info("it moves on")
+            log.info("progress resumed")
         elif change == "behind":
             stack = main_stack()
             log.info("its stack:\n%s", "\n".join(as_lines(stack)))

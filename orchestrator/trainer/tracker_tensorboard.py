@@ -30,7 +30,7 @@ class TensorBoard(Tracker):
         # The beginning is what TensorBoard looks for; it reads files in the order of their names.
         name = f"events.out.tfevents.{time.time_ns()}.{socket.gethostname()}.{os.getpid()}"
         self._file = FileIO(run.tensorboard / name, "x")
-        # Not their EventFileWriter: what its thread cannot write is lost without an error.
+        # EventFileWriter writes in a thread, and drops its errors.
         self._records: Any = RecordWriter(self._file)
         self._add(file_version="brain.Event:2")
 

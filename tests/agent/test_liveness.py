@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from orchestrator.agent.liveness import AwakeClock, ProgressWatchdog, WorkerSigns
+from orchestrator.agent.liveness import AwakeClock, ProgressWatchdog, WorkerLiveness
 from orchestrator.agent.processes import descendants, processor_s, state_of
 from tests.helpers import until
 
@@ -100,7 +100,7 @@ class Node:
     """The watch of a node over a process, with a clock that the test sets."""
 
     def __init__(self, pid):
-        self.now, self.signs = 1000.0, WorkerSigns(pid)
+        self.now, self.signs = 1000.0, WorkerLiveness(pid)
 
     def receive(self, message):
         self.signs.receive(message, self.now)

@@ -19,7 +19,7 @@ from orchestrator.agent.processes import set_parent_death_signal
 from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import (
-    Here,
+    SubmitHost,
     script_name,
     shape_of,
     step_script,
@@ -99,7 +99,7 @@ NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 class CurrentAllocation(BaseSlurmCluster):
     """`cluster.allocation=current`."""
 
-    def script(self, run: RunDir, attempt: int, place: Here) -> str:
+    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
         overlap = ["--overlap"] if STEP in os.environ else []  # this shell is in a step itself
         shape = [*shape_of(self.config.cluster), *overlap]
         return step_script(self.config, run, attempt, place, shape)

@@ -11,10 +11,10 @@ from typing import Any
 from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.batch_script import (
-    Here,
+    SubmitHost,
     all_options,
-    here,
     script_name,
+    submit_host,
 )
 from orchestrator.clusters.slurm.safe_values import (
     check_clusters,
@@ -22,7 +22,7 @@ from orchestrator.clusters.slurm.safe_values import (
     check_preamble,
     check_values,
 )
-from orchestrator.clusters.slurm.task import Task, write_task
+from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
 from orchestrator.config.schema import node_range
@@ -49,7 +49,7 @@ class BaseSlurmCluster(Cluster):
         """
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
-        place = here(config, copy or folder.snapshot(attempt))
+        place = submit_host(config, copy or folder.snapshot(attempt))
         check_clusters(os.environ)
         check_defaults(place.defaults)
         check_preamble(config.cluster.preamble)
@@ -68,7 +68,7 @@ class BaseSlurmCluster(Cluster):
         )
 
     @abstractmethod
-    def script(self, run: RunDir, attempt: int, place: Here) -> str:
+    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
         """Return the exact script that starts the ranks."""
 
     def place(self, request: Request, queue: Callable[[Path], str]) -> None:
@@ -90,7 +90,7 @@ class BaseSlurmCluster(Cluster):
         if self.config.run.snapshot:
             self.copy_code(run.path, run.snapshot(request.attempt))
         write_task(run)
-        Executor(folder=run.submitit).submit(Task(str(run.path)))
+        Executor(folder=run.submitit).submit(NodeTask(str(run.path)))
 
     def copy_code(self, run: Path, into: Path) -> None:
         """Copy the run's code, and report the files left out."""

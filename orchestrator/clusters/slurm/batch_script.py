@@ -144,7 +144,7 @@ exit $code
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Here:
+class SubmitHost:
     """The submitting side, as far as the script depends on it.
 
     Attributes:
@@ -169,7 +169,7 @@ class Here:
         return ["-u", "-P", str(self.package / STARTER)]
 
 
-def here(config: Config, copy: Path) -> Here:
+def submit_host(config: Config, copy: Path) -> SubmitHost:
     """Return the submitting side as it is now.
 
     Args:
@@ -181,7 +181,7 @@ def here(config: Config, copy: Path) -> Here:
     else:
         places = {root: root for root in snapshot.source_roots(target)}
     own = places.get(package.parent)
-    return Here(
+    return SubmitHost(
         python=sys.executable,
         folder=Path.cwd(),
         package=own / package.name if own else package,
@@ -248,15 +248,15 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield "open-mode", "append"
 
 
-def all_options(config: Config, run: RunDir, here: Here) -> dict[str, object]:
+def all_options(config: Config, run: RunDir, host: SubmitHost) -> dict[str, object]:
     """Return the job's options: the configuration's, else the user's defaults."""
     stated = dict(options(config, run))
-    return {**stated, **{d.option: d.value for d in applicable(here.defaults, stated)}}
+    return {**stated, **{d.option: d.value for d in applicable(host.defaults, stated)}}
 
 
-def _from_environment(config: Config, run: RunDir, here: Here) -> Iterator[str]:
+def _from_environment(config: Config, run: RunDir, host: SubmitHost) -> Iterator[str]:
     """Yield the #SBATCH lines of the user's defaults, under a comment with their source."""
-    taken = applicable(here.defaults, dict(options(config, run)))
+    taken = applicable(host.defaults, dict(options(config, run)))
     if taken:
         yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
     for default in taken:
@@ -267,31 +267,33 @@ def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
 
-def batch_script(config: Config, run: RunDir, attempt: int, here: Here) -> str:
+def batch_script(config: Config, run: RunDir, attempt: int, host: SubmitHost) -> str:
     """Return the text for sbatch. The values must have passed `check_values`.
 
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    starter = _quoted([here.python, *here.starter])
+    starter = _quoted([host.python, *host.starter])
     lines = [
         "#!/bin/bash",
         *(option_line(name, value) for name, value in options(config, run)),
-        *_from_environment(config, run, here),
+        *_from_environment(config, run, host),
         "",
-        *_step(config, run, attempt, here),
+        *_step(config, run, attempt, host),
         *FINALIZE.lines(starter=starter, START_AGAIN=START_AGAIN),
     ]
     return "\n".join(lines) + "\n"
 
 
-def step_script(config: Config, run: RunDir, attempt: int, here: Here, shape: Sequence[str]) -> str:
+def step_script(
+    config: Config, run: RunDir, attempt: int, host: SubmitHost, shape: Sequence[str]
+) -> str:
     """Return the script for an existing allocation, for a launcher that holds the script.
 
     Args:
         shape: options of srun for the ranks' part of the allocation.
     """
-    step = _step(config, run, attempt, here, shape, attended=True)
+    step = _step(config, run, attempt, host, shape, attended=True)
     return "\n".join(["#!/bin/bash", *step, "exit $code"]) + "\n"
 
 
@@ -299,7 +301,7 @@ def _step(
     config: Config,
     run: RunDir,
     attempt: int,
-    here: Here,
+    host: SubmitHost,
     shape: Sequence[str] = ("--ntasks-per-node=1",),
     *,
     attended: bool = False,
@@ -313,11 +315,11 @@ def _step(
     yield f"export {BATCH_PID_VARIABLE}=$$"
     yield from TRAPS.lines(forwarded="$1" if attended else "USR2")
     yield from CHECKS.lines(run=quoted(run.path))
-    yield from () if containers else PYTHON_CHECK.lines(python=quoted(here.python))
+    yield from () if containers else PYTHON_CHECK.lines(python=quoted(host.python))
     yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
-    yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, here.path)))}"
-    if here.code is not None:
-        yield f"export {snapshot.CODE_VARIABLE}={quoted(here.code)}"
+    yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
+    if host.code is not None:
+        yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
     yield from SUBSHELL.lines()
     yield from _exports(config.cluster.environment, config.cluster.cpus_per_rank)
     yield from _preamble(config)
@@ -327,7 +329,7 @@ def _step(
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}"
-    for number, argv in enumerate(_srun(config, here, run, shape)):
+    for number, argv in enumerate(_srun(config, host, run, shape)):
         yield f"{'    ' if number else ''}{_quoted(argv)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
     yield from WAIT.lines(SRUN_GRACE_S=SRUN_GRACE_S, first="$stop_signal" if attended else "USR2")
@@ -357,10 +359,10 @@ def _preamble(config: Config) -> Iterator[str]:
     yield end
 
 
-def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
+def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -> list[list[str]]:
     """Return srun and the ranks' program, the arguments of a line each."""
     cluster = config.cluster
-    containers, python = _launcher(cluster, here, run)
+    containers, python = _launcher(cluster, host, run)
     flags = {"mpi": "none", **cluster.srun_flags}
     alone = [
         "--unbuffered",
@@ -382,14 +384,19 @@ def _srun(config: Config, here: Here, run: RunDir, shape: Sequence[str]) -> list
     return [
         ["exec", "srun"],
         *([option] for option in alone),
-        [*python, *here.starter],
+        [*python, *host.starter],
         ["node", str(run.submitit)],
     ]
 
 
-def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str], list[str]]:
+def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[list[str], list[str]]:
     """Return (srun's options, the command before the starter) for a container, or for none."""
-    folders = {run.path, here.folder, *here.path, *([here.code] if here.code else [])}
+    folders = {
+        run.path,
+        host.folder,
+        *host.path,
+        *([host.code] if host.code else []),
+    }
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
     shared = sorted(str(folder) for folder in folders - inner)
     if cluster.container_runtime == "pyxis":
@@ -397,7 +404,7 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
         return [
             f"--container-image={cluster.container}",
             f"--container-mounts={mounts}",
-            f"--container-workdir={here.folder}",
+            f"--container-workdir={host.folder}",
         ], ["python3"]
     if cluster.container_runtime == "apptainer":
         flags = (
@@ -407,4 +414,4 @@ def _launcher(cluster: ClusterConfig, here: Here, run: RunDir) -> tuple[list[str
         gpus = ["--nv"] if asked else []
         binds = "--bind=" + ",".join(shared)
         return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
-    return [], [here.python]
+    return [], [host.python]

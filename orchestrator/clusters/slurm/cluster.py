@@ -15,7 +15,7 @@ from orchestrator.clusters.slurm.admission import check_request
 from orchestrator.clusters.slurm.allocation import CurrentAllocation
 from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue, retry_unanswered
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
@@ -34,7 +34,7 @@ class SlurmCluster(BaseSlurmCluster):
     attended = False
     status_interval_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
-    def script(self, run: RunDir, attempt: int, place: Here) -> str:
+    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
         return batch_script(self.decided, run, attempt, place)
 
     @classmethod

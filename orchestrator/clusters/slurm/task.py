@@ -34,7 +34,7 @@ def write_task(run: RunDir) -> None:
     from submitit.core.utils import DelayedSubmission  # as slow as all of submitit
 
     run.submitit.mkdir(mode=0o700, exist_ok=True)
-    DelayedSubmission(Task(str(run.path))).dump(run.submitit / TASK)
+    DelayedSubmission(NodeTask(str(run.path))).dump(run.submitit / TASK)
 
 
 def find_task(folder: Path) -> None:
@@ -49,7 +49,7 @@ def find_task(folder: Path) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Task:
+class NodeTask:
     """Task that submitit runs on each node."""
 
     run: str

@@ -79,7 +79,7 @@ class Hyperparameters:
         self._read, self._kept = read, read()
 
     def keep(self) -> None:
-        """They are as they should be: the engine, or the optimizer's own step, has set them."""
+        """Accept the current values: the engine, or the optimizer's own step, has set them."""
         self._kept = self._read()
 
     def check(self, when: str, *, jobs_turn: bool = False) -> None:

@@ -286,8 +286,9 @@ class Accumulator:
 
         Args:
             loss: its `total` is back-propagated as it is; averaging is the boundary's.
-            last: this rank has no further micro-step in this window, so buckets may leave already.
-                Leaving it False is always right, and slower.
+            last: this rank has no further micro-step in this window, so buckets may leave already
+                (not while another accumulator's window is open on the same ranks). Leaving it
+                False is always right, and slower.
             leaf: the micro-step's global number in the update, where `leaves` was given; a rank's
                 come in order.
 

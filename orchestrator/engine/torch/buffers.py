@@ -42,7 +42,7 @@ class GradientSlot:
     count: int
 
     def view(self, flat: Tensor, start: int | None = None) -> Tensor:
-        """Return the parameter's numbers in `flat`, a buffer or one laid out as it, in the
+        """Return the parameter's numbers in `flat`, a buffer or a tensor laid out like it, in the
         parameter's shape and strides; from `start` on in any other vector.
 
         Complex numbers lie there as pairs of reals. The parameter may have another dtype than

@@ -173,7 +173,7 @@ class TorchEngine(Engine):
         self._warnings = norms + machine_warning(rows, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
-        """Take what belongs to an accumulator from this one."""
+        """Make this the engine's accumulator, and rebuild what depends on it."""
         self.accumulator, self._clock = accumulator, accumulator.clock
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, accumulator.optimizer))
         # The state of a sharded optimizer, until the next window.

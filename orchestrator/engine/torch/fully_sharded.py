@@ -309,7 +309,7 @@ class ShardedGradients(GradientBuffers):
 
 
 class FullyShardedReduction(RowReduction):
-    """A `FastReduction` of shards between copies, in one go at the boundary.
+    """Sums the shards' gradients over the copies of the model, at the boundary.
 
     Raises:
         SilenceError: something else reduced between copies in a window.

@@ -71,8 +71,8 @@ class Work(Protocol):
 
 
 @dataclass(slots=True)
-class CompletedWork:
-    """A collective that needs no wait, or one with work left to do after it."""
+class ChainedWork:
+    """A collective, if any, and a function to call once after it."""
 
     before: Work | None = None
     after: Callable[[], object] | None = None
@@ -140,12 +140,12 @@ class BaseGroup(Group):
         share = 2 * (self.size - 1) * tensor.nbytes
         self._admit("all_reduce_sum", share, in_window=in_window)
         if self.size == 1:
-            return CompletedWork()
+            return ChainedWork()
         flat = flatten(tensor)
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
-        return CompletedWork(work, lambda: tensor.copy_(unflatten(flat, tensor)))
+        return ChainedWork(work, lambda: tensor.copy_(unflatten(flat, tensor)))
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int] | None = None, *, in_window: bool = False
@@ -193,7 +193,7 @@ class BaseGroup(Group):
         pieces = list(tensor.chunk(self.size))
         self._admit("all_gather", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
-            return CompletedWork()
+            return ChainedWork()
         return self._start_gather_in_place(tensor, pieces)
 
     def reduce_scatter_sum_async(
@@ -210,7 +210,7 @@ class BaseGroup(Group):
         share = (self.size - 1) * tensor.nbytes
         self._admit("reduce_scatter_sum", share, in_window=in_window)
         if self.size == 1:
-            return CompletedWork(after=lambda: out.copy_(tensor))
+            return ChainedWork(after=lambda: out.copy_(tensor))
         return self._start_reduce_scatter(out, tensor)
 
     def all_to_all(self, received: Tensor, tensor: Tensor, *, counts: Sequence[int]) -> None:
@@ -471,7 +471,7 @@ class InProcessGroup(BaseGroup):
             operation, give = f"{operation} of {give.numel()} {give.dtype}", give.clone()
         number, self._called = self._called, self._called + 1
         self._hub.post(number, self.rank, operation, give)
-        return CompletedWork(after=lambda: finish(self._hub.await_all(number)))
+        return ChainedWork(after=lambda: finish(self._hub.await_all(number)))
 
     def _start_sum(self, flat: Tensor) -> Work:
         def finish(given: dict[int, Any]) -> None:

@@ -41,7 +41,7 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """`torch.manual_seed`, to the bit, without its price.
+    """Seed as `torch.manual_seed` does, which takes longer.
 
     That seeds every kind of device that torch knows of; for an unused one it keeps the
     stack as text for a message, which reads the size and date of every source file on it: some 30
@@ -95,7 +95,7 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
 
 def be_deterministic() -> None:
     """Have torch use kernels that give the same bits each time, and refuse those that cannot."""
-    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when CUDA starts
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS starts
     torch.use_deterministic_algorithms(mode=True)
     # It fills new tensors with NaN to find other bugs; that costs time and changes no result.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]  # a module that acts as an object
@@ -318,7 +318,7 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
             f"{spelled} gives {several} optimizers, and an accumulator has one, which steps "
             "at its boundary. Where there are several, each with its loss (generator and "
             "discriminator, say), write a loop of your own with an accumulator for each: "
-            "docs/how-to/library.md, 'Several optimizers'"
+            "docs/how-to/library.md, 'Use several optimizers'"
         )
     if not isinstance(optimizer, Optimizer):
         raise ConfigError(f"{spelled} gives a {type(optimizer).__name__}, not a torch Optimizer")

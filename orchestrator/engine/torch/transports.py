@@ -31,7 +31,7 @@ from torch._C._distributed_c10d import Store
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.group import BaseGroup, CompletedWork, Work, sum_into
+from orchestrator.engine.torch.group import BaseGroup, ChainedWork, Work, sum_into
 from orchestrator.errors import PEER_LOST, ConfigError, PeerLost, TransportError
 from orchestrator.plugins import TRANSPORTS
 from orchestrator.rundir.program_link import WORLD as RUN_RANKS
@@ -173,7 +173,7 @@ _RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE
 _DEVICE_BACKENDS = ("nccl", "hccl")
 """Backends whose waits block a stream of the device, and not the thread."""
 _NEVER_SENT = 99  # a tag
-_FAREWELL_S = 10.0
+_CLOSE_TIMEOUT_S = 10.0
 _DIRECT_BYTES = 2**18  # below that, one call is quicker than many
 _SUMS_AT_ONCE = 2  # of gloo's, each with memory of its own
 
@@ -199,7 +199,7 @@ class TorchGroup(BaseGroup):
         self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
         self._aborted = False
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(_SUMS_AT_ONCE)]
-        self._summing: deque[CompletedWork] = deque()
+        self._summing: deque[ChainedWork] = deque()
         self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
 
     @classmethod
@@ -297,7 +297,7 @@ class TorchGroup(BaseGroup):
         torch.accelerator.synchronize(self.device)
         try:
             store.count("left", 1)
-            until = time.monotonic() + _FAREWELL_S
+            until = time.monotonic() + _CLOSE_TIMEOUT_S
             while store.count("left") < self.size and time.monotonic() < until:
                 time.sleep(_LOOK_EVERY_S)
         except dist.DistError:
@@ -379,7 +379,7 @@ class TorchGroup(BaseGroup):
             self._memory.append(memory)
 
         exchange = self._start_pairwise("reduce_scatter_sum", parts, pieces, at_once=True)
-        self._summing.append(CompletedWork(exchange, add_up))
+        self._summing.append(ChainedWork(exchange, add_up))
         return self._summing[-1]
 
     def _start_pairwise(

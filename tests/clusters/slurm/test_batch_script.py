@@ -14,7 +14,7 @@ import pytest
 from orchestrator.clusters.slurm.batch_script import (
     STARTER,
     WAIT,
-    Here,
+    SubmitHost,
     all_options,
     batch_script,
 )
@@ -74,7 +74,7 @@ class Script:
             program = folder / name
             program.write_text(SAYS.format(calls=calls, code=code if name == "srun" else 0))
             program.chmod(0o755)
-        self.here = Here(
+        self.here = SubmitHost(
             python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
             path=(folder / "code",),
         )  # fmt: skip
@@ -268,10 +268,10 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
     found = read_defaults(dict.fromkeys(OPTION_OF, "7"))
     assert {default.variable for default in found} == set(OPTION_OF)
     config, run = slurm_config(account="mine", time_min=None), RunDir(tmp_path)
-    here = Here(python="python", folder=tmp_path, package=tmp_path, defaults=found)
-    options = all_options(config, run, here)
+    submit_host = SubmitHost(python="python", folder=tmp_path, package=tmp_path, defaults=found)
+    options = all_options(config, run, submit_host)
     assert (options["account"], options["partition"], options["time"]) == ("mine", "7", "7")
-    lines = batch_script(config, run, 0, here).splitlines()
+    lines = batch_script(config, run, 0, submit_host).splitlines()
     assert "#SBATCH --account=mine" in lines
     assert "#SBATCH --partition=7" in lines
     assert not any("account=7" in line for line in lines)
@@ -279,7 +279,7 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
     memories = [line for line in lines if line.startswith("#SBATCH --mem")]
     assert len([line for line in memories if "bind" not in line]) == 1
     assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused beside --cpus-per-task
-    plain = batch_script(config, run, 0, replace(here, defaults=()))
+    plain = batch_script(config, run, 0, replace(submit_host, defaults=()))
     assert "in the environment" not in plain
 
 
@@ -311,11 +311,11 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
 
 
 def text_of(tmp_path, **cluster):
-    here = Here(
+    submit_host = SubmitHost(
         python="/usr/bin/python3", folder=tmp_path / "here", package=tmp_path / "code/orchestrator",
         path=(tmp_path / "code", tmp_path / "here/lib"),
     )  # fmt: skip
-    return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, here)
+    return batch_script(slurm_config(**cluster), RunDir(tmp_path / "run"), 2, submit_host)
 
 
 def test_a_container_sees_the_run_the_code_and_where_the_person_stands(tmp_path):

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.clusters.slurm.batch_script import Here, batch_script
+from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.safe_values import PATTERNS, Default, check_defaults, check_values
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
@@ -21,7 +21,7 @@ from orchestrator.rundir.folder import RunDir
 
 GOLDEN = Path(__file__).parents[2] / "golden"
 RUN = Path("/shared/runs/one")
-HERE = Here(
+HERE = SubmitHost(
     python="/shared/venv/bin/python",
     folder=Path("/shared/project"),
     package=RUN / "code/000/0/orchestrator",

@@ -39,7 +39,7 @@ class LateGroup(group.InProcessGroup):
         def check():
             assert all(bool(tensor.isnan().all()) for tensor in tensors), "written while under way"
 
-        return group.CompletedWork(group.CompletedWork(after=check), work.wait)
+        return group.ChainedWork(group.ChainedWork(after=check), work.wait)
 
     def _start_sum(self, flat):
         return self._late(super()._start_sum(flat), flat)

@@ -10,7 +10,7 @@ import torch
 from torch.distributed import DistError
 
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.engine.torch.group import BaseGroup, CompletedWork, sum_into
+from orchestrator.engine.torch.group import BaseGroup, ChainedWork, sum_into
 from orchestrator.engine.torch.transports import Transport
 from orchestrator.errors import PeerLost
 
@@ -53,26 +53,26 @@ class MailboxGroup(BaseGroup):
 
     def _start_sum(self, flat):
         sum_into(flat, self._letters(flat))
-        return CompletedWork()
+        return ChainedWork()
 
     def _start_gather(self, parts, flat):
         for part, letter in zip(parts, self._letters(flat), strict=True):
             part.copy_(letter)
-        return CompletedWork()
+        return ChainedWork()
 
     def _start_reduce_scatter(self, out, tensor):
         sum_into(out, [letter.chunk(self.size)[self.rank] for letter in self._letters(tensor)])
-        return CompletedWork()
+        return ChainedWork()
 
     def _start_exchange(self, received, sent, receive_counts, send_counts):
         pieces = [letter.tensor_split(self.size)[self.rank] for letter in self._letters(sent)]
         received.copy_(torch.cat(pieces))
-        return CompletedWork()
+        return ChainedWork()
 
     def _start_broadcast(self, flat, source):
         flat.copy_(self._letters(flat if self.rank == source else flat[:0])[source])
-        return CompletedWork()
+        return ChainedWork()
 
     def _start_barrier(self):
         self._letters(torch.zeros(1))
-        return CompletedWork()
+        return ChainedWork()
