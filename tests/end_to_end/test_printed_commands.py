@@ -173,7 +173,7 @@ def composed(words):
     elif found.sweeps:
         assert check_points(composer)
     else:
-        prepare(found.config())
+        prepare(found.config(), new=False)  # its initial weights come from another command
 
 
 def check(words):
