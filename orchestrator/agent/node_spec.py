@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import secrets
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 from orchestrator.agent.links import Peer
 from orchestrator.config.schema import Config
-from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.files import create_once, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 
 SILENCE_S = 5.0
@@ -145,18 +144,8 @@ def published_agents(run: RunDir, attempt: int) -> list[Peer]:
 
 
 def secret_of(run: RunDir, attempt: int) -> str:
-    """Return the secret that authenticates an attempt's agents; the first caller creates it.
-
-    As with the record of generations, exactly one `link` succeeds, on network file systems too.
-    """
+    """Return the secret that authenticates an attempt's agents; the first caller creates it."""
     path = run.attempt(attempt) / SECRET
     if not path.exists():
-        own = path.with_name(f".{SECRET}.{secrets.token_hex(8)}")
-        write_atomically(own, secrets.token_hex(16))
-        try:
-            os.link(own, path)
-        except FileExistsError:
-            pass
-        finally:
-            own.unlink()
+        create_once(path, secrets.token_hex(16))
     return path.read_text(encoding="ascii")

@@ -168,6 +168,22 @@ def write_atomically(path: Path, content: str | bytes) -> None:
         raise
 
 
+def create_once(path: Path, content: str) -> bool:
+    """Create a file with all of its content, unless it exists; return whether this call did.
+
+    Of several processes exactly one creates it, by `link`, on network file systems too.
+    """
+    own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
+    write_atomically(own, content)
+    try:
+        os.link(own, path)
+    except FileExistsError:
+        return False
+    finally:
+        own.unlink(missing_ok=True)
+    return True
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a table as JSON with a checksum, atomically."""
     write_atomically(path, to_json_text(path.name, value))

@@ -14,7 +14,6 @@ consensus: a later proposal adopts the existing record. It holds on NFS too (unl
 
 from __future__ import annotations
 
-import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from orchestrator.rundir.checksums import to_json_text
-from orchestrator.rundir.files import read_json, write_atomically
+from orchestrator.rundir.files import create_once, read_json, write_atomically
 
 Lost = TypeVar("Lost")
 ROOM = bytes(4096)
@@ -78,18 +77,12 @@ class GenerationRecord:
         """
         path = self.path(generation)
         content = {"generation": generation, "members": list(members), **more}
-        own = path.with_name(f".{path.name}.{secrets.token_hex(8)}")
-        write_atomically(own, to_json_text(path.name, content))
-        try:
-            os.link(own, path)
-        except FileExistsError:
-            found = self.read(generation)
-            if found is None:
-                raise
-            return found
-        finally:
-            own.unlink(missing_ok=True)
-        return content
+        if create_once(path, to_json_text(path.name, content)):
+            return content
+        found = self.read(generation)
+        if found is None:
+            raise FileExistsError(path)
+        return found
 
     def has_room(self) -> bool:
         """Return whether a generation could be written now; only a write can detect a quota."""
