@@ -218,6 +218,8 @@ def conclude(
     outcome = read_outcome(run, attempt)
     state = None if outcome is None else outcome.state
     well = state in (State.FINISHED, State.STOPPED)
+    # The script of a cancelled run that is requeued starts nothing.
+    well = well or (outcome is None and not any(run.attempt(attempt).glob("node-*.json")))
     if run.cancel.exists() and (departure is not None or well):
         write_result(run, State.STOPPED)
         return False

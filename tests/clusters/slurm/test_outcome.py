@@ -126,6 +126,16 @@ def test_a_cancelled_run_ends_as_stopped_unless_it_failed(run, state, departure,
     assert end["state"] == ("stopped" if stopped else "failed")
 
 
+@pytest.mark.parametrize(("began", "state"), [(False, "stopped"), (True, "failed")])
+def test_a_cancelled_run_that_is_allocated_again_starts_nothing_and_is_stopped(run, began, state):
+    attempts(run, 2)
+    run.cancel.touch()
+    if began:
+        write_json(run.node_ranks(1, 0), {"node": "n0", "ranks": [0]})
+    again, _, end = concluded(run, 1, departure=None)
+    assert (again, end["state"]) == (False, state)
+
+
 @pytest.mark.parametrize("departure", [LEFT, None])
 def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
     attempts(run, 1)
