@@ -64,7 +64,7 @@ class Tiny(Faulty, Job):
 
 
 class Lively(Acting, Tiny):
-    """Ends or stands still where and in whom one likes; see `Acting`."""
+    """Ends or hangs at a chosen place in chosen ranks; see `Acting`."""
 
 
 class Threads(Tiny):

@@ -1,4 +1,4 @@
-"""What torch itself offers: DistributedDataParallel and fully_shard."""
+"""Contenders of torch itself: DistributedDataParallel and fully_shard."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from benchmarks.workload import Batch, mean_loss
 
 
 class PlainLoop(Contender):
-    """What one writes without any tool, around a model that sends."""
+    """A loop without any tool, around a model that sends."""
 
     def __init__(self, model: nn.Module, setting: Setting) -> None:
         self.model: Any = model

@@ -328,7 +328,7 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
-        # Or none of these was a member, or their loss is recorded already.
+        # Also where the others lose no member by it that they do not know of already.
         evicted = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.

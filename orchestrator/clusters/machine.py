@@ -55,7 +55,8 @@ def free_memory_bytes() -> int:
     return max(0, found)
 
 
-NO_DEVICE = frozenset({"-1", "nodevfiles", "none", "void"})  # SLURM, CUDA and container runtimes
+# As CUDA, SLURM and container runtimes say it, in lower case.
+NO_DEVICE = frozenset({"", "-1", "nodevfiles", "none", "void"})
 
 
 def visible_gpus(env: Mapping[str, str]) -> list[str]:

@@ -15,6 +15,7 @@ from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
 from typing import Any
 
+from orchestrator.clusters.machine import NO_DEVICE
 from orchestrator.config.rules import (
     OFF,
     interrupt_refusals,
@@ -309,7 +310,6 @@ HANDED_OUT = (
     "CUDA_VISIBLE_DEVICES", "SLURM_STEP_GPUS", "SLURM_JOB_GPUS", "ROCR_VISIBLE_DEVICES",
     "ASCEND_RT_VISIBLE_DEVICES", "ASCEND_VISIBLE_DEVICES",
 )  # fmt: skip
-NONE = frozenset({"", "-1", "nodevfiles", "none", "void"})
 RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidth", "network")
 
 
@@ -329,7 +329,7 @@ def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: 
                 return f"cluster.{section}.{name}={value}"
     # With whole nodes SLURM hands out all that is in them, asked for or not.
     for name in HANDED_OUT if scheduled and not cluster.exclusive else ():
-        if env.get(name, "").strip().lower() not in NONE:
+        if env.get(name, "").strip().lower() not in NO_DEVICE:
             return f"the scheduler gave {name}={env[name]}"
     return ""
 

@@ -1,4 +1,4 @@
-"""What computes differently is named, within a run and between two."""
+"""Ranks that compute differently are named, within a run and between two."""
 
 import shutil
 

@@ -148,7 +148,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def seen(browser, sweep, tmp_path_factory):
-    """What a browser makes of a sweep's page and a run's, at both widths; of one of them, in the
+    """A browser's view of a sweep's page and a run's, at both widths; of one of them, in the
     dark.
     """
     home = tmp_path_factory.mktemp("browser")

@@ -50,7 +50,7 @@ from orchestrator.engine.torch.buffers import (
     bucket_slices,
     real_numbers,
 )
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, to_floats
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
@@ -511,9 +511,7 @@ class Accumulator:
         except ReplicasDiffer as found:
             error = found
         if self.fully_sharded is not None:  # only the ranks with the same shards know of it
-            differs = float(error is not None and self.group.rank in error.ranks)
-            rows = gather_numbers(self.group, [differs])
-            odd = [rank for rank, row in enumerate(rows) if any(row)]
+            odd = ranks_where(self.group, error is not None and self.group.rank in error.ranks)
             if odd and (error is None or tuple(odd) != error.ranks):
                 error = ReplicasDiffer(
                     f"the shards of {named_ranks(odd)} are no longer those of the other copies of "

@@ -291,6 +291,12 @@ def gather_numbers(group: BaseGroup, numbers: Sequence[float]) -> list[list[floa
     return group.all_gather(row).tolist()
 
 
+def ranks_where(group: BaseGroup, holds: bool) -> list[int]:
+    """Return the ranks that call this with True: the same list on all of them. Collective."""
+    rows = gather_numbers(group, [float(holds)])
+    return [rank for rank, row in enumerate(rows) if any(row)]
+
+
 def broadcast_tensors(group: BaseGroup, tensors: Iterable[Tensor], source: int = 0) -> None:
     """Give all ranks rank `source`'s numbers. Collective."""
     for tensor in tensors:

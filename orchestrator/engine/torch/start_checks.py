@@ -25,6 +25,7 @@ from orchestrator.engine.torch.group import (
     broadcast_tensors,
     gather_numbers,
     gather_texts,
+    ranks_where,
 )
 from orchestrator.engine.torch.window_checks import tensor_digest
 from orchestrator.errors import ConfigError, JobError
@@ -331,10 +332,10 @@ def check_same_start(
         check_same_traits(replicas, of_replicas, replica_ranks)
     except JobError as found:
         error = found
-    differs = gather_numbers(group, [float(error is not None)])
+    odd = ranks_where(group, error is not None)
     if error is not None:
         raise error
-    if odd := [rank for rank, row in enumerate(differs) if any(row)]:
+    if odd:
         raise JobError(f"the shards of {named_ranks(odd)} are not the same in all copies")
 
 

@@ -30,7 +30,7 @@ from tests.helpers import alive, until
 
 
 def on_ranks(folder, ranks, size, stops=(), **more):
-    """What each of `ranks` gets or raises; those in `stops` are asked to stop."""
+    """The results or errors of `ranks`; those in `stops` are asked to stop."""
     found = {}
 
     def be(rank):

@@ -128,7 +128,7 @@ def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_pa
     sweep, hold = tmp_path / "sweep", Hold(tmp_path / "hold").hold_before(3)
     line = (TINY, *ONE, "train.updates=6", hold.override)
     command = begin_anew("-m", *line, "sweep.parallel=2", "train.seed=1,2", f"run.dir={sweep}")
-    hold.wait_until_held(3)
+    until(lambda: len([*hold.folder.glob("held-3-*")]) == 2, 90, "the rank of each point, held")
     ranks = [p for p in psutil.process_iter(["name", "ppid"]) if below(p, command.pid)]
     named = sorted(p.info["name"] for p in ranks if p.info["name"].startswith("rank"))
     assert named == ["rank 0", "rank 0"]

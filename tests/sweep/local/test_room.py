@@ -61,9 +61,9 @@ def test_what_nothing_may_run_beside_has_the_machine_to_itself():
     small, room = Share(ranks=1, cores=1, gpus=0), LocalCapacity(None, machine)
     alone = room.allocate([], None)
     assert room.allocate([alone], small) is None
-    beside = room.allocate([], small)
-    assert room.allocate([beside], small)
-    assert room.allocate([beside], None) is None
+    running = room.allocate([], small)
+    assert room.allocate([running], small)
+    assert room.allocate([running], None) is None
 
 
 def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_says_cpus():
