@@ -199,8 +199,14 @@ class Workers:
         os.dup2(2, 1)  # the node's log, until the worker opens its own
         self._bind(rank)
         score = Path("/proc/self/oom_score_adj")
-        if int(score.read_text("ascii")) < OOM_SCORE:  # lowering it may not be allowed
-            score.write_text(str(OOM_SCORE), "ascii")
+        try:
+            if int(score.read_text("ascii")) < OOM_SCORE:  # lowering it may not be allowed
+                score.write_text(str(OOM_SCORE), "ascii")
+        except OSError as error:  # a container may forbid it
+            log.warning(
+                "rank %d could not raise its oom_score_adj (%s): if memory runs out, the kernel "
+                "may kill the agent instead of a worker", rank, error.strerror,
+            )  # fmt: skip
         os.environ["SLURM_PROCID"] = str(rank)
         os.environ["SLURM_LOCALID"] = str(self._ranks.index(rank))
         os.environ[REPLACES_VARIABLE] = str(process)

@@ -48,6 +48,11 @@ def tells(rank):
 def raises(rank):
     raise KeyError(rank)
 
+if "unwritable" in sys.argv:
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+    Path.write_text = refuse
+
 def report(event):
     print(json.dumps(event), flush=True)
     if "again" in sys.argv and event["event"] == "exit" and not event["process"]:
@@ -131,3 +136,11 @@ def test_a_worker_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the
     assert ended == {4: 1, 5: 1}
     assert "KeyError: 4" in log
     assert "KeyError: 5" in log
+
+
+def test_a_worker_starts_where_the_container_forbids_a_change_of_its_oom_score():
+    with node("raises", "unwritable", "", stderr=subprocess.PIPE) as process:
+        events_of(process)
+        log = process.stderr.read()
+    assert "rank 4 could not raise its oom_score_adj (Permission denied)" in log
+    assert "KeyError: 4" in log
