@@ -9,19 +9,23 @@ is accounting, knows the others, and every earlier start of a requeued job.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
-from orchestrator.errors import ClusterError, NotNow, describe_status, expand_user
+from orchestrator.errors import ClusterError, Interrupted, NotNow, describe_status, expand_user
 from orchestrator.rundir.files import read_end, read_json
 from orchestrator.rundir.folder import RunDir
+
+T = TypeVar("T")
 
 FOREIGN_PREFIXES = ("SLURM_", "SBATCH_", "SRUN_", "SUBMITIT_")
 FOREIGN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -47,6 +51,8 @@ def own_job_id(env: Mapping[str, str]) -> str:
 
 
 TIMEOUT_S = 60.0
+PATIENCE_S = 60.0
+LONGEST_PAUSE_S = 15.0
 CONF = "SLURM_CONF"
 # A user's own defaults of these commands: a partition in SQUEUE_PARTITION hides jobs of others.
 FILTERS = ("SQUEUE_", "SACCT_", "SINFO_", "SCANCEL_", "SCONTROL_", "SACCTMGR_")
@@ -57,7 +63,6 @@ DOWN = (
     "connection refused",
     "zero bytes were transmitted",
     "slurm backup controller in standby mode",
-    "unable to establish controller machine",
     "connect failure",
     "communications connection failure",
     "transport endpoint is not connected",
@@ -211,6 +216,41 @@ class SlurmClient:
         if answer.code:
             raise ClusterError(f"{' '.join(command)}: {answer.message}")
         return answer.out
+
+
+def retry_unanswered(
+    action: Callable[[], T],
+    *,
+    patience_s: float = PATIENCE_S,
+    tell: Callable[[str], None] = lambda _: None,
+    undone: str = "not submitted",
+) -> T:
+    """Retry a scheduler's command while there is no answer.
+
+    Args:
+        patience_s: for how long; `math.inf` retries for ever.
+        tell: called before each pause. It may raise `Interrupted` to stop waiting.
+        undone: what has not happened, if there is never an answer.
+
+    Raises:
+        NotNow: there was no answer, or `tell` raised `Interrupted`.
+    """
+    began, pause = time.monotonic(), 1.0
+    while True:
+        try:
+            return action()
+        except SchedulerDown as error:
+            waited = time.monotonic() - began
+            left = patience_s - waited
+            if left <= 0:
+                raise NotNow(f"{error}\n{undone}, though tried for {waited:.0f} s") from error
+            try:
+                limit = "" if left == math.inf else f" for up to {left:.0f} s"
+                tell(f"{error}; trying again{limit}")
+            except Interrupted as ended:
+                raise NotNow(f"{error}\n{undone}: {ended}") from error
+            time.sleep(min(pause, left))
+            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 QUEUE_FIELDS = (

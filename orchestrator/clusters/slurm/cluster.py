@@ -17,11 +17,11 @@ from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
-from orchestrator.clusters.slurm.submission import adopt, queue, retry_unanswered
+from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
-from orchestrator.slurm_client import SlurmClient
+from orchestrator.slurm_client import SlurmClient, retry_unanswered
 from orchestrator.units import plural
 
 CPUS_FOR_A_GPU = 4

@@ -9,6 +9,7 @@ must not act for a restarted job. If the script was killed, the coordinator does
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Callable
@@ -47,20 +48,19 @@ from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
     Job,
-    SchedulerDown,
     SlurmClient,
     node_failure,
     own_job_id,
     queued,
+    retry_unanswered,
 )
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
-REQUEUE_TRIES = 20
+REQUEUE_PATIENCE_S = 600.0
 POLL_S = 0.5
 REACH_S = 1.0
-LONGEST_PAUSE_S = 30.0
 FRUITLESS = 10
 
 
@@ -70,21 +70,6 @@ class Next(Enum):
     END = "end"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
-
-
-def ask_job(client: SlurmClient, job_id: str) -> Job | None:
-    """Return the controller's answer about this job, waiting for as long as it takes.
-
-    Without the controller these nodes are no use to others, and exiting would lose what is known.
-    """
-    pause = 1.0
-    while True:
-        try:
-            return queued(client, [job_id]).get(job_id)
-        except SchedulerDown as error:
-            print(f"{error}; asking again in {pause:g} s", flush=True)  # noqa: T201  # batch.log
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
@@ -102,7 +87,11 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     if run.read_result() is not None:
         return Next.END
     job_id = own_job_id(os.environ)
-    job = ask_job(SlurmClient(), job_id)
+    client = SlurmClient()
+    # These nodes are no use to others without the controller; to exit would lose what is known.
+    job = retry_unanswered(
+        lambda: queued(client, [job_id]).get(job_id), patience_s=math.inf, tell=_log
+    )
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = read_json(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
@@ -126,11 +115,22 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
         culprit=lambda: culprit_of(run, attempt, code),
         restart=partial(_count_new_srun, run)
         if in_place
-        else partial(ask_for_requeue, SlurmClient(), job_id),
+        else partial(_requeue, client, job_id, patience_s=REQUEUE_PATIENCE_S, tell=_log),
     )
     if not again:
         return Next.END
     return Next.NEW_SRUN if in_place else Next.REQUEUE
+
+
+def _log(message: str) -> None:
+    """Print to batch.log, or to the node's log if the coordinator acts for the script."""
+    print(message, flush=True)  # noqa: T201
+
+
+def _requeue(client: SlurmClient, job_id: str, **waits: Any) -> None:
+    """Return a job to the queue. Raises `ClusterError` if it is refused, or there is no answer."""
+    requeue = partial(client.must, "scontrol", "requeue", job_id)
+    retry_unanswered(requeue, undone=f"job {job_id} is not requeued", **waits)
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
@@ -143,7 +143,7 @@ def _await_agents(run: RunDir, attempt: int) -> None:
         if all(is_port_closed(peer.address, peer.port, REACH_S, unknown=True) for peer in peers):
             return
         if not reported:
-            print("srun has ended, but agents continue; waiting for them", flush=True)  # noqa: T201  # batch.log
+            _log("srun has ended, but agents continue; waiting for them")
             reported = True
         time.sleep(POLL_S)
 
@@ -182,13 +182,13 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
         why: how the script ended, for people.
     """
     fence = Fence(run.newest_attempt, attempt)
-    print("the batch script is gone; its part is done from here", flush=True)  # noqa: T201  # the node's log
+    _log("the batch script is gone; its part is done from here")
     try:
         if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
             return
         SlurmClient().must("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
-        print(f"error: {error}", flush=True)  # noqa: T201  # the node's log
+        _log(f"error: {error}")
 
 
 def conclude(
@@ -310,7 +310,7 @@ def _finalize(run: RunDir, seen: Job) -> str | None:
         job,
         departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
         culprit=lambda: culprit_of(run, attempt, job=job),
-        restart=lambda: ask_for_requeue(client, seen.id),
+        restart=partial(_requeue, client, seen.id),
     )
     return (
         f"{run.path}: the batch script of job {seen.id} was gone before it could hand the job back "
@@ -352,15 +352,3 @@ def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | Non
     if job.reason == "TimeLimit" or (left_s is not None and left_s < ahead_s + MARGIN_S):
         return "near its time limit"
     return None
-
-
-def ask_for_requeue(client: SlurmClient, job_id: str) -> None:
-    """Retry `scontrol requeue` until it is accepted. Raises `ClusterError` if it never is."""
-    for attempt in range(REQUEUE_TRIES):
-        try:
-            client.must("scontrol", "requeue", job_id)
-        except SchedulerDown:
-            time.sleep(min(2.0**attempt, 30.0))
-        else:
-            return
-    raise ClusterError(f"job {job_id} could not be requeued: the scheduler does not answer")

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.clusters.slurm.trust import client_of
-from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, describe_status
+from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
 from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import (
@@ -29,13 +29,12 @@ from orchestrator.slurm_client import (
     accounted_scripts,
     explained,
     jobs_of_user,
+    retry_unanswered,
 )
 
 ARRAYS = "arrays"  # the folder of arrays' scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")  # a run's folder that can be an element of an array
 ALONE = ("",)  # a run that is a job of its own
-PATIENCE_S = 60.0
-LONGEST_PAUSE_S = 8.0
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
 LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
 
@@ -58,30 +57,6 @@ def is_element(run: Path, script: Path, job_id: str) -> bool:
     """
     of_the_sweep = script.parent == Path(os.path.realpath(run.parent / ARRAYS))
     return of_the_sweep and run.name == job_id.partition("_")[2]
-
-
-def retry_unanswered(
-    action: Callable[[], Any], *, patience_s: float = PATIENCE_S, tell: Callable[[str], None]
-) -> Any:
-    """Retry a scheduler's command for a bounded time while there is no answer.
-
-    Raises:
-        NotNow: there was no answer, or `tell` raised `Interrupted` to stop waiting.
-    """
-    began, pause = time.monotonic(), 1.0
-    while True:
-        try:
-            return action()
-        except SchedulerDown as error:
-            waited = time.monotonic() - began
-            if waited + pause > patience_s:
-                raise NotNow(f"{error}\nnot submitted, though tried for {waited:.0f} s") from error
-            try:
-                tell(f"{error}; trying again for up to {patience_s - waited:.0f} s")
-            except Interrupted as ended:
-                raise NotNow(f"{error}\nnot submitted: {ended}") from error
-            time.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE_S)
 
 
 def queue(
@@ -124,7 +99,7 @@ def queue(
                 raise
 
         try:
-            job: str = retry_unanswered(ask, tell=tell)
+            job = retry_unanswered(ask, tell=tell)
         except ClusterError as error:
             if not answer_lost:
                 folder.submitting.unlink()

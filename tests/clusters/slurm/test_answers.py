@@ -2,7 +2,6 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.submission import retry_unanswered
 from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import (
     Answer,
@@ -13,6 +12,7 @@ from orchestrator.slurm_client import (
     accounted,
     explained,
     read_queue,
+    retry_unanswered,
     task_exits,
 )
 from tests.clusters.slurm.queue_lines import queue_line

@@ -371,10 +371,10 @@ def test_an_attempt_with_a_newer_one_or_an_end_is_not_finalized(run, finalized):
 def test_while_the_scheduler_does_not_answer_it_is_asked_again_ever_more_seldom(finalized, capsys):
     down = Answer(1, "", "slurm_load_jobs error: Unable to contact slurm controller")
     _, asked, pauses = finalized(*[down] * 7, job_status())
-    assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0])
+    assert (asked, pauses) == (REQUEUED, [1.0, 2.0, 4.0, 8.0, 15.0, 15.0, 15.0])
     said = capsys.readouterr().out.splitlines()
     assert len(said) == 7
-    assert said[1].endswith("asking again in 2 s")
+    assert said[1].endswith("Unable to contact slurm controller; trying again")
 
 
 def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothing(run):
