@@ -43,7 +43,7 @@ from orchestrator.agent.processes import descendants, processor_s, state_of
 from orchestrator.agent.root_cause import RAISED
 from orchestrator.agent.stacks import describe_processes
 from orchestrator.config.program import is_program, program_of
-from orchestrator.engine.common.rendezvous import keep_port, publish
+from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, write_json
@@ -87,7 +87,7 @@ def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
     else:
         keeper = keep_port(spec.address)
         port, end = keeper.getsockname()[1], keeper.close
-    publish(run.meeting_place(spec.attempt), {"address": spec.address, "port": port})
+    write_json(run.program_rendezvous(spec.attempt), {"address": spec.address, "port": port})
     return end
 
 
@@ -97,7 +97,7 @@ class RankProgram:
     Args:
         pid: of its first process, which leads its session.
         facts: what the worker has sent before it became the program:
-            `stop_signal`: its name without SIG; `place`: address and port where the ranks meet,
+            `stop_signal`: its name without SIG; `rendezvous`: address and port,
             None in plain style; `serves`: this rank's program opens that port; `most_s`: for how
             long a rank that is at work may take to join; `restarts`: the scheduler restarts the run
             after a stop; `log_bytes`: the size of its log.
@@ -113,7 +113,9 @@ class RankProgram:
         self._log = self._run.rank_log(rank)
         self._log_bytes, self._restarts = int(facts["log_bytes"]), bool(facts["restarts"])
         self._signal = signal.Signals[f"SIG{facts['stop_signal']}"]
-        self._place: tuple[str, int] | None = facts["place"] and tuple(facts["place"])
+        self._rendezvous: tuple[str, int] | None = (
+            tuple(facts["rendezvous"]) if facts["rendezvous"] else None
+        )
         self._serves, self._most_s = facts["serves"], max(facts["most_s"], spec.join_s)
         self._began = self._checked = time.monotonic()
         self._idle = IdleTimer(spec.join_s / 2)
@@ -142,8 +144,8 @@ class RankProgram:
         self._checked = now
         if self._rank == 0:
             self.check_all_handle(now)
-        if self._place is not None and not stops and not self.hangs:
-            self._check_joins(now, *self._place)
+        if self._rendezvous is not None and not stops and not self.hangs:
+            self._check_joins(now, *self._rendezvous)
 
     def _forward_stop(self, now: float, *, latest: float) -> None:
         """Forward a stop to the program, as the signal that it knows.
@@ -205,7 +207,7 @@ class RankProgram:
         pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
         idle = self._idle.hangs(now, sum(map(processor_s, pids)))
         if has_joined(pids, port):
-            self._place, self.seen = None, RankPosition()
+            self._rendezvous, self.seen = None, RankPosition()
         elif waited_s >= patience_s and self._serves:
             self._report_unserved(f"{address}:{port}", idle=idle)
         elif waited_s >= patience_s and not is_port_closed(address, port, REACH_S, unknown=True):
@@ -224,7 +226,7 @@ class RankProgram:
                 self._warned.add("joins")
                 self._warn(f"{sentence}; it is at work, so it is waited for")
 
-    def _report_unserved(self, place: str, *, idle: bool) -> None:
+    def _report_unserved(self, rendezvous: str, *, idle: bool) -> None:
         """On rank 0: let the coordinator know, in case the others fail; warn if it is idle."""
         self.seen = RankPosition(
             at="at the start of its program, and has not opened the port where the ranks meet",
@@ -233,7 +235,7 @@ class RankProgram:
         if idle and "serves" not in self._warned:
             self._warned.add("serves")
             self._warn(
-                f"the program of rank 0 has not opened {place}, where the ranks meet, in "
+                f"the program of rank 0 has not opened {rendezvous}, where the ranks meet, in "
                 f"{self._spec.join_s:g} s (cluster.rendezvous_timeout_s), and uses no processor: "
                 f"ranks that wait for it there do so until a time-out of their own"
             )
@@ -402,10 +404,10 @@ def raised_in(log: str) -> str | None:
     if not found:
         return None
     lines = [RANK_OF_TORCH.sub("", line) for line in after.splitlines()]
-    place = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
-    if place is None:
+    first = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
+    if first is None:
         return None
-    said = takewhile(lambda line: not LOGGED.match(line), lines[place:][:MESSAGE_LINES])
+    said = takewhile(lambda line: not LOGGED.match(line), lines[first:][:MESSAGE_LINES])
     parts = [line.strip()[:LONGEST_LINE] for line in said]
     return " ".join(filter(None, parts))
 

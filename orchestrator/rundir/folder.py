@@ -123,7 +123,7 @@ class RunDir:
 
     # Files of one attempt.
     progress = _of_attempt("progress")
-    meeting_place = _of_attempt("meeting-place.json")  # address and port of a program's rendezvous
+    program_rendezvous = _of_attempt("program-rendezvous.json")  # its address and port
     program_end = _of_attempt("program.json")  # a program's duration, by rank 0's agent
     stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
     stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop

@@ -22,10 +22,10 @@ from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import read_config, with_run_folder
-from orchestrator.engine.common.rendezvous import Backoff, read_published
+from orchestrator.engine.common.rendezvous import Backoff
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, StopRequested
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 from orchestrator.snapshot import submitted
@@ -52,16 +52,16 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     worker.begin(config)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
-    place = None
+    rendezvous = None
     if program.style != "plain":
         with for_others():
-            place = _find_rendezvous(
-                run.meeting_place(attempt), cluster.rendezvous_timeout_s, worker.stop
+            rendezvous = _find_rendezvous(
+                run.program_rendezvous(attempt), cluster.rendezvous_timeout_s, worker.stop
             )
     start = ProgramStart(
         program=program,
         topology=topology,
-        place=place,
+        rendezvous=rendezvous,
         run=run,
         attempt=attempt,
         most_restarts=config.run.max_restarts,
@@ -74,7 +74,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     _reset_process(program.stop_signal, scheduled=topology.scheduled)
     worker.link.become_program(
         stop_signal=program.stop_signal,
-        place=place,
+        rendezvous=rendezvous,
         serves=topology.rank == 0 and program.style == "torch",
         most_s=cluster.collective_timeout_s,
         restarts=worker.restarts,
@@ -115,7 +115,7 @@ def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous
         StopRequested: asked to stop meanwhile.
     """
     backoff, until = Backoff(), time.monotonic() + timeout_s
-    while (found := read_published(path)) is None:
+    while (found := read_json(path)) is None:
         if stop.requested:
             raise StopRequested("asked to stop before the program began")
         if time.monotonic() > until:
@@ -146,14 +146,14 @@ class ProgramStart:
     """One start of a rank's program.
 
     Attributes:
-        place: where the ranks meet; None in plain style.
+        rendezvous: where the ranks meet; None in plain style.
         most_restarts: how often the run may begin again.
         timeout_s: for the ranks to meet.
     """
 
     program: ProgramConfig
     topology: Topology
-    place: Rendezvous | None
+    rendezvous: Rendezvous | None
     run: RunDir
     attempt: int
     most_restarts: int
@@ -217,7 +217,7 @@ def environment(
     _search_path(found, env, start.program, copies)
     _devices(found, start)
     launcher = _msrun if start.program.style == "mindspore" else _torchrun
-    set_by_launcher = launcher(start, start.place) if start.place else {}
+    set_by_launcher = launcher(start, start.rendezvous) if start.rendezvous else {}
     return {NCCL_ERRORS: "1", **found, **set_by_launcher, **_ours(start)}
 
 
@@ -269,7 +269,7 @@ def _devices(found: dict[str, str], start: ProgramStart) -> None:
             found[name] = there[local]
 
 
-def _torchrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
+def _torchrun(start: ProgramStart, rendezvous: Rendezvous) -> dict[str, str]:
     """Return the variables that torch's local_elastic_agent.py sets."""
     topology = start.topology
     width = topology.size // topology.nodes
@@ -283,8 +283,8 @@ def _torchrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
         "WORLD_SIZE": str(topology.size),
         "GROUP_WORLD_SIZE": str(topology.nodes),
         "ROLE_WORLD_SIZE": str(topology.size),
-        "MASTER_ADDR": place.address,
-        "MASTER_PORT": str(place.port),
+        "MASTER_ADDR": rendezvous.address,
+        "MASTER_PORT": str(rendezvous.port),
         "TORCHELASTIC_RESTART_COUNT": str(start.attempt),
         "TORCHELASTIC_MAX_RESTARTS": str(max(start.attempt, start.most_restarts)),
         "TORCHELASTIC_RUN_ID": start.run.identity or start.run.path.name,
@@ -293,15 +293,15 @@ def _torchrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
     }
 
 
-def _msrun(start: ProgramStart, place: Rendezvous) -> dict[str, str]:
+def _msrun(start: ProgramStart, rendezvous: Rendezvous) -> dict[str, str]:
     """Return the variables that MindSpore's parallel/cluster/process_entity sets."""
     topology = start.topology
     return {
         "MS_ROLE": "MS_WORKER",
         "MS_WORKER_NUM": str(topology.size),
         "MS_NODE_ID": str(topology.rank),
-        "MS_SCHED_HOST": place.address,
-        "MS_SCHED_PORT": str(place.port),
+        "MS_SCHED_HOST": rendezvous.address,
+        "MS_SCHED_PORT": str(rendezvous.port),
         "MS_TOPO_TIMEOUT": str(max(1, round(start.timeout_s))),
         "RANK_ID": str(topology.rank),
         "RANK_SIZE": str(topology.size),

@@ -13,8 +13,8 @@ from orchestrator.agent.workers import Workers
 from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 
-FACTS = {"stop_signal": "TERM", "place": None, "serves": False, "most_s": 1.0, "restarts": True,
-         "log_bytes": 0}  # fmt: skip
+FACTS = {"stop_signal": "TERM", "rendezvous": None, "serves": False, "most_s": 1.0,
+         "restarts": True, "log_bytes": 0}  # fmt: skip
 
 
 @pytest.mark.parametrize(("status", "state"), [(0, "finished"), (3, "failed"), (-9, "failed")])

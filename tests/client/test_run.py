@@ -80,7 +80,7 @@ def test_what_is_reported_is_in_the_record_whole_and_in_order(attempt):
 
 def watched_program(attempt):
     facts = {
-        "stop_signal": "TERM", "place": None, "serves": False, "most_s": 60.0, "log_bytes": 0,
+        "stop_signal": "TERM", "rendezvous": None, "serves": False, "most_s": 60.0, "log_bytes": 0,
         "restarts": False,
     }  # fmt: skip
     log = RunDir(attempt.parents[1]).rank_log(0)

@@ -20,13 +20,13 @@ def variables_of(tmp_path):
 
 
 def variables(run, env, *, style="torch", devices="rank", local_rank=1):
-    place = Topology(
+    topology = Topology(
         rank=3, size=4, local_rank=local_rank, node_index=1, nodes=2, node="n1",
         address="127.0.0.1", job_id="1",
     )  # fmt: skip
     start = ProgramStart(
-        program=ProgramConfig(command=("train.py",), style=style, devices=devices), topology=place,
-        place=Rendezvous("127.0.0.1", 4242), run=run,
+        program=ProgramConfig(command=("train.py",), style=style, devices=devices),
+        topology=topology, rendezvous=Rendezvous("127.0.0.1", 4242), run=run,
         attempt=0, most_restarts=0, timeout_s=60,
     )  # fmt: skip
     return environment(env, start, {})
