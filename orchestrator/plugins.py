@@ -105,10 +105,10 @@ class PluginKind:
             if name in self.ours:
                 raise
             entry = next(entry for entry in _entry_points(self.group) if entry.name == name)
-            place = traceback.extract_tb(error.__traceback__)[-1]
+            frame = traceback.extract_tb(error.__traceback__)[-1]
             raise ConfigError(
                 f"{self.key}={name}: {entry.value} of {_package(entry)} failed {doing}: "
-                f"{_describe(error)} ({place.filename}, line {place.lineno})"
+                f"{_describe(error)} ({frame.filename}, line {frame.lineno})"
             ) from error
 
 

@@ -120,11 +120,11 @@ def source_root(module: str) -> tuple[Path, str] | None:
     None for an installed, built-in or missing module.
     """
     spec = find_module(module)
-    places = list(spec.submodule_search_locations or []) if spec else []
+    folders = list(spec.submodule_search_locations or []) if spec else []
     origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
-    if origin is None and not places:
+    if origin is None and not folders:
         return None
-    path = Path(places[0] if places else str(origin)).absolute()
+    path = Path(folders[0] if folders else str(origin)).absolute()
     root = path.parents[module.count(".")]
     return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
@@ -288,9 +288,9 @@ def take(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     make_folder(part)
     for number, (root, sizes) in enumerate(found.items()):
         _copy(root, sizes, part / str(number))
-    places = {str(root): place.name for root, place in copies(target, into).items()}
+    names = {str(root): copy.name for root, copy in copies(target, into).items()}
     git = code_state(next(reversed(found), PACKAGE.parent))
-    write_json(part / RECORD, {"roots": places, "git": git})
+    write_json(part / RECORD, {"roots": names, "git": git})
     part.rename(into)
     return left_out
 

@@ -271,8 +271,8 @@ class Agent:
             self._workers.kill(command["rank"])
         elif kind == "tell":
             self._workers.send(command["rank"], **command["message"])
-        elif kind == "keep places":
-            self._workers.keep_places(stacks=command["stacks"])
+        elif kind == "keep positions":
+            self._workers.keep_positions(stacks=command["stacks"])
         elif kind == "die":
             self._dying = True
         elif kind == "end":

@@ -378,7 +378,7 @@ class Coordinator:
         """Give the workers that a failed one leaves behind a moment to write what they saw."""
         self._end_in_order()
         if self._give_up_at is None:
-            self._command(None, "keep places", stacks=False)
+            self._command(None, "keep positions", stacks=False)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
 
@@ -408,7 +408,7 @@ class Coordinator:
             self._command(index, "kill", rank=worker.rank)
         elif self._culprit is None and not self._ends:
             self._culprit, self._stalled = culprit, stalled
-            self._command(None, "keep places", stacks=True)
+            self._command(None, "keep positions", stacks=True)
             self._kill_at[worker.rank] = self._clock() + STACK_S
 
     def _described(self, culprit: Culprit) -> Culprit:
@@ -467,11 +467,11 @@ class Coordinator:
                 for found in self._record.since()
                 if member in found.get("joined", {})
             ]
-            place = read_progress(self._run.progress(self._spec.attempt))
+            progress = read_progress(self._run.progress(self._spec.attempt))
         except (OSError, RunFolderError) as error:
             log.warning("how far rank %d came is unknown: %s", rank, error)
             return False
-        return not let_in or place is None or place.update <= let_in[0]
+        return not let_in or progress is None or progress.update <= let_in[0]
 
     def _restart(self, now: float) -> None:
         """Start the next processes of the ranks that are due, where an agent can."""

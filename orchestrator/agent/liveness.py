@@ -127,7 +127,7 @@ class AwakeClock:
 
 
 # ----------------------------------------------------------------------
-# Hangs: processes that do no work; a main thread at one place longer than usual.
+# Hangs: processes that do no work; a main thread at one position longer than usual.
 
 
 class IdleTimer:
@@ -160,11 +160,11 @@ class IdleTimer:
 USUAL = 3.0
 LATEST = 3.0  # times heartbeat_timeout_s: when a standstill is reported at the latest
 LOOKS = 4
-"""Checks of processes during `notice_s`, once a place has lasted that long."""
+"""Checks of processes during `notice_s`, once a position has lasted that long."""
 
 
 class ProgressWatchdog:
-    """Time that the main thread has been at one place, sampled once a second.
+    """Time that the main thread has been at one position, sampled once a second.
 
     Args:
         notice_s: nothing shorter is reported.
@@ -172,8 +172,8 @@ class ProgressWatchdog:
         hang_s: for how long neither the rank nor its children may leave the processors unused.
 
     Attributes:
-        reported: the standstill at the present place was reported.
-        idle: the rank's and its children's work at that place.
+        reported: the standstill at the present position was reported.
+        idle: the rank's and its children's work at that position.
     """
 
     def __init__(self, *, notice_s: float, most_s: float, hang_s: float) -> None:
@@ -196,7 +196,7 @@ class ProgressWatchdog:
         """Return what to report: "behind", "moves", or nothing.
 
         Args:
-            since: when the main thread reached its present place, or its last wait there ended.
+            since: when the main thread reached its present position, or its last wait there ended.
             waits: whether it waits for other ranks.
         """
         if since != self._since or waits:

@@ -33,8 +33,8 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
     Raises:
         UsageError: a variable is missing, or other nodes cannot reach the node.
     """
-    place = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
-    names = node_names(env) or (place.node,)
+    topology = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
+    names = node_names(env) or (topology.node,)
     try:
         survive = planned_survival(config).on
     except JobError:  # each worker reads the same, and reports it in the rank's log
@@ -44,9 +44,9 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         run.path,
         attempt,
         survive=survive,
-        index=place.node_index,
-        names=tuple(names[: place.nodes]),
-        address=place.address,
+        index=topology.node_index,
+        names=tuple(names[: topology.nodes]),
+        address=topology.address,
     )
 
 

@@ -55,14 +55,14 @@ class NodeSpec:
     @classmethod
     def of(
         cls, config: Config, run: Path, attempt: int, *, survive: bool, bind: bool = True,
-        **place: Any,
+        **node: Any,
     ) -> NodeSpec:  # fmt: skip
         """Return the spec of a node of a run.
 
         Args:
             survive: the others go on without a lost worker; see `planned_survival`.
             bind: workers may be bound to CPUs, since no other node of the run is on this machine.
-            place: `index`, `names` and `address`.
+            node: `index`, `names` and `address`.
         """
         cluster = config.cluster
         heartbeat_s = cluster.heartbeat_timeout_s
@@ -78,7 +78,7 @@ class NodeSpec:
             replacements=config.run.max_replacements if survive else 0,
             whole_nodes=config.engine.shard_model == "node",
             cpus_per_rank=cluster.cpus_per_rank if bind else 0,
-            **place,
+            **node,
         )
 
     @property

@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
 MOST_FRAMES = 40
-MOST_TOLD = 2  # processes of one rank, each with its place
+MOST_TOLD = 2  # processes of one rank, each with its position
 DUMP_BYTES = 32 * 1024
 _PACKAGE = Path(__file__).parents[1]
 _NOT_OWN = (f"{_PACKAGE}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
@@ -78,7 +78,7 @@ def as_lines(stack: Sequence[Frame]) -> list[str]:
 
 
 def describe_stack(stack: Sequence[Frame]) -> str:
-    """Describe the place: the line of the job's own code, and the function called from it.
+    """Describe the position: the line of the job's own code, and the function called from it.
 
     >>> describe_stack([Frame("/home/me/train.py", 31, "load"), Frame("/home/me/train.py", 9, "f")])
     'in load (/home/me/train.py, line 31)'
@@ -88,12 +88,12 @@ def describe_stack(stack: Sequence[Frame]) -> str:
     if not stack:
         return "in no Python code"
     inner = stack[0]
-    place = next((n for n, frame in enumerate(stack) if frame.own), None)
-    if any(_LOADER in frame.file for frame in stack[:place]):
+    index = next((n for n, frame in enumerate(stack) if frame.own), None)
+    if any(_LOADER in frame.file for frame in stack[:index]):
         return f"in its DataLoader, which waits for samples ({inner.name}, line {inner.line})"
-    own = stack[place or 0]
+    own = stack[index or 0]
     text = f"in {own.name} ({own.file}, line {own.line})"
-    if place:
+    if index:
         text += f", there in {inner.name} ({Path(inner.file).name}, line {inner.line})"
     return text
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from orchestrator.errors import UsageError
 from orchestrator.slurm_client import own_job_id
 
-PLACE_VARIABLES = {
+RANK_VARIABLES = {
     "rank": "SLURM_PROCID",
     "size": "SLURM_NTASKS",
     "local_rank": "SLURM_LOCALID",
@@ -41,7 +41,7 @@ def attempt_of(env: Mapping[str, str]) -> int:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Topology:
-    """One rank's place among all ranks.
+    """One rank's number, node and address among all ranks.
 
     Attributes:
         rank, size: this rank's number and how many there are.
@@ -83,10 +83,10 @@ class Topology:
             return int(text)
 
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
-        place = {name: number(variable) for name, variable in PLACE_VARIABLES.items()}
-        where = {name: place[name] for name in ("node_index", "nodes")}
+        numbers = {name: number(variable) for name, variable in RANK_VARIABLES.items()}
+        where = {name: numbers[name] for name in ("node_index", "nodes")}
         return cls(
-            **place,
+            **numbers,
             node=node,
             address=own_address(env, node=node, **where),
             job_id=own_job_id(env),

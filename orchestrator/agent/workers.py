@@ -116,7 +116,7 @@ class Workers:
         self._spec, self._selector, self._report = spec, selector, report
         self._on_fork = on_fork
         self._ranks = spec.ranks_of(spec.index)
-        self._clock, self._keeps_places = clock, False
+        self._clock, self._keeps_positions = clock, False
         self._stops: dict[str, float] = {}  # monotonic time of the first stop signal of each name
         self._cpus = cpus_in_order()
         self._kills_for_memory, self._killing = kills_for_memory(), False
@@ -218,9 +218,9 @@ class Workers:
 
         With more CPUs, or with CPUs shared by several nodes, the kernel places better.
         """
-        share, place = self._spec.cpus_per_rank, self._ranks.index(rank)
+        share, local_rank = self._spec.cpus_per_rank, self._ranks.index(rank)
         if share and len(self._cpus) == len(self._ranks) * share:
-            os.sched_setaffinity(0, self._cpus[place * share : (place + 1) * share])
+            os.sched_setaffinity(0, self._cpus[local_rank * share : (local_rank + 1) * share])
 
     # ------------------------------------------------------------------ watch
 
@@ -233,7 +233,7 @@ class Workers:
             self._close(worker)
             return
         for message in messages:
-            if self._keeps_places:
+            if self._keeps_positions:
                 message.pop("seen", None)
             worker.signs.receive(message, self._clock())
             if facts := message.get("program"):
@@ -328,13 +328,13 @@ class Workers:
             "seen": asdict(worker.seen),
         }
 
-    def keep_places(self, *, stacks: bool) -> None:
+    def keep_positions(self, *, stacks: bool) -> None:
         """Keep each worker's present position as its last; with `stacks`, have them write theirs.
 
         Later reports are ignored: the failure of another worker, or the signal that requests a
         stack and may wake a sleeper, may have changed them.
         """
-        self._keeps_places = True
+        self._keeps_positions = True
         for worker in self.alive if stacks else ():
             if catches(worker.pid):  # without the handler the signal would end it
                 os.kill(worker.pid, STACK_SIGNAL)
@@ -385,7 +385,7 @@ class Workers:
 def cpus_in_order() -> list[int]:
     """Return the CPUs that this process may use, grouped by core and socket."""
 
-    def place(cpu: int) -> tuple[int, int, int]:
+    def core_of(cpu: int) -> tuple[int, int, int]:
         topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
         try:
             socket, core = (
@@ -396,7 +396,7 @@ def cpus_in_order() -> list[int]:
             return 0, 0, cpu
         return socket, core, cpu
 
-    return sorted(os.sched_getaffinity(0), key=place)
+    return sorted(os.sched_getaffinity(0), key=core_of)
 
 
 def kills_for_memory() -> int:

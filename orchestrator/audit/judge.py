@@ -142,7 +142,7 @@ def read_trace(folder: Path, rank: int) -> Trace:
             else:
                 steps = len(record["micro_steps"])
                 count = steps + 1 + record["clipped"]
-                data.seek(record["place"])
+                data.seek(record["offset"])
                 values = np.frombuffer(data.read(8 * count * record["values"]))
                 rows = values.reshape(count, record["values"])
                 clipped = rows[steps + 1] if record["clipped"] else None
@@ -168,8 +168,8 @@ def judge(traces: Sequence[Trace]) -> Judgement:
     of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
     for key in whole:
         of_optimizer.setdefault(key[0], []).append(windows[key])
-    places = [[ranks[0].backwards for ranks in own] for own in of_optimizer.values()]
-    shared = all(each == places[0] for each in places)
+    counts = [[ranks[0].backwards for ranks in own] for own in of_optimizer.values()]
+    shared = all(each == counts[0] for each in counts)
     judged: list[list[_Update]] = []
     for optimizer, own in of_optimizer.items():
         usual = max(len(window.steps) for ranks in own for window in ranks)

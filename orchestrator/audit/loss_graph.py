@@ -256,8 +256,8 @@ def mixes_samples(loss: LossGraph, outputs: Sequence[Tensor]) -> bool | None:
         seed.fill_(1.0)
     else:
         seed[0] = torch.randn(seed[0].shape, dtype=torch.float64).to(seed.dtype) + 0.1
-    places: list[Any] = [*reversed(outputs), *_products_of_parameters(node, metadata.shape)]
-    for output in places:
+    tensors: list[Any] = [*reversed(outputs), *_products_of_parameters(node, metadata.shape)]
+    for output in tensors:
         try:
             [gradient] = torch.autograd.grad(
                 [loss.elements], [output], [seed], retain_graph=True, allow_unused=True

@@ -74,28 +74,28 @@ class TrackedOptimizer:
         self.index, self.optimizer = index, optimizer
         self.parameters: list[nn.Parameter] = []
         self.hooked: set[int] = set()
-        self.places: list[tuple[int, slice]] = []
+        self.positions: list[tuple[int, slice]] = []
         self.updates = 0
         self.window = ObservedWindow()
         self.backward = -1  # the backward pass of the newest micro-step
         self.closure_calls = 0
         self.reason: str | None = None  # why its updates cannot be judged
 
-    def choose_places(self) -> None:
+    def choose_positions(self) -> None:
         """Choose positions in each parameter: all, or every n-th of a large model."""
         total = sum(p.numel() for p in self.parameters)
-        begin, self.places = 0, []
+        begin, self.positions = 0, []
         for p in self.parameters:
             share = p.numel() * MOST_VALUES // max(total, 1)
             wanted = min(p.numel(), max(LEAST_OF_PARAMETER, share))
             step = -(-p.numel() // max(wanted, 1)) | 1 if total > MOST_VALUES else 1
             values = -(-p.numel() // max(step, 1))
-            self.places.append((step, slice(begin, begin + values)))
+            self.positions.append((step, slice(begin, begin + values)))
             begin += values
 
     @property
     def values(self) -> int:
-        return self.places[-1][1].stop if self.places else 0
+        return self.positions[-1][1].stop if self.positions else 0
 
     def sample(self, tensors: Iterable[Tensor | None]) -> Array:
         column = np.zeros(self.values)
@@ -105,7 +105,7 @@ class TrackedOptimizer:
         return column
 
     def put(self, column: Array, i: int, tensor: Tensor) -> None:
-        step, where = self.places[i]
+        step, where = self.positions[i]
         column[where] = tensor.detach().reshape(-1)[::step].double().numpy()
 
 
@@ -163,7 +163,7 @@ class Observer:
             tracked.parameters.append(p)
             self.of_parameter.setdefault(id(p), []).append((tracked, number))
             self._hook(tracked, number)
-        tracked.choose_places()
+        tracked.choose_positions()
 
     def _hook(self, tracked: TrackedOptimizer, number: int) -> None:
         p = tracked.parameters[number]
@@ -286,13 +286,13 @@ class Observer:
         columns = [*window.columns, self.applied]
         if window.before_clip is not None:
             columns.append(window.before_clip)
-        place = self.data.tell()
+        offset = self.data.tell()
         for column in columns:
             self.data.write(column.tobytes())
         self.data.flush()
         steps = [{**step, "loss": step["loss"].to_json()} for step in window.micro_steps]
         self._write(
-            update=tracked.updates, optimizer=tracked.index, place=place, values=tracked.values,
+            update=tracked.updates, optimizer=tracked.index, offset=offset, values=tracked.values,
             micro_steps=steps, clips=window.clips, clipped=window.before_clip is not None,
             schedules=window.schedules, scale=window.scale, reasons=window.reasons,
             weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),

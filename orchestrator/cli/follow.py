@@ -122,7 +122,7 @@ def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, s
         What was found out, as sentences; and for each run of which it cannot be known yet whether
         it was submitted, why.
     """
-    folders = dict.fromkeys(place for run in runs for place in (run.path, run.path.parent))
+    folders = dict.fromkeys(path for run in runs for path in (run.path, run.path.parent))
     sentences: list[str] = []
     unknown: dict[Path, str] = {}
     for folder in map(RunDir, folders):
@@ -194,12 +194,12 @@ def watch(
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
-            place = read_progress(run.progress(attempt))
+            latest = read_progress(run.progress(attempt))
             records = tail.read()
             if records and plan.get("dataset_samples") is None:
                 # by now the workers know the data set, and so the length
                 plan.update(run.read_plan())
-            micro_steps = (place.done, place.steps) if place else None
+            micro_steps = (latest.done, latest.steps) if latest else None
             progress.update(records, micro_steps, warnings.read(now=state.ended))
             for sentence in () if output.quiet else handle.new_messages():
                 say(output.console, sentence, "yellow", prose=True)

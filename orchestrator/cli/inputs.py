@@ -261,8 +261,8 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
         spec = find_module(name)
         if spec is None:
             break
-        places = [*filter(None, [spec.origin]), *(spec.submodule_search_locations or [])]
-        if not places or not Path(places[0]).exists() or is_installed(Path(places[0]).absolute()):
+        paths = [*filter(None, [spec.origin]), *(spec.submodule_search_locations or [])]
+        if not paths or not Path(paths[0]).exists() or is_installed(Path(paths[0]).absolute()):
             break
         if spec.origin is not None and spec.has_location:
             found[Path(spec.origin).absolute()] = name
@@ -312,8 +312,8 @@ def _defaults(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
     """Yield what a statement of a class sets for the constructor: also that of a data class."""
     if isinstance(node, ast.FunctionDef) and node.name == "__init__":
         given = node.args
-        places = [*given.posonlyargs, *given.args][::-1]
-        yield from zip((one.arg for one in places), given.defaults[::-1], strict=False)
+        arguments = [*given.posonlyargs, *given.args][::-1]
+        yield from zip((one.arg for one in arguments), given.defaults[::-1], strict=False)
         yield from zip((one.arg for one in given.kwonlyargs), given.kw_defaults, strict=True)
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
         yield node.target.id, node.value

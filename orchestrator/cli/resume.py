@@ -81,8 +81,8 @@ def working_directory(home: Path, asked: Path) -> Generator[None]:
     before = list(sys.path)
     # Python's path as if it had been started at `home`: entries that mean the working directory.
     sys.path[:] = [
-        str(home) if entry == "" or (place == 0 and entry == str(cwd)) else entry
-        for place, entry in enumerate(before)
+        str(home) if entry == "" or (index == 0 and entry == str(cwd)) else entry
+        for index, entry in enumerate(before)
     ]
     try:
         yield

@@ -79,7 +79,7 @@ class Part:
         done = not self._thread.is_alive()  # first: what it has found is there only then
         if self._failed is not None:
             raise self._failed
-        words = [self._digest[place : place + 8] or "0" for place in range(0, 64, 8)]
+        words = [self._digest[start : start + 8] or "0" for start in range(0, 64, 8)]
         return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
 
 

@@ -103,8 +103,8 @@ class UserFirstSearchPath(ConfigSearchPathImpl):
         del anchor  # none is given
         found = self.get_path()
         last = found[-1].provider if found else None
-        place = len(found) - 1 if last == SHIPPED and provider != "schema" else len(found)
-        found.insert(place, SearchPathElement(provider, path))
+        index = len(found) - 1 if last == SHIPPED and provider != "schema" else len(found)
+        found.insert(index, SearchPathElement(provider, path))
 
 
 def search_path(config_dir: str | None) -> UserFirstSearchPath:

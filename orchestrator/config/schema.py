@@ -103,8 +103,8 @@ def beyond(values: Any, dotted: str = "") -> Iterator[str]:
         for key, value in values.items():
             yield from beyond(value, f"{dotted}.{key}" if dotted else str(key))
     elif isinstance(values, list | tuple):
-        for place, value in enumerate(values):
-            yield from beyond(value, f"{dotted}[{place}]")
+        for index, value in enumerate(values):
+            yield from beyond(value, f"{dotted}[{index}]")
     elif isinstance(values, int) and abs(values) > LARGEST_INT:
         yield f"{dotted} must lie between -(2**63 - 1) and 2**63 - 1, but is {shortened(values)}"
     elif isinstance(values, str) and len(values) > LONGEST_NAME:

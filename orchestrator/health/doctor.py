@@ -271,8 +271,8 @@ def nccl_choice(there: Iterable[str]) -> str | None:
     """
 
     def order(name: str) -> tuple[int, str]:
-        place = 0 if name.startswith("ib") else 2 if name.startswith("docker") else 1
-        return (3 if name == "lo" else place), name
+        group = 0 if name.startswith("ib") else 2 if name.startswith("docker") else 1
+        return (3 if name == "lo" else group), name
 
     return min(there, key=order, default=None)
 

@@ -39,7 +39,7 @@ def main() -> None:
     device = torch.device("cuda" if gpus else "cpu")
     ranks, run = dist.get_world_size(), Run(os.environ)
     print(f"rank {dist.get_rank()} on {socket.gethostname()}, {device}", flush=True)  # noqa: T201
-    for place, mib in enumerate(ALL_REDUCE_MIB):
+    for index, mib in enumerate(ALL_REDUCE_MIB):
         tensor, seconds = torch.ones(mib << 18, device=device), float("inf")
         for _ in range(REPEATS):
             tensor.fill_(1.0)
@@ -50,7 +50,7 @@ def main() -> None:
         is_right = float(tensor[0]) == float(tensor[-1]) == ranks
         loss = 0.0 if is_right else 1.0
         rate = moved / seconds / 1e9
-        run.report(place, loss=loss, mib=mib, seconds=seconds, gigabytes_per_s=rate, ranks=ranks)
+        run.report(index, loss=loss, mib=mib, seconds=seconds, gigabytes_per_s=rate, ranks=ranks)
     measured = measure_nodes(os.environ, device)
     if dist.get_rank() == 0:
         attempt = RunDir(Path(os.environ[RUN])).attempt(int(os.environ[ATTEMPT]))
@@ -98,10 +98,10 @@ def measure_nodes(env: Mapping[str, str], device: Any) -> dict[str, Any]:
     damaged: list[tuple[str, str]] = []
     # Simulated nodes share a machine: their links say nothing of a network.
     if len({node["host"] for node in nodes}) == len(nodes) > 1:
-        rates, places = measure_links(order, device)
+        rates, indices = measure_links(order, device)
         for node, rate in zip(nodes, best_rates(rates), strict=True):
             node["bytes_per_s"] = rate
-        damaged = [(nodes[place - 1]["node"], nodes[place]["node"]) for place in places]
+        damaged = [(nodes[index - 1]["node"], nodes[index]["node"]) for index in indices]
     return {"nodes": nodes, "damaged": damaged}
 
 
@@ -162,7 +162,7 @@ def measure_links(senders: Sequence[int], device: Any) -> tuple[list[float], lis
 
     Returns:
         For each node the bytes per second from the node before it, the best of `TRIES`; and the
-        places of nodes that received other data than was sent.
+        indices of nodes that received other data than was sent.
     """
     import torch
     import torch.distributed as dist
@@ -174,10 +174,10 @@ def measure_links(senders: Sequence[int], device: Any) -> tuple[list[float], lis
         own: tuple[float, bool] | None = None
         dist.barrier()
         if rank in senders:
-            place, received = senders.index(rank), torch.zeros_like(sent)
+            index, received = senders.index(rank), torch.zeros_like(sent)
             transfers = [
-                dist.P2POp(dist.isend, sent, senders[(place + 1) % count]),
-                dist.P2POp(dist.irecv, received, senders[place - 1]),
+                dist.P2POp(dist.isend, sent, senders[(index + 1) % count]),
+                dist.P2POp(dist.irecv, received, senders[index - 1]),
             ]
 
             def exchange(transfers: list[Any] = transfers) -> None:
@@ -186,9 +186,9 @@ def measure_links(senders: Sequence[int], device: Any) -> tuple[list[float], lis
 
             own = LINK_BYTES / _timed(exchange, device), torch.equal(sent, received)
         found = _gathered(own)
-        for place, (rate, whole) in enumerate(found[sender] for sender in senders):
-            rates[place] = max(rates[place], rate)
-            damaged |= set() if whole else {place}
+        for index, (rate, whole) in enumerate(found[sender] for sender in senders):
+            rates[index] = max(rates[index], rate)
+            damaged |= set() if whole else {index}
     return rates, sorted(damaged)
 
 

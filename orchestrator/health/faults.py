@@ -36,9 +36,9 @@ class Fault:
 
     Attributes:
         number: from 0; those of one run follow each other.
-        at: place in this fault's part of the run's updates.
-        late: place in that update.
-        target: place among the ranks or nodes that live then.
+        at: position in this fault's part of the run's updates.
+        late: position in that update.
+        target: position among the ranks or nodes that live then.
     """
 
     number: int
@@ -106,8 +106,7 @@ def find_ranks(run: str, job: str = "", node: str = "") -> dict[int, RankProcess
             parent, env = process.parent(), process.environ() if node else {}
             own = (env.get("SLURM_JOB_ID", ""), env.get("SLURMD_NODENAME", "")) == (job, node)
             if parent is not None and parent.name() != name[0] and own:  # no fork of a rank's
-                place = node or parent.name()
-                found[int(name[1])] = RankProcess(process.pid, parent.pid, place)
+                found[int(name[1])] = RankProcess(process.pid, parent.pid, node or parent.name())
     return found
 
 

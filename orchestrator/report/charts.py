@@ -101,7 +101,7 @@ def _fields(*names: str, **formats: str) -> list[dict[str, Any]]:
 
 
 def _key_of_parts() -> dict[str, Any]:
-    lines = [{"name": name, "dash": "", "colour": place} for place, name in enumerate(PARTS, 1)]
+    lines = [{"name": name, "dash": "", "colour": number} for number, name in enumerate(PARTS, 1)]
     return {"lines": lines, "course": ""}
 
 
@@ -126,8 +126,8 @@ def _key_of_runs(runs: Runs) -> dict[str, Any]:
     if len(names) > len(DASHES):
         return {"lines": [], "course": f"from {names[0]} (dark) to {names[-1]} (bright)"}
     lines = [
-        {"name": name, "dash": " ".join(map(str, dash)), "colour": place}
-        for place, (name, dash) in enumerate(zip(names, DASHES, strict=False), 1)
+        {"name": name, "dash": " ".join(map(str, dash)), "colour": number}
+        for number, (name, dash) in enumerate(zip(names, DASHES, strict=False), 1)
     ]
     return {"lines": lines if len(names) > 1 else [], "course": ""}
 

@@ -58,7 +58,7 @@ def html_of(data: dict[str, Any]) -> str:
         "themes": {shade: theme(shade) for shade in ("light", "dark")},
     }
     variables = {
-        shade: " ".join(f"--c{place}: {colour};" for place, colour in enumerate(colours, 1))
+        shade: " ".join(f"--c{index}: {colour};" for index, colour in enumerate(colours, 1))
         for shade, colours in COLOURS.items()
     }
     return template.render(

@@ -261,7 +261,7 @@ def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
     if len(records) <= most:
         return records
     last = len(records) - 1
-    return [records[round(place * last / (most - 1))] for place in range(most)]
+    return [records[round(index * last / (most - 1))] for index in range(most)]
 
 
 def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
@@ -287,7 +287,7 @@ def _marks(
     updates: Sequence[Record], rows: Sequence[Mapping[str, Any]], state: str, why: str
 ) -> list[dict[str, Any]]:
     """Return where on its curves a run continued after a failure or a stop, and where it failed."""
-    places = ("update", "samples", "elapsed_s")
+    axes = ("update", "samples", "elapsed_s")
     begun = [
         ("restart", number)
         for number in range(1, len(updates))
@@ -297,8 +297,8 @@ def _marks(
     marks: list[dict[str, Any]] = []
     for what, number in [*begun, *ended]:
         cause = why if what == "failed" else (updates[number].get("restart") or {}).get("why", "")
-        place = {name: rows[number][name] for name in places}
-        marks.append({"what": what, "why": cause, **place})
+        position = {name: rows[number][name] for name in axes}
+        marks.append({"what": what, "why": cause, **position})
     return marks
 
 

@@ -119,18 +119,18 @@ def _lines(
     No rich table: that takes half a second for a sweep of a thousand points.
     """
     kept = [
-        place
-        for place, heading in enumerate(HEADINGS)
-        if heading in ALWAYS or any(row[place] != NONE for row in rows)
+        index
+        for index, heading in enumerate(HEADINGS)
+        if heading in ALWAYS or any(row[index] != NONE for row in rows)
     ]
     shown = cache(partial(legible, console=console))
-    texts = {place: [HEADINGS[place], *(shown(row[place]) for row in rows)] for place in kept}
-    widths = {place: max(map(cell_len, column)) for place, column in texts.items()}
-    optional = [place for place in kept if HEADINGS[place] not in ALWAYS]
+    texts = {index: [HEADINGS[index], *(shown(row[index]) for row in rows)] for index in kept}
+    widths = {index: max(map(cell_len, column)) for index, column in texts.items()}
+    optional = [index for index in kept if HEADINGS[index] not in ALWAYS]
     while console.is_terminal and optional and sum(widths[p] + 2 for p in kept) - 2 > console.width:
         kept.remove(optional.pop())
-    columns, wide = [texts[place] for place in kept], [widths[place] for place in kept]
-    right = [HEADINGS[place] in RIGHT for place in kept]
+    columns, wide = [texts[index] for index in kept], [widths[index] for index in kept]
+    right = [HEADINGS[index] in RIGHT for index in kept]
     styles = ["dim", *(STATE_STYLES.get(run.state, "") for run in runs)]
     lines: list[Text] = []
     for cells, style in zip(zip(*columns, strict=True), styles, strict=True):

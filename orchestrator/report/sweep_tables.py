@@ -185,7 +185,7 @@ def _width(columns: Sequence[Column]) -> int:
 
 
 def _point_table(columns: Sequence[Column]) -> Table:
-    right = [place for place, (title, _) in enumerate(columns) if title != STATE]
+    right = [index for index, (title, _) in enumerate(columns) if title != STATE]
     table = new_table((Text(title) for title, _ in columns), right)
     for row in zip(*(texts for _, texts in columns), strict=True):
         table.add_row(*row)

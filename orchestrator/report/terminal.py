@@ -140,14 +140,14 @@ def new_table(
     """Return an empty table with a line below its headings.
 
     Args:
-        right: columns of numbers, by place; the others begin at the left.
+        right: columns of numbers, by index; the others begin at the left.
     """
     table = Table(
         title=title or None, title_justify="left", box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0),
         pad_edge=False, show_edge=False,
     )  # fmt: skip
-    for place, heading in enumerate(headings):
-        justify = "right" if place in right else "left"
+    for column, heading in enumerate(headings):
+        justify = "right" if column in right else "left"
         table.add_column(heading, justify=justify, overflow="fold")
     return table
 

@@ -181,9 +181,9 @@ def complete_partial(partial: Path, state: Mapping[str, Any], *, keep: int) -> N
         partial.rename(final)
         _sync(checkpoints)
     found = complete(checkpoints)
-    place = found.index(final) + 1
+    newer = found.index(final) + 1
     # Later ones were passed over as damaged, and must not count as the newest.
-    for old in (*found[: max(0, place - keep)], *found[place:]):
+    for old in (*found[: max(0, newer - keep)], *found[newer:]):
         shutil.rmtree(old, ignore_errors=True)
 
 

@@ -1,4 +1,4 @@
-"""The records of a run: `metrics.jsonl`, the place in the current window, sums.
+"""The records of a run: `metrics.jsonl`, progress in the current window, sums.
 
 A run may be killed in the middle of a line and may redo updates after a resume, so a reader meets
 torn lines and updates that appear twice. `Tail` deals with the first, `History` with the second,
@@ -25,7 +25,7 @@ Record = dict[str, Any]
 RECENT_BYTES = 64 * 1024
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
-_PLACE = struct.Struct("<qqqd")
+_PROGRESS = struct.Struct("<qqqd")
 
 
 class Tail:
@@ -281,7 +281,7 @@ def total(updates: Sequence[Record], name: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class RankProgress:
-    """A rank's place: update (from 0), micro-steps done and to do in it, time of writing."""
+    """A rank's progress: update (from 0), micro-steps done and to do in it, time of writing."""
 
     update: int
     done: int
@@ -290,30 +290,30 @@ class RankProgress:
 
 
 class ProgressWriter:
-    """Writes one rank's place at every micro-step.
+    """Writes one rank's progress at every micro-step.
 
     By pwrite, not by a store into mapped memory: that kills the process (SIGBUS) on a full disk.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = open_nofollow(path, os.O_RDWR | os.O_CREAT)
-        os.pwrite(self._descriptor, bytes(_PLACE.size), 0)
+        os.pwrite(self._descriptor, bytes(_PROGRESS.size), 0)
 
     def write(self, update: int, done: int, steps: int) -> None:
-        """Write the place; a failure is warned of once."""
+        """Write the progress; a failure is warned of once."""
         try:
-            os.pwrite(self._descriptor, _PLACE.pack(update, done, steps, time.time()), 0)
+            os.pwrite(self._descriptor, _PROGRESS.pack(update, done, steps, time.time()), 0)
         except OSError as error:
-            warn(f"its place could not be written: {error.strerror}", kind="no progress")
+            warn(f"its progress could not be written: {error.strerror}", kind="no progress")
 
 
 def read_progress(path: Path) -> RankProgress | None:
-    """Return the latest place; None before the first."""
+    """Return the latest progress; None before the first."""
     try:
         content = read_bytes(path)
     except FileNotFoundError:
         return None
-    if len(content) < _PLACE.size:
+    if len(content) < _PROGRESS.size:
         return None
-    place = RankProgress(*_PLACE.unpack(content[: _PLACE.size]))
-    return place if place.time > 0 else None
+    progress = RankProgress(*_PROGRESS.unpack(content[: _PROGRESS.size]))
+    return progress if progress.time > 0 else None

@@ -245,17 +245,17 @@ def decide_restart(
         for number in range(first, attempt)
         if (departure := read_json(run.departure(number))) and departure.get("failed")
     ]
-    place = read_progress(run.progress(attempt))
+    progress = read_progress(run.progress(attempt))
     program = bool(run.read_plan().get("program"))
     failed = {
         "attempt": attempt,
-        "update": place.update if place else -1,
+        "update": progress.update if progress else -1,
         # A program's progress is unknown: its next start may get further.
         "raised": None if program else _exception_of(run, attempt, culprit),
     }
     same = earlier and failed["raised"] is not None and failed["raised"] == earlier[-1]["raised"]
     if same and failed["update"] <= earlier[-1]["update"]:  # without an update in between
-        where = f"in update {failed['update']}" if place else "before the first update"
+        where = f"in update {failed['update']}" if progress else "before the first update"
         message = (
             f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
             f"another start would only repeat it"

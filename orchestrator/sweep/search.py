@@ -202,12 +202,12 @@ def _remove_torn_line(path: Path) -> None:
 
 def _put_aside(folder: RunDir) -> None:
     """Move everything of an earlier search into the folder of replaced runs."""
-    place = replaced_folder(folder.path, "search")
-    make_folder(place)
+    aside = replaced_folder(folder.path, "search")
+    make_folder(aside)
     runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
     for path in (*runs, folder.search, folder.journal):  # the journal last: it says what they are
         with contextlib.suppress(FileNotFoundError):
-            path.rename(place / path.name)
+            path.rename(aside / path.name)
 
 
 class TrialRuns:

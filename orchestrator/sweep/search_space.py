@@ -137,9 +137,9 @@ class Space:
         """
         drawn: dict[str, Any] = {}
         for axis in reversed(self.axes):
-            number, place = divmod(number, len(axis.texts))
+            number, index = divmod(number, len(axis.texts))
             ordered = isinstance(axis.distribution, IntDistribution)
-            drawn[axis.key] = place if ordered else axis.texts[place]
+            drawn[axis.key] = index if ordered else axis.texts[index]
         return {axis.key: drawn[axis.key] for axis in self.axes}
 
 

@@ -6,13 +6,13 @@ thread is:
 | the main thread | then |
 |---|---|
 | waits for other ranks | nothing: a waiting rank is never at fault |
-| is at one place for `notice_s`, or three times the usual time | it is reported, with its stack |
+| is at one position for `notice_s`, or 3 times the usual time | it is reported, with its stack |
 | and neither it nor its children use a processor for `hang_s` | the coordinator gives it up |
-| is at one place for `notice_s`, with a stopped child (SIGSTOP) | the same, at once |
+| is at one position for `notice_s`, with a stopped child (SIGSTOP) | the same, at once |
 
-The places are those of the loop: a micro-step (data, forward and backward), a boundary, and what
+The positions are those of the loop: a micro-step (data, forward and backward), a boundary, and what
 follows it. Marking one costs an assignment; the main thread makes no system call. Each line holds
-the place, so that it is known even after the rank cannot report any more (`RankPosition`).
+the position, so that it is known even after the rank cannot report any more (`RankPosition`).
 
 A worker asks nothing of other workers. It reports when it is ready to train, when it waits at a
 boundary for newcomers, and when it ends; and it receives each new generation (`survival.py`),
@@ -81,7 +81,7 @@ class AgentLink:
         self._standstill: ProgressWatchdog | None = None
         self.on_message: Callable[[Mapping[str, Any]], None] = lambda _: None
         self.on_beat: Callable[[], None] = lambda: None
-        self._place: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
+        self._position: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
         self.saves_on_failure = self.run_failed = False
         answer_when_asked()
         self.mark("the start (imports, the job's own)")
@@ -137,9 +137,9 @@ class AgentLink:
         """Check the main thread's progress from now on."""
         self._standstill = watchdog
 
-    def mark(self, place: str, *numbers: int) -> None:
-        """Mark where the main thread is. `place` has a `%d` for each number."""
-        self._place = (time.monotonic(), place, numbers)
+    def mark(self, position: str, *numbers: int) -> None:
+        """Mark where the main thread is. `position` has a `%d` for each number."""
+        self._position = (time.monotonic(), position, numbers)
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
@@ -148,8 +148,8 @@ class AgentLink:
             self.on_beat()
 
     def _seen(self, stood_s: float) -> RankPosition:
-        now, (_, place, numbers) = time.monotonic(), self._place
-        where, stack, waits = place % numbers, tuple(main_stack()), ""
+        now, (_, position, numbers) = time.monotonic(), self._position
+        where, stack, waits = position % numbers, tuple(main_stack()), ""
         if (wait := waiting.under_way()) is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
         at = f"at {where}, {describe_stack(stack)}"
@@ -157,8 +157,8 @@ class AgentLink:
 
     def _check_progress(self, standstill: ProgressWatchdog) -> float:
         """Report a standstill. Return for how long it has lasted, if unusually long."""
-        now, (came, place, numbers) = time.monotonic(), self._place
-        where, since = place % numbers, max(came, waiting.last_ended())
+        now, (came, position, numbers) = time.monotonic(), self._position
+        where, since = position % numbers, max(came, waiting.last_ended())
         change = standstill.look(now, since, waits=waiting.waits())
         if change == "moves":
             log.info("progress resumed")
@@ -168,7 +168,7 @@ class AgentLink:
             warn(
                 f"it has stood at {where} for {now - since:.0f} s, {describe_stack(stack)}"
                 f"{self._children()}; {self._shown_log} has its stack",
-                kind=f"standing at {place}",
+                kind=f"standing at {position}",
             )
         if standstill.due(now):
             self._check_hang(standstill, where, now - since)
@@ -198,8 +198,8 @@ class AgentLink:
         return describe_processes(descendants(os.getpid()), self._log)
 
 
-class PlaceMarks(Callback):
-    """Mark each place of the loop, on every rank; leave the loop when another worker failed."""
+class PositionMarks(Callback):
+    """Mark each position of the loop, on every rank; leave the loop when another worker failed."""
 
     def __init__(self, link: AgentLink) -> None:
         self._link = link

@@ -36,7 +36,7 @@ from orchestrator.units import first_few
 # ----------------------------------------------------------------------
 # The data set must be the same on every rank, since each derives the same order from it.
 
-_PLACES = 8  # of samples that are compared
+_COMPARED = 8  # of samples that are compared
 _SEED = 20_240_229
 _DEEPEST = 8
 
@@ -66,11 +66,11 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
             f"dataset() has {most} samples on most ranks, but {first_few(odd, 3)}; every "
             "rank needs the whole data set, of which the plan gives it its part"
         )
-    places = _places_of(samples)
-    rows = engine.gather(_digests(dataset, places))
+    indices = _compared_indices(samples)
+    rows = engine.gather(_digests(dataset, indices))
     if not (different := minority_ranks(rows)):
         return samples
-    if engine.gather(_digests(dataset, places)) != rows:
+    if engine.gather(_digests(dataset, indices)) != rows:
         warn(
             "dataset() gives another sample whenever it is asked for the same one, by random "
             "numbers that no seed reaches: whether ranks have the same data is unknown, and a "
@@ -81,26 +81,26 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
     column = next(n for n, seen in enumerate(zip(*rows, strict=True)) if len(set(seen)) > 1)
     raise JobError(
         f"dataset() is not the same on all ranks: on {named_ranks(different)} sample "
-        f"{places[column]} differs from that on {'rank 0' if len(rows) == 2 else 'most ranks'}; "
+        f"{indices[column]} differs from that on {'rank 0' if len(rows) == 2 else 'most ranks'}; "
         "every rank needs the whole data set, in the same order, of which the plan gives it its "
         "part"
     )
 
 
-def _places_of(samples: int) -> list[int]:
+def _compared_indices(samples: int) -> list[int]:
     """Return the samples to compare: the first two, and others up to the last.
 
-    >>> _places_of(100), _places_of(3), _places_of(0)
+    >>> _compared_indices(100), _compared_indices(3), _compared_indices(0)
     ([0, 1, 16, 33, 49, 66, 82, 99], [0, 1, 2], [])
     """
     if not samples:
         return []
-    spread = {number * (samples - 1) // (_PLACES - 2) for number in range(_PLACES - 1)}
+    spread = {number * (samples - 1) // (_COMPARED - 2) for number in range(_COMPARED - 1)}
     return sorted(spread | {min(1, samples - 1)})
 
 
-def _digests(dataset: Any, places: Sequence[int]) -> list[float]:
-    """Return the digest of each sample, read with all generators seeded by its place, so that
+def _digests(dataset: Any, indices: Sequence[int]) -> list[float]:
+    """Return the digest of each sample, read with all generators seeded by its index, so that
     samples with random augmentation are equal on all ranks. The generators are as before then.
     """
     import numpy as np
@@ -110,12 +110,12 @@ def _digests(dataset: Any, places: Sequence[int]) -> list[float]:
     torchs = torch.default_generator.get_state() if torch else None
     found: list[float] = []
     try:
-        for place in places:
-            random.seed(_SEED + place)
-            np.random.seed(_SEED + place)
+        for index in indices:
+            random.seed(_SEED + index)
+            np.random.seed(_SEED + index)
             if torch:
-                torch.default_generator.manual_seed(_SEED + place)
-            found.append(sample_digest(dataset[place]))
+                torch.default_generator.manual_seed(_SEED + index)
+            found.append(sample_digest(dataset[index]))
     finally:
         random.setstate(python)
         np.random.set_state(numpys)

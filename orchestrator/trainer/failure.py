@@ -110,11 +110,11 @@ def _place(error: BaseException) -> str:
 
 def hide_own_frames(error: BaseException) -> None:
     """Let an error's traceback begin with the first call outside this package, if there is one."""
-    place = error.__traceback__
-    while place is not None and Path(place.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
-        place = place.tb_next
-    if place is not None:
-        error.__traceback__ = place
+    tb = error.__traceback__
+    while tb is not None and Path(tb.tb_frame.f_code.co_filename).is_relative_to(PACKAGE):
+        tb = tb.tb_next
+    if tb is not None:
+        error.__traceback__ = tb
 
 
 MOST_OF_TRACEBACK = 64 * 1024

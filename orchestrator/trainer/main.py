@@ -19,7 +19,7 @@ from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
-from orchestrator.trainer.agent_link import PlaceMarks
+from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.recorder import facts_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
@@ -88,7 +88,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     while True:
         if membership is not None and changes is not None:  # in another group than before
             progress.newcomers = False
-            rank, ranks = membership.place
+            rank, ranks = membership.rank, membership.size
             training.checkpoints.rank = rank
             if rank == 0:
                 training.take_over_record(changes)
@@ -154,7 +154,7 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     # On devices this rank may be stuck in a collective that only a kill ends.
     leaves = training.group.transport not in ("nccl", "hccl")
     worker.link.saves_on_failure = training.saves_on_failure and leaves
-    found: list[Callback] = [PlaceMarks(worker.link)]
+    found: list[Callback] = [PositionMarks(worker.link)]
     if recorder is None:
         if worker.topology.scheduled:
             found.append(Follower(worker.stop, run.departure(attempt)))

@@ -104,7 +104,7 @@ def facts_of_ranks(engine: Engine) -> dict[str, Any]:
     """
     mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
     rows = engine.gather([float(size) for size in mine.values()])
-    memory = {name: [int(row[place]) for row in rows] for place, name in enumerate(mine)}
+    memory = {name: [int(row[column]) for row in rows] for column, name in enumerate(mine)}
     if engine.part() is None:
         return {"memory": memory}
     return {"memory": memory, "weights_sha256": engine.weights_sha256()}
@@ -215,7 +215,7 @@ class Scalars:
 
 
 class Recorder(Callback):
-    """Rank 0's record: metrics.jsonl, scalars, lines of its log, its place in the current window.
+    """Rank 0's record: metrics.jsonl, scalars, its log, its progress in the current window.
 
     A line of metrics.jsonl is one `write`, so a reader sees whole lines but the last. A full disk
     never ends a training: lines wait for room. Only at the end (`close`) does it matter.

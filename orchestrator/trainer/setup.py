@@ -128,7 +128,7 @@ class Training:
 
     def _planned_collectives(self) -> int | None:
         """Return the collectives of each update of this group, if the plan knows them."""
-        ranks = self.membership.place[1] if self.membership else self.planned.ranks
+        ranks = self.membership.size if self.membership else self.planned.ranks
         return self.planned.traffic.among(ranks)
 
     def take_over_record(self, changes: list[GroupChange]) -> None:
@@ -309,9 +309,9 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 
 
 def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
-    place = ("rank", "size", "local_rank", "node", "address", "replaces")
+    shared = ("rank", "size", "local_rank", "node", "address", "replaces")
     return GroupSpec(
-        **{name: getattr(topology, name) for name in place},
+        **{name: getattr(topology, name) for name in shared},
         folder=folder,
         transport=config.transport,
         timeout_s=config.cluster.rendezvous_timeout_s,

@@ -245,13 +245,13 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     in_place = run.srun_restarts(os.environ.get("SLURM_JOB_ID", "")).exists()
     if topology.restarts or in_place or not queued:  # else a person submitted it again
         why = restart_reason(run, attempt) or (UNEXPLAINED if queued else why)
-    place = read_progress(run.progress(attempt - 1))
-    behind = place is not None and place.update >= updates
+    progress = read_progress(run.progress(attempt - 1))
+    behind = progress is not None and progress.update >= updates
     return {
         "attempt": attempt,
         "restarts": topology.restarts,
         "why": why,
         "resumed_from": updates,
-        "lost_updates": place.update - updates if behind and place else 0,
-        "lost_micro_steps": place.done if behind and place else 0,
+        "lost_updates": progress.update - updates if behind and progress else 0,
+        "lost_micro_steps": progress.done if behind and progress else 0,
     }

@@ -207,7 +207,7 @@ class GroupMembership(Callback):
         go_back: see `Training.go_back`.
 
     Attributes:
-        place: this worker's rank in the present group, and the group's size.
+        rank, size: this worker's rank in the present group, and the group's size.
 
     Raises:
         ConfigError: the framework's engine cannot continue in another group.
@@ -248,7 +248,7 @@ class GroupMembership(Callback):
         self._members: Members = tuple(range(spec.size))
         self._history: list[GroupChange] = []
         self._tries = (-1, 0)
-        self.place = spec.rank, spec.size
+        self.rank, self.size = spec.rank, spec.size
         self._link = worker.link
         self._link.on_message, self._link.on_beat = self._receive, self._end_if_unresponsive
 
@@ -347,7 +347,7 @@ class GroupMembership(Callback):
         """On the rank that writes: raise `PeerLost` by the record itself, since the thread that
         hears of generations may have been stopped together with this rank.
         """
-        if self.place[0] != 0 or (newer := self._record.read(self._generation + 1)) is None:
+        if self.rank != 0 or (newer := self._record.read(self._generation + 1)) is None:
             return
         if not self._in_shards or self._me not in newer["members"]:
             raise PeerLost("another rank is gone")
@@ -436,7 +436,7 @@ class GroupMembership(Callback):
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
-        self.place = rank, size
+        self.rank, self.size = rank, size
         try:
             newer_progress = self._engine.catch_up(
                 group, progress.updates, progress_to_json(progress)

@@ -159,7 +159,7 @@ class SimulatedWorkers:
                     "seconds": seconds, "silent_s": seconds, "asleep_in": "", "seen": SEEN,
                 })  # fmt: skip
 
-    def keep_places(self, *, stacks):
+    def keep_positions(self, *, stacks):
         pass
 
     def await_leftovers(self):
@@ -452,7 +452,7 @@ class Simulation:
             self.enter(one, READY)
 
     def step_groups(self):
-        """Form groups, and compute boundaries, of which all members are at the same place."""
+        """Form groups, and compute boundaries, of which all members are at the same position."""
         working = [one for one in self.live() if one.frozen_at is None]
         for number in {one.generation for one in working if one.generation >= 0}:
             members = self.members_of(number)

@@ -200,10 +200,10 @@ def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
     """MindSpore holds the interpreter while its group forms."""
     attempt = Attempt(tmp_path, survive=False)
     for seconds in (59.0, 60.0):
-        assert not attempt.commands_of("keep places")
+        assert not attempt.commands_of("keep positions")
         attempt.take("unresponsive", 1, **_silent("silent", seconds))
         attempt.tick()
-    assert attempt.commands_of("keep places")
+    assert attempt.commands_of("keep positions")
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])

@@ -99,10 +99,10 @@ NODES = ("SLURM_JOB_NUM_NODES", "SLURM_NNODES")
 class CurrentAllocation(BaseSlurmCluster):
     """`cluster.allocation=current`."""
 
-    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
+    def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:
         overlap = ["--overlap"] if STEP in os.environ else []  # this shell is in a step itself
         shape = [*shape_of(self.config.cluster), *overlap]
-        return step_script(self.config, run, attempt, place, shape)
+        return step_script(self.config, run, attempt, host, shape)
 
     def check(self, request: Request) -> Admission:  # noqa: ARG002  # the configuration has it all
         """Raise `ClusterError` if there is no allocation, or one that is too small.
@@ -129,7 +129,7 @@ class CurrentAllocation(BaseSlurmCluster):
     def submit(self, request: Request) -> Handle:
         """Start the step."""
         client, job = SlurmClient(self.config.cluster.slurm_conf), os.environ[JOB]
-        self.place(request, lambda _: job)  # it runs already
+        self.submit_script(request, lambda _: job)  # it runs already
         own = {**client.environment("srun"), JOB: job}
         return StepHandle(
             request, RunDir(request.run).submitit / f"{script_name(request.attempt)}.sh", own

@@ -117,7 +117,7 @@ def largest_array(slurm_conf: str | None) -> tuple[int, int]:
 def _equal_runs(placed: Sequence[Placed]) -> list[list[Placed]]:
     """Group equal runs in one parent folder, in order; each other run alone."""
     groups: dict[object, list[Placed]] = {}
-    for place, (cluster, request) in enumerate(placed):
+    for index, (cluster, request) in enumerate(placed):
         key: object = (
             cluster.config.cluster.slurm_conf,
             request.run.parent,
@@ -125,7 +125,7 @@ def _equal_runs(placed: Sequence[Placed]) -> list[list[Placed]]:
             tuple((k, v) for k, v in request.details["options"].items() if k not in UNLIKE),
         )
         numbered = NUMBER.fullmatch(request.run.name)
-        groups.setdefault(key if numbered else place, []).append((cluster, request))
+        groups.setdefault(key if numbered else index, []).append((cluster, request))
     return list(groups.values())
 
 

@@ -49,13 +49,13 @@ class BaseSlurmCluster(Cluster):
         """
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
-        place = submit_host(config, copy or folder.snapshot(attempt))
+        host = submit_host(config, copy or folder.snapshot(attempt))
         check_clusters(os.environ)
-        check_defaults(place.defaults)
+        check_defaults(host.defaults)
         check_preamble(config.cluster.preamble)
-        script = self.script(folder, attempt, place)
+        script = self.script(folder, attempt, host)
         options = {
-            k: v if v is True else str(v) for k, v in all_options(config, folder, place).items()
+            k: v if v is True else str(v) for k, v in all_options(config, folder, host).items()
         }
         return Request(
             run=run,
@@ -68,10 +68,10 @@ class BaseSlurmCluster(Cluster):
         )
 
     @abstractmethod
-    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
+    def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:
         """Return the exact script that starts the ranks."""
 
-    def place(self, request: Request, queue: Callable[[Path], str]) -> None:
+    def submit_script(self, request: Request, queue: Callable[[Path], str]) -> None:
         """Write the files of the request, and have submitit place its batch script.
 
         Args:

@@ -71,8 +71,8 @@ done
 CHECKS = Shell("""\
 run=@{run}
 refuse_links() {
-    for place; do
-        [ ! -L "$place" ] || { echo "error: $place is a link" >&2; exit 1; }
+    for path; do
+        [ ! -L "$path" ] || { echo "error: $path is a link" >&2; exit 1; }
     done
 }
 refuse_links "$run/attempts" "$run/logs" "$run/code" "$run/submitit" "$run"/submitit/*
@@ -177,15 +177,15 @@ def submit_host(config: Config, copy: Path) -> SubmitHost:
     """
     target, package = target_of(config.job), snapshot.PACKAGE
     if config.run.snapshot:
-        places = snapshot.copies(target, copy)
+        roots = snapshot.copies(target, copy)
     else:
-        places = {root: root for root in snapshot.source_roots(target)}
-    own = places.get(package.parent)
+        roots = {root: root for root in snapshot.source_roots(target)}
+    own = roots.get(package.parent)
     return SubmitHost(
         python=sys.executable,
         folder=Path.cwd(),
         package=own / package.name if own else package,
-        path=tuple(dict.fromkeys([*places.values(), Path.cwd()])),
+        path=tuple(dict.fromkeys([*roots.values(), Path.cwd()])),
         code=copy if config.run.snapshot else None,
         defaults=read_defaults(os.environ),
     )

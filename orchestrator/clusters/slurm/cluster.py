@@ -34,8 +34,8 @@ class SlurmCluster(BaseSlurmCluster):
     attended = False
     status_interval_s = 15.0  # administrators ask for at most four calls of squeue a minute
 
-    def script(self, run: RunDir, attempt: int, place: SubmitHost) -> str:
-        return batch_script(self.decided, run, attempt, place)
+    def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:
+        return batch_script(self.decided, run, attempt, host)
 
     @classmethod
     def chosen(cls, config: Config) -> type[Cluster]:
@@ -72,7 +72,7 @@ class SlurmCluster(BaseSlurmCluster):
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""
         run, conf = RunDir(request.run), self.config.cluster.slurm_conf
-        self.place(
+        self.submit_script(
             request, lambda script: queue(run, script, request.attempt, conf, tell=self.tell)
         )
         return SlurmHandle(run)

@@ -162,7 +162,7 @@ class SlurmHandle(Handle):
         self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
-        self._reported_place = ""
+        self._reported_state = ""
         self._reported_silence_at: float | None = None
 
     def poll(self, timeout_s: float) -> State:
@@ -232,7 +232,7 @@ class SlurmHandle(Handle):
         return self.job.reason if self.job is not None and self.job.waiting else ""
 
     def new_messages(self) -> Sequence[str]:
-        """Return changes: the scheduler stops or resumes answering; the job's state and place."""
+        """Return changes: the scheduler stops or resumes answering; the job's state and nodes."""
         found: list[str] = []
         if self.silent_since is not None and self._reported_silence_at is None:
             self._reported_silence_at = time.monotonic()
@@ -245,10 +245,10 @@ class SlurmHandle(Handle):
             self._reported_silence_at = None
             found.append(f"the scheduler answers again, {waited_s:.0f} s later")
         job, attempt = self.job, max(0, self._run.attempts_made() - 1)
-        place = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
-        if job is None or not job.alive or place == self._reported_place:
+        present = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
+        if job is None or not job.alive or present == self._reported_state:
             return found
-        self._reported_place = place
+        self._reported_state = present
         where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
         restarts = f", attempt {attempt + 1}" if attempt else ""
         still = f": {job.standstill}" if job.standstill else ""

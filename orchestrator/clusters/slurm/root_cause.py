@@ -105,7 +105,7 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
 def _last_error(log: tuple[str, ...]) -> str:
     """Return the last message of a process that could not begin, with an exception's lines."""
     said = [line.strip() for line in log if line.strip()]
-    raised = [place for place, line in enumerate(said) if RAISED.match(line)]
+    raised = [index for index, line in enumerate(said) if RAISED.match(line)]
     lines = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
     return " ".join(lines).removeprefix(SAID)
 
