@@ -43,7 +43,7 @@ class Job:
         talks_in_window: set it to True when `loss` has to call collectives; every rank must then
             call the same ones equally often. Otherwise ranks are silent between boundaries.
         augments: set it to True when `dataset[i]` draws random numbers: every sample then gets
-            its own generator state from (seed, update, place in the update), on any rank.
+            its own generator state from (seed, update, position in the update), on any rank.
         batch_dependent: set it to True to accept a loss that is no sum over samples (one divided by
             the micro-batch's maximum, say): updates then depend on how a batch is split. Without
             it such a loss is refused at the first update (torch).

@@ -72,8 +72,8 @@ class UserWindow:
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the numbers of each micro-batch's samples.
 
-        Random numbers come from a seed that depends only on the update and the micro-batch's place
-        in it.
+        Random numbers come from a seed that depends only on the update and the micro-batch's
+        position in it.
         """
         for number, micro_batch in enumerate(self.given.micro_batches):
             self._windows.hand_out(self, number)

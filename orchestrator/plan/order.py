@@ -1,10 +1,11 @@
 """The order in which the data set's samples are used: a pure function of (seed, update).
 
 Nothing is drawn while training, so a resumed run, another number of ranks and another micro-batch
-all see the same samples in the same update. The sample at a place of an epoch is computed from the
-place alone, so a data set of any size costs the same memory: a Feistel cipher permutes the numbers
-of 2h bits, the fewest that hold all places of the N samples, and is applied until the result is a
-sample ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite domains", 2002).
+all see the same samples in the same update. The sample at a position of an epoch is computed from
+the position alone, so a data set of any size costs the same memory: a Feistel cipher permutes the
+numbers of 2h bits, the fewest that hold all positions of the N samples, and is applied until the
+result is a sample ("cycle walking": Black and Rogaway, "Ciphers with arbitrary finite domains",
+2002).
 
     (l, r) -> (r, l xor (mix(r + k_i) mod 2^h)),   i = 1 .. 8
 
@@ -31,7 +32,7 @@ from orchestrator.plan.bounds import at_least, one_of
 
 ROUNDS = 8
 BLOCK = 1 << 16
-"""Places that are computed together: one at a time would cost more than the update."""
+"""Positions that are computed together: one at a time would cost more than the update."""
 
 if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
     import numpy as np
@@ -61,12 +62,12 @@ class Shards:
         at_least(1, "lanes of shards", self.lanes)
 
     def samples_at(
-        self, places: NDArray[np.int64], global_batch: int, seed: int, epoch: int
+        self, positions: NDArray[np.int64], global_batch: int, seed: int, epoch: int
     ) -> NDArray[np.int64]:
-        """Return the sample at each of these places of an epoch.
+        """Return the sample at each of these positions of an epoch.
 
         Args:
-            places: int64, shape (n,).
+            positions: int64, shape (n,).
         """
         import numpy as np  # late, so that `plan` stays fast
 
@@ -74,12 +75,13 @@ class Shards:
         order = permuted(np.arange(len(lengths), dtype=np.uint64), len(lengths), seed, epoch)
         order = order.astype(np.int64)
         whole = int(lengths.sum()) // global_batch  # updates with all their samples
-        update, place = np.divmod(places, global_batch)
+        update, position = np.divmod(positions, global_batch)
         begins = np.arange(self.lanes + 1) * global_batch // self.lanes  # of the lanes in an update
-        lane = np.searchsorted(begins, place, side="right") - 1
+        lane = np.searchsorted(begins, position, side="right") - 1
         width = begins[lane + 1] - begins[lane]
-        along = begins[lane] * whole + update * width + place - begins[lane]
-        along = np.where(update < whole, along, places)  # the epoch's last samples are in no lane
+        along = begins[lane] * whole + update * width + position - begins[lane]
+        # The epoch's last samples are in no lane.
+        along = np.where(update < whole, along, positions)
         ends = lengths[order].cumsum()
         nth = np.searchsorted(ends, along, side="right")
         shard = order[nth]
@@ -171,27 +173,27 @@ class DataOrder:
 
     def samples_of(self, update: int) -> int:
         """Return how many samples the update has, without computing which."""
-        _, place = self._first(update)
+        _, position = self._first(update)
         if self.ragged == "carry":
             return self.global_batch
-        return min(self.global_batch, self.dataset_samples - place)
+        return min(self.global_batch, self.dataset_samples - position)
 
     def indices(self, update: int) -> NDArray[np.int64]:
         """Return the dataset's samples in the update's order: int64, (samples,), read-only."""
         import numpy as np  # late, so that `plan` stays fast
 
-        epoch, place = self._first(update)
+        epoch, position = self._first(update)
         missing = self.samples_of(update)
         parts: list[NDArray[np.int64]] = []
         while missing:
-            number, start = divmod(place, BLOCK)
+            number, start = divmod(position, BLOCK)
             block = _block(self, epoch, number)
             part = block[start : start + missing]
             parts.append(part)
             missing -= len(part)
-            place += len(part)
-            if place == self.dataset_samples:
-                epoch, place = epoch + 1, 0
+            position += len(part)
+            if position == self.dataset_samples:
+                epoch, position = epoch + 1, 0
         if len(parts) == 1:
             return parts[0]
         joined = np.concatenate(parts)
@@ -199,7 +201,7 @@ class DataOrder:
         return joined
 
     def _first(self, update: int) -> tuple[int, int]:
-        """Return the epoch of the update's first sample, and its place in that epoch's order."""
+        """Return the epoch of the update's first sample, and its position in that epoch's order."""
         at_least(0, "the number of an update", update)
         if self.ragged == "carry":
             return divmod(update * self.global_batch, self.dataset_samples)
@@ -209,21 +211,23 @@ class DataOrder:
 
 @lru_cache(maxsize=2)
 def _block(order: DataOrder, epoch: int, number: int) -> NDArray[np.int64]:
-    """Return the samples at the `BLOCK` places of an epoch from `number * BLOCK` on, read-only."""
+    """Return the samples at `BLOCK` positions of an epoch from `number * BLOCK` on, read-only."""
     import numpy as np  # late, so that `plan` stays fast
 
     first, samples = number * BLOCK, order.dataset_samples
-    places = np.arange(first, min(first + BLOCK, samples))
+    positions = np.arange(first, min(first + BLOCK, samples))
     if order.shards:
-        found = order.shards.samples_at(places, order.global_batch, order.seed, epoch)
+        found = order.shards.samples_at(positions, order.global_batch, order.seed, epoch)
     else:
-        found = permuted(places.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
+        found = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
     found.flags.writeable = False
     return found
 
 
-def permuted(places: NDArray[np.uint64], samples: int, seed: int, epoch: int) -> NDArray[np.uint64]:
-    """Return the sample at each of these places of an epoch: the module's permutation.
+def permuted(
+    positions: NDArray[np.uint64], samples: int, seed: int, epoch: int
+) -> NDArray[np.uint64]:
+    """Return the sample at each of these positions of an epoch: the module's permutation.
 
     >>> import numpy as np
     >>> permuted(np.arange(5, dtype=np.uint64), samples=5, seed=0, epoch=0).tolist()
@@ -245,7 +249,7 @@ def permuted(places: NDArray[np.uint64], samples: int, seed: int, epoch: int) ->
             left, right = right, left ^ ((mixed ^ (mixed >> np.uint64(31))) & mask)
         return (left << shift) | right
 
-    found = encrypt(places)
+    found = encrypt(positions)
     while (outside := found >= samples).any():
         found[outside] = encrypt(found[outside])
     return found

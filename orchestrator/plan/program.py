@@ -1,4 +1,4 @@
-"""The plan of a program: only the places of its ranks."""
+"""The plan of a program: only where its ranks run."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """The division of one update's samples: blocks of ranks, cut into micro-batches.
 
-Everything is in *places*: place p is the p-th sample of the update, in the update's own order.
-`orchestrator.plan.order` maps places to the data set's samples. Blocks are contiguous, in rank
+Everything is in *positions*: position p is the p-th sample of the update in the update's order.
+`orchestrator.plan.order` maps positions to the data set's samples. Blocks are contiguous, in rank
 order. The table is a value: another table for the same update gives the same gradient (in
 reproducible mode, when it assigns whole leaves, the same bits).
 """
@@ -23,7 +23,7 @@ class Split:
 
     Attributes:
         samples_per_rank: R sizes, in samples; 0 for an idle rank.
-        starts: R places, the first of each rank's block.
+        starts: R positions, the first of each rank's block.
         micro_batches: each rank's micro-batches' sizes in order, none of them 0; () if idle.
     """
 
@@ -52,7 +52,7 @@ class Split:
         return tuple(rank for rank, size in enumerate(self.samples_per_rank) if size == 0)
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the `(start, count)` of each micro-batch of `rank`, in places of the update.
+        """Return the `(start, count)` of each micro-batch of `rank`, in positions of the update.
 
         >>> split_window(3072, 240, cap=10).pieces(1)
         ((13, 7), (20, 6))
@@ -124,7 +124,7 @@ def assign(
 def split_leaves(samples: int, ranks: int, leaf_size: int) -> Split:
     """Divide an update by whole leaves, as evenly as leaves allow, the larger blocks first.
 
-    The leaves of an update do not depend on `ranks`: leaf i holds places i * leaf_size up to
+    The leaves of an update do not depend on `ranks`: leaf i holds positions i * leaf_size up to
     (i + 1) * leaf_size, the last one perhaps fewer. One leaf is one micro-step.
 
     >>> split_leaves(10, 3, leaf_size=2).micro_batches

@@ -21,7 +21,7 @@ _split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Work of one micro-step: samples `indices` of the data set, from place `start` of the update.
+    """Work of a micro-step: samples `indices` of the data set, from position `start` of its update.
 
     `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
     """
