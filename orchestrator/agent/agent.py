@@ -242,7 +242,7 @@ class Agent:
         found: list[dict[str, Any]] = []
         for worker in self._workers.all.values():
             events: list[dict[str, Any]] = [
-                {"event": "started", "rank": worker.rank, "process": worker.process}
+                {"event": "started", "rank": worker.rank, "incarnation": worker.incarnation}
             ]
             events += worker.latest_events.values()
             if worker.status is not None:
@@ -266,7 +266,7 @@ class Agent:
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]
         if kind == "start" and command["rank"] in self._spec.ranks_of(self._spec.index):
-            self._workers.start(command["rank"], command["process"])
+            self._workers.start(command["rank"], command["incarnation"])
         elif kind == "kill":
             self._workers.kill(command["rank"])
         elif kind == "tell":

@@ -47,9 +47,9 @@ from orchestrator.rundir.files import is_folder, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
+    incarnation_of,
     member_of,
     message_of,
-    process_of,
     rank_of,
     to_blame,
 )
@@ -100,7 +100,7 @@ class WorkerState:
     """
 
     rank: int
-    process: int = 0
+    incarnation: int = 0
     state: Literal["expected", "alive", "ended"] = "expected"
     wants_to_join: bool = False
     set_up: bool = False
@@ -153,7 +153,7 @@ class Coordinator:
         for generation in generations:  # a member may have joined, and been lost again
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
-                worker.process = max(worker.process, process_of(member, spec.ranks))
+                worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
         self._lost_members: set[int] = set()  # members lost since the newest generation
         self._noticed = 0.0
         self._beyond_reach: tuple[float, bool] = (0.0, False)
@@ -251,10 +251,10 @@ class Coordinator:
         if "seen" in event:
             worker.seen = RankPosition.from_json(event["seen"])
         if kind == "started":
-            self.workers[worker.rank] = WorkerState(worker.rank, event["process"], "alive")
+            self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
         elif kind == "exit":
-            if worker.state != "ended" and worker.process == event["process"]:
+            if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join = "ended", False
                 if self._saving == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
@@ -447,7 +447,7 @@ class Coordinator:
         most = self._spec.replacements
         if self._over or not most:
             return
-        started = sum(worker.process for worker in self.workers.values())  # by all coordinators
+        started = sum(worker.incarnation for worker in self.workers.values())  # by all coordinators
         if most - started <= len(self._restart_at):
             self._warn(rank, f"it is not started again: run.max_replacements={most} were started")
         elif self._fruitless[rank] >= MOST_FRUITLESS:
@@ -458,7 +458,7 @@ class Coordinator:
 
     def _was_fruitless(self, rank: int) -> bool:
         """Return whether this replacement process has completed no update, as far as is known."""
-        if not self.workers[rank].process:
+        if not self.workers[rank].incarnation:
             return False
         member = str(self._member(rank))
         try:
@@ -480,11 +480,11 @@ class Coordinator:
             agent = self.agents[self._spec.node_of(unit[0])]
             if not due.issuperset(unit) or agent.heard is None or agent.lost:
                 continue
-            process = 1 + max(self.workers[rank].process for rank in unit)
+            incarnation = 1 + max(self.workers[rank].incarnation for rank in unit)
             for rank in unit:
                 del self._restart_at[rank]
-                self._command(agent.index, "start", rank=rank, process=process)
-                self.workers[rank] = WorkerState(rank, process)
+                self._command(agent.index, "start", rank=rank, incarnation=incarnation)
+                self.workers[rank] = WorkerState(rank, incarnation)
 
     def _failure_unit(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that are lost, and come back, together with this one."""
@@ -500,7 +500,7 @@ class Coordinator:
         return self._spec.survive and self._generation >= 0
 
     def _member(self, rank: int) -> int:
-        return member_of(rank, self.workers[rank].process, self._spec.ranks)
+        return member_of(rank, self.workers[rank].incarnation, self._spec.ranks)
 
     @property
     def awaits_losses(self) -> bool:

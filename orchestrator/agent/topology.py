@@ -26,8 +26,7 @@ BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"  # the process of the batch script
 PATH_VARIABLE = "ORCHESTRATOR_PYTHONPATH"
 """Folders of the run's code, which come first in the search path of a job's processes."""
-REPLACES_VARIABLE = "ORCHESTRATOR_REPLACES"
-"""Number of earlier processes of this rank, if it replaces one."""
+INCARNATION_VARIABLE = "ORCHESTRATOR_INCARNATION"
 OUTER_PATH_VARIABLE = "ORCHESTRATOR_OUTER_PYTHONPATH"
 """PYTHONPATH as it was before these came first; for programs."""
 OUTER_UMASK_VARIABLE = "ORCHESTRATOR_OUTER_UMASK"
@@ -51,7 +50,7 @@ class Topology:
         address: an IP address of the node that the other nodes reach.
         job_id: the scheduler's (or the local launcher's) id of the run.
         restarts: how often the scheduler restarted this job.
-        replaces: how many processes had this rank before in this attempt.
+        incarnation: how many processes had this rank before in this attempt.
         scheduled: a scheduler placed this rank, and can restart the job by itself.
     """
 
@@ -64,7 +63,7 @@ class Topology:
     address: str
     job_id: str
     restarts: int = 0
-    replaces: int = 0
+    incarnation: int = 0
     scheduled: bool = False
 
     @classmethod
@@ -91,7 +90,7 @@ class Topology:
             address=own_address(env, node=node, **where),
             job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
-            replaces=number(REPLACES_VARIABLE, 0),
+            incarnation=number(INCARNATION_VARIABLE, 0),
             scheduled=BASE_ATTEMPT_VARIABLE in env,
         )
 

@@ -33,7 +33,7 @@ from orchestrator.agent.processes import (
 )
 from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.stacks import STACK_SIGNAL, catches
-from orchestrator.agent.topology import REPLACES_VARIABLE
+from orchestrator.agent.topology import INCARNATION_VARIABLE
 from orchestrator.errors import EXIT_FAILED
 from orchestrator.rundir.outcome import failure_record
 
@@ -66,7 +66,7 @@ class Worker:
     """Worker process of this node.
 
     Attributes:
-        process: how many processes had this rank before.
+        incarnation: how many processes had this rank before in this attempt.
         program: what it has become by exec, if it has.
         latest_events: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
@@ -74,7 +74,7 @@ class Worker:
     """
 
     rank: int
-    process: int
+    incarnation: int
     signs: WorkerLiveness
     link: Link
     program: RankProgram | None = None
@@ -130,8 +130,8 @@ class Workers:
 
     # ------------------------------------------------------------------ start
 
-    def start(self, rank: int, process: int) -> None:
-        """Fork a worker for a rank, as its process of that number.
+    def start(self, rank: int, incarnation: int) -> None:
+        """Fork a worker for a rank.
 
         Raises:
             BecomeWorker: in the worker.
@@ -149,7 +149,7 @@ class Workers:
         except OSError as error:  # no memory, process or descriptor left
             for end in pair:
                 end.close()
-            self.all[rank] = unborn = self._unborn(rank, process, error)
+            self.all[rank] = unborn = self._unborn(rank, incarnation, error)
             self._report(self.exit_of(unborn))
             return
         finally:
@@ -157,16 +157,16 @@ class Workers:
                 signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         if not pid:
             ours.close()
-            self._become(rank, process, theirs)
+            self._become(rank, incarnation, theirs)
         theirs.close()
-        worker = Worker(rank, process, WorkerLiveness(pid), Link(ours, peer_index=rank))
+        worker = Worker(rank, incarnation, WorkerLiveness(pid), Link(ours, peer_index=rank))
         self.all[rank] = worker
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, worker))
-        self._report({"event": "started", "rank": rank, "process": process})
+        self._report({"event": "started", "rank": rank, "incarnation": incarnation})
         for name in self._stops:
             self.send(rank, stop=name)
 
-    def _unborn(self, rank: int, process: int, error: OSError) -> Worker:
+    def _unborn(self, rank: int, incarnation: int, error: OSError) -> Worker:
         """Return a worker that could not be forked: at the start it fails the run; later it counts
         as a replacement that was killed at once.
         """
@@ -175,14 +175,16 @@ class Workers:
             "and `-n`, pids.max of the job's cgroup, or memory"
         )
         log.warning("rank %d: %s", rank, cause)
-        worker = Worker(rank, process, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL)
+        worker = Worker(
+            rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
+        )
         worker.ended = time.monotonic()
-        if not process:
+        if not incarnation:
             worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
             worker.signs.failure = failure_record(rank, self._spec.name, cause, secondary=False)
         return worker
 
-    def _become(self, rank: int, process: int, link: socket.socket) -> None:
+    def _become(self, rank: int, incarnation: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -209,7 +211,7 @@ class Workers:
             )  # fmt: skip
         os.environ["SLURM_PROCID"] = str(rank)
         os.environ["SLURM_LOCALID"] = str(self._ranks.index(rank))
-        os.environ[REPLACES_VARIABLE] = str(process)
+        os.environ[INCARNATION_VARIABLE] = str(incarnation)
         os.environ[LINK_VARIABLE] = str(link.detach())
         raise BecomeWorker(rank)
 
@@ -243,7 +245,7 @@ class Workers:
 
     def _report_of(self, worker: Worker, event: Mapping[str, Any]) -> None:
         """Report an event about a worker, to a later coordinator as well."""
-        own = {"rank": worker.rank, "process": worker.process}
+        own = {"rank": worker.rank, "incarnation": worker.incarnation}
         worker.latest_events[event["event"]] = {**event, **own}
         self._report(worker.latest_events[event["event"]])
 
@@ -319,7 +321,7 @@ class Workers:
         return {
             "event": "exit",
             "rank": worker.rank,
-            "process": worker.process,
+            "incarnation": worker.incarnation,
             "status": worker.status,
             "out_of_memory": worker.out_of_memory,
             "ago_s": time.monotonic() - worker.ended,

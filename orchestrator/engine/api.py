@@ -249,7 +249,7 @@ class GroupSpec:
             means CPUs.
         survive: a rank that is lost is not to end the others.
         ranks_per_node: how many ranks the node has, this one included.
-        replaces: how many processes had this rank before in this attempt.
+        incarnation: how many processes had this rank before in this attempt.
         stop_requested: asked while waiting; True makes every rank raise `StopRequested` together.
     """
 
@@ -266,7 +266,7 @@ class GroupSpec:
     devices_asked: str = ""
     survive: bool = False
     ranks_per_node: int = 1
-    replaces: int = 0
+    incarnation: int = 0
     stop_requested: Callable[[], bool] = lambda: False
 
 

@@ -125,13 +125,13 @@ class GenerationRecord:
 #
 
 
-def member_of(rank: int, process: int, ranks: int) -> int:
-    """Return the number of a rank's `process`-th process, counted from 0.
+def member_of(rank: int, incarnation: int, ranks: int) -> int:
+    """Return the member's number; the incarnation counts from 0.
 
     >>> member_of(2, 0, 4), member_of(2, 1, 4), member_of(2, 2, 4)
     (2, 6, 10)
     """
-    return rank + process * ranks
+    return rank + incarnation * ranks
 
 
 def rank_of(member: int, ranks: int) -> int:
@@ -143,10 +143,10 @@ def rank_of(member: int, ranks: int) -> int:
     return member % ranks
 
 
-def process_of(member: int, ranks: int) -> int:
-    """Return which of its rank's processes the member is, counted from 0.
+def incarnation_of(member: int, ranks: int) -> int:
+    """Return which incarnation of its rank the member is, counted from 0.
 
-    >>> process_of(6, 4), process_of(3, 4)
+    >>> incarnation_of(6, 4), incarnation_of(3, 4)
     (1, 0)
     """
     return member // ranks

@@ -161,7 +161,7 @@ def set_up(worker: WorkerProcess) -> Training:
     """Build what this rank trains with, and restore the run's state. Collective; a replacement of a
     lost rank does so alone, until the others let it in.
     """
-    with may_stay_out() if worker.topology.replaces else nullcontext():
+    with may_stay_out() if worker.topology.incarnation else nullcontext():
         return _set_up(worker)
 
 
@@ -178,7 +178,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
     framework = FRAMEWORKS.make(named, Framework)
-    alone = topology.replaces > 0
+    alone = topology.incarnation > 0
     with for_others("their group to form"):
         group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
     config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
@@ -309,7 +309,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
 
 
 def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
-    shared = ("rank", "size", "local_rank", "node", "address", "replaces")
+    shared = ("rank", "size", "local_rank", "node", "address", "incarnation")
     return GroupSpec(
         **{name: getattr(topology, name) for name in shared},
         folder=folder,

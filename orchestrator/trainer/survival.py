@@ -232,7 +232,7 @@ class GroupMembership(Callback):
         self._spec, self._framework, self._updates = spec, framework, updates
         self._go_back = go_back
         self._engine = engine
-        self._me = member_of(spec.rank, worker.topology.replaces, spec.size)
+        self._me = member_of(spec.rank, worker.topology.incarnation, spec.size)
         nodes = worker.topology.nodes
         self._ranks_per_node, self._all_nodes = spec.size // nodes, set(range(nodes))
         self._least_nodes = 1 if isinstance(cluster.nodes, int) else node_range(cluster.nodes)[0]

@@ -57,7 +57,7 @@ class Process:
     """
 
     rank: int
-    process: int
+    incarnation: int
     ready_at: float
     state: str = IMPORTS
     since: float = 0.0
@@ -100,12 +100,12 @@ class SimulatedWorkers:
     def alive(self):
         return [one for one in self.all.values() if not one.reported]
 
-    def start(self, rank, process):
+    def start(self, rank, incarnation):
         before = self.all.get(rank)
         if before is not None and not before.reported:
             return
-        self.all[rank] = one = self.simulation.new_process(rank, process)
-        self.report({"event": "started", "rank": rank, "process": process})
+        self.all[rank] = one = self.simulation.new_process(rank, incarnation)
+        self.report({"event": "started", "rank": rank, "incarnation": incarnation})
         for name in self.stops:
             one.receive({"stop": name})
 
@@ -131,7 +131,7 @@ class SimulatedWorkers:
         """Here only: read what the workers have sent."""
         for one in self.alive:
             for event in one.outbox:
-                event |= {"rank": one.rank, "process": one.process}
+                event |= {"rank": one.rank, "incarnation": one.incarnation}
                 one.latest_events[event["event"]] = event
                 self.report(event)
             one.outbox.clear()
@@ -146,7 +146,7 @@ class SimulatedWorkers:
 
     def exit_of(self, one):
         return {
-            "event": "exit", "rank": one.rank, "process": one.process, "status": one.status,
+            "event": "exit", "rank": one.rank, "incarnation": one.incarnation, "status": one.status,
             "final_state": one.final_state, "failure": one.failure, "seen": SEEN, "ago_s": 0.0,
         }  # fmt: skip
 
@@ -340,14 +340,14 @@ class Simulation:
 
     # ------------------------------------------------------------------ workers
 
-    def new_process(self, rank, process):
-        one = Process(rank, process, self.now + self.chance.uniform(0.2, 3))
+    def new_process(self, rank, incarnation):
+        one = Process(rank, incarnation, self.now + self.chance.uniform(0.2, 3))
         assert all(p.status is not None for p in self.processes if p.rank == rank), (
             f"two processes of rank {rank}"
         )
         # A process that was killed with its agent before it joined is known to nobody.
-        assert member_of(rank, process, self.spec.ranks) not in self.were_members
-        self.say(f"process {process} of rank {rank} starts")
+        assert member_of(rank, incarnation, self.spec.ranks) not in self.were_members
+        self.say(f"process {incarnation} of rank {rank} starts")
         self.processes.append(one)
         return one
 
@@ -355,16 +355,15 @@ class Simulation:
         return [one for one in self.processes if one.status is None]
 
     def member(self, one):
-        return member_of(one.rank, one.process, self.spec.ranks)
+        return member_of(one.rank, one.incarnation, self.spec.ranks)
 
     def end(self, one, status, final_state="", cause=None):
         one.status, one.final_state = status, final_state
         if cause is not None:
             name = self.spec.name_of(self.spec.node_of(one.rank))
             one.failure = failure_record(one.rank, name, cause, secondary=True)
-        self.say(
-            f"process {one.process} of rank {one.rank} ends: {final_state or status} {cause or ''}"
-        )
+        how = f"{final_state or status} {cause or ''}"
+        self.say(f"process {one.incarnation} of rank {one.rank} ends: {how}")
 
     def kill(self, one):
         if one.status is None:
@@ -378,7 +377,7 @@ class Simulation:
         if one.state == IMPORTS:
             if self.now < one.ready_at:
                 return
-            if one.process:
+            if one.incarnation:
                 one.outbox.append({"event": "joins"})
                 self.enter(one, JOINS)
             else:

@@ -48,20 +48,20 @@ class Attempt:
     def join(self, index):
         """Connect an agent that has started its workers."""
         workers = [
-            {"rank": r, "events": [{"event": "started", "rank": r, "process": 0}]}
+            {"rank": r, "events": [{"event": "started", "rank": r, "incarnation": 0}]}
             for r in self.spec.ranks_of(index)
         ]
         self.coordinator.agent_connected(index, workers)
 
-    def take(self, event, rank, process=0, **values):
-        message = {"event": event, "rank": rank, "process": process, **values}
+    def take(self, event, rank, incarnation=0, **values):
+        message = {"event": event, "rank": rank, "incarnation": incarnation, **values}
         self.coordinator.handle_event(self.spec.node_of(rank), message)
 
-    def end(self, rank, status=0, final_state="", process=0, failure=None):
+    def end(self, rank, status=0, final_state="", incarnation=0, failure=None):
         self.take(
             "exit",
             rank,
-            process,
+            incarnation,
             status=status,
             final_state=final_state,
             failure=failure,
@@ -272,7 +272,7 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     attempt.tick(MOMENT_S)
     attempt.tick(1.0)
     [(agent, start)] = attempt.commands_of("start")
-    assert (agent, start["rank"], start["process"]) == (1, 1, 1)
+    assert (agent, start["rank"], start["incarnation"]) == (1, 1, 1)
     attempt.take("started", 1, 1, pid=2)
     attempt.take("joins", 1, 1)
     attempt.commands_of("tell")
@@ -296,18 +296,18 @@ def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path
     attempt.take("joins", 1, 1)
     attempt.tick(1.0)
     attempt.take("ready", 0, generation=1, updates=7)
-    attempt.end(1, status=-9, process=1)
+    attempt.end(1, status=-9, incarnation=1)
     attempt.take("ready", 2, generation=1, updates=7)
     attempt.tick(MOMENT_S)
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [0, 2])
 
 
-def lose(attempt, rank, process):
+def lose(attempt, rank, incarnation):
     """Kill a process; return which are started after a while."""
-    attempt.end(rank, -9, process=process)
+    attempt.end(rank, -9, incarnation=incarnation)
     attempt.tick(MOMENT_S)
     attempt.tick(REST_S)
-    return [(start["rank"], start["process"]) for _, start in attempt.commands_of("start")]
+    return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
 
 
 @pytest.mark.parametrize("did_an_update", [True, False])
@@ -365,10 +365,10 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     monkeypatch.setattr("pathlib.Path.open", stale)
     attempt.take("hangs", 1, 1, cause="it hangs", seen=SEEN)
     attempt.take("unresponsive", 2, **_silent("asleep", 100.0))
-    attempt.end(1, status=-9, process=1)
+    attempt.end(1, status=-9, incarnation=1)
     attempt.tick(REST_S)
     assert {c["rank"] for _, c in attempt.commands_of("kill")} == {1, 2}
-    assert [c["process"] for _, c in attempt.commands_of("start")] == [1, 2]
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1, 2]
 
 
 def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
@@ -404,7 +404,7 @@ def test_a_node_that_comes_late_after_a_takeover_keeps_its_workers(tmp_path):
     later.end(2, final_state="evicted")
     later.tick(REST_S)
     [(_, start)] = later.commands_of("start")
-    assert (start["rank"], start["process"]) == (2, 1)
+    assert (start["rank"], start["incarnation"]) == (2, 1)
 
 
 def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
@@ -413,10 +413,10 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
     first.tick(MOMENT_S)
     second = Attempt(tmp_path, gone=[0], begin=False, index=1)
     ended = {
-        "event": "exit", "rank": 1, "process": 0, "status": -9, "ago_s": 5.0, "final_state": "",
+        "event": "exit", "rank": 1, "incarnation": 0, "status": -9, "ago_s": 5.0, "final_state": "",
         "failure": None, "seen": SEEN,
     }  # fmt: skip
-    started = {"event": "started", "rank": 1, "process": 0}
+    started = {"event": "started", "rank": 1, "incarnation": 0}
     second.coordinator.agent_connected(1, [{"rank": 1, "events": [started, ended]}])
     second.tick(MOMENT_S)
     assert second.newest["generation"] == 1, "one agent has not come yet"
@@ -519,7 +519,7 @@ def test_an_agent_that_was_silent_is_disconnected_and_its_ranks_come_back_after_
     assert not attempt.commands_of("start"), "its worker has not ended yet"
     attempt.end(2, 75, "evicted")
     attempt.tick(1.0)
-    assert attempt.commands_of("start") == [(2, {"command": "start", "rank": 2, "process": 1})]
+    assert attempt.commands_of("start") == [(2, {"command": "start", "rank": 2, "incarnation": 1})]
 
 
 def test_a_generation_that_another_coordinator_has_recorded_is_adopted(tmp_path):
@@ -544,7 +544,7 @@ def test_no_number_of_a_member_is_given_twice(tmp_path):
     attempt.join(0)
     attempt.coordinator.agent_connected(1, [])
     attempt.tick(1.0)
-    assert attempt.commands_of("start") == [(1, {"command": "start", "rank": 1, "process": 2})]
+    assert attempt.commands_of("start") == [(1, {"command": "start", "rank": 1, "incarnation": 2})]
 
 
 def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(tmp_path):
@@ -559,12 +559,17 @@ def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(tmp_path
 
 def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):
     attempt = Attempt(tmp_path, nodes=2, replacements=1, gone=(), begin=False)
-    for index, process in ((0, 0), (1, 1)):
-        started = {"event": "started", "rank": index, "process": process}
-        begins = {"event": "begins", "rank": index, "process": process, "code": {"job": "abc"}}
+    for index, incarnation in ((0, 0), (1, 1)):
+        started = {"event": "started", "rank": index, "incarnation": incarnation}
+        begins = {
+            "event": "begins",
+            "rank": index,
+            "incarnation": incarnation,
+            "code": {"job": "abc"},
+        }
         attempt.coordinator.agent_connected(index, [{"rank": index, "events": [started, begins]}])
     attempt.tick()
-    attempt.end(1, status=-9, process=1)
+    attempt.end(1, status=-9, incarnation=1)
     attempt.tick(MOMENT_S)
     attempt.tick(10.0)
     assert attempt.commands_of("start") == []

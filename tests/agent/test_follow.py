@@ -85,7 +85,7 @@ def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
             for command in (
                 {"command": "tell", "rank": 1, "message": {"newcomers": True}},
                 {"command": "kill", "rank": 1},
-                {"command": "start", "rank": 1, "process": 1},
+                {"command": "start", "rank": 1, "incarnation": 1},
             ):
                 senior.sendall(json.dumps(command).encode() + b"\n")
                 agent._hear_coordinator()

@@ -29,9 +29,9 @@ def test_the_end_of_a_program_is_known_although_nothing_can_be_written(tmp_path,
 
 
 @pytest.mark.parametrize("lacks", ["fork_session", "socket.socketpair"])
-@pytest.mark.parametrize(("process", "state"), [(0, "failed"), (1, "")])
+@pytest.mark.parametrize(("incarnation", "state"), [(0, "failed"), (1, "")])
 def test_a_worker_that_cannot_be_forked_is_reported_with_the_reason(
-    tmp_path, monkeypatch, process, state, lacks
+    tmp_path, monkeypatch, incarnation, state, lacks
 ):
     def fork():
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
@@ -40,9 +40,9 @@ def test_a_worker_that_cannot_be_forked_is_reported_with_the_reason(
     events = []
     with selectors.DefaultSelector() as selector:
         workers = Workers(spec=node_spec(tmp_path), selector=selector, report=events.append)
-        workers.start(0, process)
-        workers.start(0, process)
+        workers.start(0, incarnation)
+        workers.start(0, incarnation)
     assert [event["final_state"] for event in events] == [state] * 2
     assert workers.exit_of(workers.all[0])["failure"] == events[1]["failure"]
-    if not process:
+    if not incarnation:
         assert "could not be started: Resource temporarily" in events[0]["failure"]["cause"]

@@ -36,7 +36,7 @@ def tells(rank):
     opened = [os.readlink(entry) for entry in os.scandir("/proc/self/fd") if entry.is_symlink()]
     print(json.dumps({
         "rank": [rank, os.environ["SLURM_PROCID"], os.environ["SLURM_LOCALID"]],
-        "replaces": os.environ["ORCHESTRATOR_REPLACES"],
+        "incarnation": os.environ["ORCHESTRATOR_INCARNATION"],
         "leads its session": os.getsid(0) == os.getpid(),
         "blocked": sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, []))),
         "handled": [int(signal.getsignal(n)) for n in (signal.SIGTERM, signal.SIGCHLD)],
@@ -55,7 +55,7 @@ if "unwritable" in sys.argv:
 
 def report(event):
     print(json.dumps(event), flush=True)
-    if "again" in sys.argv and event["event"] == "exit" and not event["process"]:
+    if "again" in sys.argv and event["event"] == "exit" and not event["incarnation"]:
         restarts.append(event["rank"])
 
 what, restarts = sys.argv[1], []
@@ -119,7 +119,7 @@ def test_a_worker_has_nothing_of_its_agent_and_draws_numbers_of_its_own_started_
         reported = sorted(map(json.loads, process.stderr), key=lambda one: one["rank"])
     assert sorted(e["status"] for e in events if e["event"] == "exit") == [4, 4, 5, 5]
     assert [one["rank"] for one in reported] == [[4, "4", "0"]] * 2 + [[5, "5", "1"]] * 2
-    assert sorted(one["replaces"] for one in reported) == ["0", "0", "1", "1"]
+    assert sorted(one["incarnation"] for one in reported) == ["0", "0", "1", "1"]
     for one in reported:
         assert one["leads its session"]
         assert one["blocked"] == []

@@ -79,7 +79,7 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
     spec = cast("GroupSpec", group.spec)
     folder = spec.folder / "copy"
     if over == "node":
-        folder = spec.folder / f"copy-{spec.node}-{spec.replaces}"
+        folder = spec.folder / f"copy-{spec.node}-{spec.incarnation}"
         spec = replace(spec, rank=spec.local_rank, size=spec.ranks_per_node)
     if not dist.is_initialized():  # meshes find their process groups in torch's own list alone
         folder.mkdir(mode=0o700, exist_ok=True)
