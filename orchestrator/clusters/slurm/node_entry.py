@@ -43,12 +43,12 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.outcome import Next, finish
+    from orchestrator.clusters.slurm.outcome import Next, finalize_in_job
     from orchestrator.errors import START_AGAIN
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
-    follows = finish(Path(run), int(attempt), int(code), stop_signal)
+    follows = finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
     notifier = Notifier(RunDir(Path(run)))
     notifier.send()
     notifier.wait()

@@ -1,10 +1,14 @@
 """The end of an attempt: requeue the job, or record the end of the run.
 
-The batch script calls this on the first node, outside any container, when srun has ended. The
-agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a job
-that was already requeued or cancelled must not be touched, and a script that outlived its slurmd
-must not act for a restarted job. If the script was killed, the coordinator does the same work
-(`finalize_without_script`), or `status`, under the run's lock, once the job has ended.
+| function | caller |
+|---|---|
+| `finalize_in_job` | the batch script on the first node, outside any container, after srun |
+| `finalize_without_script` | the coordinator, if the batch script was killed or lost |
+| `finalize_ended_job` | `status` and `resume`, once the job has ended without either |
+
+The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
+job that was already requeued or cancelled must not be touched, and a script that outlived its
+slurmd must not act for a restarted job. Then all three decide by `restart_or_end`.
 """
 
 from __future__ import annotations
@@ -72,8 +76,10 @@ class Next(Enum):
     NEW_SRUN = "new srun"
 
 
-def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = "") -> Next:
-    """Finalize what the ranks could not.
+def finalize_in_job(
+    path: Path, attempt: int, code: int, stop_signal: str, *, script_gone: str = ""
+) -> Next:
+    """Requeue the job, write the run's end, or request a new srun; return which.
 
     Args:
         code: srun's exit code.
@@ -95,7 +101,7 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = read_json(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
-        _note(run, attempt, departure, job, restarts)
+        _write_departure(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.END
     in_place = False
@@ -107,7 +113,7 @@ def finish(path: Path, attempt: int, code: int, stop_signal: str, *, script_gone
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
-    again = conclude(
+    again = restart_or_end(
         run,
         attempt,
         job,
@@ -154,7 +160,7 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
 
 
 def _count_new_srun(run: RunDir) -> None:
-    """Count one more attempt of this job, for the script and `finalize_ended`."""
+    """Count one more attempt of this job, for the script and `finalize_ended_job`."""
     job_id = os.environ["SLURM_JOB_ID"]
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
@@ -184,14 +190,16 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     fence = Fence(run.newest_attempt, attempt)
     _log("the batch script is gone; its part is done from here")
     try:
-        if fence.is_stale or finish(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
+        if fence.is_stale:
+            return
+        if finalize_in_job(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
             return
         SlurmClient().must("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
         _log(f"error: {error}")
 
 
-def conclude(
+def restart_or_end(
     run: RunDir,
     attempt: int,
     job: Job,
@@ -227,11 +235,11 @@ def conclude(
     if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
         write_result(run, state)  # no worker of a program could know that all had ended
         return False
-    if not program and (stuck := _stuck(run, attempt)):
+    if not program and (stuck := _describe_no_progress(run, attempt)):
         write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
     if job.requeue and departure is not None:
-        _note(run, attempt, departure, job, job.restarts)
+        _write_departure(run, attempt, departure, job, job.restarts)
         restart()
         return True
     found = culprit()
@@ -245,17 +253,19 @@ def conclude(
     return decision.restarts
 
 
-def _note(run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int) -> None:
+def _write_departure(
+    run: RunDir, attempt: int, departure: dict[str, Any], job: Job, restarts: int
+) -> None:
     """Write the departure note, with the scheduler's reason if that is more precise."""
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.lost is None:  # a loss needs no other reason
         ahead_s = run.read_config()["cluster"]["signal_ahead_s"]
-        why = reason(job, time.time(), float(ahead_s), restarts) or why
+        why = stop_reason(job, time.time(), float(ahead_s), restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
 
 
-def _stuck(run: RunDir, attempt: int) -> str | None:
+def _describe_no_progress(run: RunDir, attempt: int) -> str | None:
     """Return a sentence if repeated starts made no update: requeueing would never end."""
     if attempt < FRUITLESS:
         return None
@@ -271,7 +281,7 @@ def _stuck(run: RunDir, attempt: int) -> str | None:
     )
 
 
-def finalize_ended(run: RunDir, job: Job) -> str | None:
+def finalize_ended_job(run: RunDir, job: Job) -> str | None:
     """Requeue an ended job if its ranks left in order, else write the run's end.
 
     Does nothing while the job lives, while another process holds the run, when its end is written,
@@ -287,14 +297,14 @@ def finalize_ended(run: RunDir, job: Job) -> str | None:
         return None
     try:
         with locked(run):
-            said = _finalize(run, job)
+            sentence = _finalize_locked(run, job)
             Notifier(run).send()
-            return said
+            return sentence
     except RunFolderError:  # its holder sees to it
         return None
 
 
-def _finalize(run: RunDir, seen: Job) -> str | None:
+def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     handle = read_handle(run)
     client = client_of(run, handle.get("slurm_conf"))
     job = queued(client, [seen.id]).get(seen.id) if str(handle["job_id"]) == seen.id else None
@@ -304,11 +314,12 @@ def _finalize(run: RunDir, seen: Job) -> str | None:
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest(run.newest_attempt) > attempt:
         return None
-    again = conclude(
+    departure = read_json(run.departure(attempt)) or _departure_of_killed_script(run, attempt, job)
+    again = restart_or_end(
         run,
         attempt,
         job,
-        departure=read_json(run.departure(attempt)) or _of_killed_script(run, attempt, job),
+        departure=departure,
         culprit=lambda: culprit_of(run, attempt, job=job),
         restart=partial(_requeue, client, seen.id),
     )
@@ -320,7 +331,7 @@ def _finalize(run: RunDir, seen: Job) -> str | None:
     )
 
 
-def _of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | None:
+def _departure_of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | None:
     """Return a departure if only the batch script failed, by a signal.
 
     SLURM then ends the ranks, which may have had no time.
@@ -336,7 +347,7 @@ def _of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | N
 # Why the scheduler stops a job, and its return to the queue.
 
 
-def reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
+def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
     """Return why the scheduler wants the job to stop; None if it does not show.
 
     Args:

@@ -11,7 +11,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.outcome import finalize_ended
+from orchestrator.clusters.slurm.outcome import finalize_ended_job
 from orchestrator.clusters.slurm.root_cause import diagnose
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
@@ -89,11 +89,11 @@ def _open(status: RunStatus) -> bool:
 
 
 def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Merge the scheduler's answer into a run's status; finish what its batch script could not."""
+    """Merge the scheduler's answer into a run's status; finalize an attempt that has ended."""
     over = not _open(found[run.path])
     if not job.alive and not over:
         try:
-            sentence = finalize_ended(run, job)
+            sentence = finalize_ended_job(run, job)
         except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
             yield f"{run.path}: {error}"
         else:

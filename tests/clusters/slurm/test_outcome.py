@@ -16,9 +16,9 @@ from orchestrator.clusters.slurm.outcome import (
     _await_agents,
     _count_new_srun,
     _cut_short,
-    conclude,
-    finish,
-    reason,
+    finalize_in_job,
+    restart_or_end,
+    stop_reason,
 )
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
@@ -76,8 +76,8 @@ def ended(run, attempt, state, *, culprit=None, lost=None):
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
     """(whether it starts again, how often it was handed back, the end that was written)."""
     handed_back = []
-    again = conclude(run, attempt, job, departure=departure, culprit=lambda: culprit,
-                     restart=lambda: handed_back.append(1))  # fmt: skip
+    again = restart_or_end(run, attempt, job, departure=departure, culprit=lambda: culprit,
+                           restart=lambda: handed_back.append(1))  # fmt: skip
     return again, len(handed_back), run.read_result()
 
 
@@ -174,7 +174,7 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
     ],
 )
 def test_the_schedulers_reason_is_told_where_it_shows(job, why):
-    assert reason(job, now=1000.0, ahead_s=60.0) == why
+    assert stop_reason(job, now=1000.0, ahead_s=60.0) == why
 
 
 def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
@@ -298,7 +298,7 @@ def finalized(run, monkeypatch):
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
-        finish(run.path, 0, code, sent)
+        finalize_in_job(run.path, 0, code, sent)
         return run.read_result(), scheduler.asked, pauses
 
     attempts(run, 1)
