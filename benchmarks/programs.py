@@ -25,7 +25,7 @@ from orchestrator.rundir.program_link import (
     RANK,
     RUN,
     STOP_AFTER,
-    STOP_ASKED,
+    STOP_REQUESTED,
     WORLD,
     write_number,
 )
@@ -89,7 +89,7 @@ def runs(folder: Path) -> Iterator[tuple[Run, Run]]:
     """Return rank 0 and rank 1 of a run, as their programs see it."""
     attempt = folder / "attempts" / "000"
     attempt.mkdir(parents=True)
-    for name in (STOP_ASKED, STOP_AFTER):
+    for name in (STOP_REQUESTED, STOP_AFTER):
         write_number(str(attempt / name), NOT_YET)
 
     def rank(number: int) -> Run:

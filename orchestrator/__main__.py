@@ -226,10 +226,10 @@ def status(
     from orchestrator.report import status_tables as tables
     from orchestrator.rundir.status import find_runs
 
-    asked = [path.absolute() for path in runs or []]
-    search = tables.search_of(asked[0]) if len(asked) == 1 else None
-    unbegun = search is not None and not find_runs(asked[0])
-    found, sentences = statuses([] if unbegun else expand(asked))
+    paths = [path.absolute() for path in runs or []]
+    search = tables.search_of(paths[0]) if len(paths) == 1 else None
+    unbegun = search is not None and not find_runs(paths[0])
+    found, sentences = statuses([] if unbegun else expand(paths))
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
@@ -237,11 +237,11 @@ def status(
         rows = [status.to_json() for status in found]
         print_json(tables.with_trials(rows, search) if search else rows)
         return
-    if len(asked) == 1 and [status.folder for status in found] == asked:
+    if len(paths) == 1 and [status.folder for status in found] == paths:
         tables.print_run(found[0], console)
     elif found:
         tables.print_status(found, console, Path.cwd())
-    elif not asked:
+    elif not paths:
         say(console, "there are no runs in runs/")
     if search is not None:
         tables.print_search(search, console)

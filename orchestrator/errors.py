@@ -222,7 +222,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; known are: {', '.join(known)}" if known else ""
 
 
-MOST_SAID = 4000
+LONGEST_MESSAGE = 4000
 """Characters of what an error says; the rank's log has the rest."""
 
 
@@ -236,8 +236,10 @@ def error_text(error: BaseException) -> str:
         text = str(error)
     except Exception as another:  # noqa: BLE001  # whatever its __str__ does
         return f"what it says cannot be printed ({type(another).__name__})"
-    more = len(text) - MOST_SAID
-    return text if more <= 0 else f"{text[:MOST_SAID]} … ({more:,} more characters in the log)"
+    more = len(text) - LONGEST_MESSAGE
+    return (
+        text if more <= 0 else f"{text[:LONGEST_MESSAGE]} … ({more:,} more characters in the log)"
+    )
 
 
 def spans(numbers: Iterable[int]) -> list[str]:

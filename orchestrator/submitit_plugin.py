@@ -88,16 +88,18 @@ class Watcher(InfoWatcher):
         from orchestrator.cli.status import statuses
         from orchestrator.rundir.folder import RunDir
 
-        asked = {job: self._runs[job] for job in self._registered - self._finished}
+        unfinished = {job: self._runs[job] for job in self._registered - self._finished}
         # Asked first: a job that ends meanwhile has its last state when that is read.
-        followed = {job for job in asked if _is_followed(job)}
-        begun = {job: RunDir(run) for job, run in asked.items() if (run / "config.yaml").exists()}
+        followed = {job for job in unfinished if _is_followed(job)}
+        begun = {
+            job: RunDir(run) for job, run in unfinished.items() if (run / "config.yaml").exists()
+        }
         found, _ = statuses(begun.values())
         states = {
             job: "CANCELLED" if s.reason == INTERRUPTED_TWICE else STATES.get(s.state, "UNKNOWN")
             for job, s in zip(begun, found, strict=True)
         }
-        for job in asked:
+        for job in unfinished:
             state = states.get(job, "FAILED")
             if state != "COMPLETED" and job in followed:
                 state = "RUNNING"
@@ -253,8 +255,9 @@ class OrchestratorExecutor(SlurmExecutor):
         overrides = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
         if self.parameters.get("stderr_to_stdout"):
             overrides.append(f"+cluster.environment.{ONE_LOG}='1'")
-        asked: dict[str, Any] = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
-        for name, value in {**asked, **self.parameters}.items():
+        defaults = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
+        parameters: dict[str, Any] = {**defaults, **self.parameters}
+        for name, value in parameters.items():
             if value is None or (self._is_local and name not in ("nodes", "ntasks_per_node")):
                 continue
             if name in KEYS:

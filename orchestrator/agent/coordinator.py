@@ -35,7 +35,7 @@ from orchestrator.agent.root_cause import (
     NODE_WENT_AWAY,
     AbnormalEnd,
     Straggler,
-    add_place,
+    add_position,
     add_waits,
     find_root_cause,
     tail,
@@ -96,7 +96,7 @@ class WorkerState:
             for new workers.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
-        asked_at: size of its log when it was asked for its stack.
+        log_bytes: size of its log when its stack was requested.
     """
 
     rank: int
@@ -111,7 +111,7 @@ class WorkerState:
     silence_reported: bool = False
     given_up: str = ""
     seen: RankPosition = field(default_factory=RankPosition)
-    asked_at: int | None = None
+    log_bytes: int | None = None
 
 
 @dataclass(slots=True)
@@ -288,9 +288,9 @@ class Coordinator:
             limit_s = self._spec.heartbeat_s
         if seconds >= limit_s:
             cause = unresponsive_cause(event, limit_s, hang=limit_s == self._spec.hang_s)
-            worker.asked_at = 0
+            worker.log_bytes = 0
             with contextlib.suppress(OSError):  # it may have no log
-                worker.asked_at = self._run.rank_log(worker.rank).stat().st_size
+                worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
             self._give_up(worker, cause, stalled=state in (STOPPED_PROCESS, ASLEEP))
         elif (
             self._survives_losses
@@ -415,9 +415,9 @@ class Coordinator:
         """Add where a hanging culprit is, and what the others wait for."""
         if culprit.hangs and culprit.rank is not None:
             worker = self.workers[culprit.rank]
-            if worker.asked_at is not None:
+            if worker.log_bytes is not None:
                 log_file = self._run.rank_log(worker.rank)
-                culprit = add_place(culprit, worker.seen, log_file, worker.asked_at)
+                culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
         return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
     def _check_folder(self, now: float) -> None:

@@ -43,8 +43,8 @@ def sign(secret: str, node: int, to: tuple[int, int]) -> str:
         to: seniority of the agent that it connects to. The agent that listens there may be a later
             one, to which the kernel gave the same port; that one is no more senior.
     """
-    said = f"{int(node)} {to}"
-    return hmac.new(secret.encode(), said.encode(), hashlib.sha256).hexdigest()
+    signed = f"{int(node)} {to}"
+    return hmac.new(secret.encode(), signed.encode(), hashlib.sha256).hexdigest()
 
 
 @dataclass(slots=True, eq=False)
@@ -115,10 +115,10 @@ def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -
 
     None if it does not.
     """
-    node, said = message.get("node"), message.get("sign")
-    if not isinstance(node, int) or not isinstance(said, str):
+    node, signature = message.get("node"), message.get("sign")
+    if not isinstance(node, int) or not isinstance(signature, str):
         return None
-    given = said.encode(errors="replace")  # JSON may hold half of a surrogate pair
+    given = signature.encode(errors="replace")  # JSON may hold half of a surrogate pair
     return node if hmac.compare_digest(given, sign(secret, node, me).encode()) else None
 
 

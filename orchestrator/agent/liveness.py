@@ -116,13 +116,13 @@ class AwakeClock:
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
-        self._asked, self._suspended = monotonic(), 0.0
+        self._polled, self._suspended = monotonic(), 0.0
 
     def __call__(self) -> float:
         now = self._monotonic()
-        if now - self._asked > SUSPENDED_S:
-            self._suspended += now - self._asked
-        self._asked = now
+        if now - self._polled > SUSPENDED_S:
+            self._suspended += now - self._polled
+        self._polled = now
         return now - self._suspended
 
 

@@ -75,7 +75,7 @@ def host_rendezvous(spec: NodeSpec) -> Callable[[], None]:
         job = {}
     if not is_program(job):
         return lambda: None
-    for path in (run.stop_asked(spec.attempt), run.stop_after(spec.attempt)):
+    for path in (run.stop_requested(spec.attempt), run.stop_after(spec.attempt)):
         write_number(str(path), NOT_YET)  # before any rank looks: file systems cache absent names
     style = program_of(job).style
     if style == "plain":
@@ -121,7 +121,7 @@ class RankProgram:
         self._idle = IdleTimer(spec.join_s / 2)
         self._warned: set[str] = set()
         self.hangs = ""
-        self._asked = str(self._run.stop_asked(spec.attempt))
+        self._stop_request = str(self._run.stop_requested(spec.attempt))
         self._stop_name = ""  # of the latest signal
         self._stop_sent: float | None = None
         self._sent_to: int | None = None  # None: all processes
@@ -164,7 +164,7 @@ class RankProgram:
             return  # it knows from the others, or is done: a Python that ends has no handler left
         log.info("asked to stop: %s to the program of rank %d", self._signal.name, self._rank)
         with _log_file_errors():
-            write_number(self._asked, 0)
+            write_number(self._stop_request, 0)
         try:
             if handler is None:
                 os.killpg(self._pid, self._signal)
@@ -188,7 +188,7 @@ class RankProgram:
 
     def check_all_handle(self, now: float) -> None:
         """Warn once if a stop was asked for, and only some ranks call `should_stop`."""
-        if "stop" in self._warned or read_number(self._asked) == NOT_YET:
+        if "stop" in self._warned or read_number(self._stop_request) == NOT_YET:
             return
         self._unhandled_since = self._unhandled_since or now
         if now - self._unhandled_since < SHOULD_STOP_S or self._agreed_to_stop:
@@ -368,10 +368,10 @@ def cause_of(status: int, output: str, error_file: Path) -> tuple[str, bool]:
         error_file: what torch's `record` writes, where the script is decorated with it.
     """
     raised = _of_error_file(error_file) or raised_in(output)
-    said = describe_end(status)
+    end = describe_end(status)
     if raised is None:
-        return said, False
-    return f"{raised} ({said})", PEER_LOST.search(raised) is not None
+        return end, False
+    return f"{raised} ({end})", PEER_LOST.search(raised) is not None
 
 
 def describe_end(status: int) -> str:
@@ -407,8 +407,8 @@ def raised_in(log: str) -> str | None:
     first = next((i for i, line in enumerate(lines) if RAISED.match(line)), None)
     if first is None:
         return None
-    said = takewhile(lambda line: not LOGGED.match(line), lines[first:][:MESSAGE_LINES])
-    parts = [line.strip()[:LONGEST_LINE] for line in said]
+    message = takewhile(lambda line: not LOGGED.match(line), lines[first:][:MESSAGE_LINES])
+    parts = [line.strip()[:LONGEST_LINE] for line in message]
     return " ".join(filter(None, parts))
 
 

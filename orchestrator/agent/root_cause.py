@@ -252,15 +252,15 @@ def unresponsive_cause(event: Mapping[str, Any], limit_s: float, *, hang: bool) 
     return UNRESPONSIVE[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
 
 
-def add_place(culprit: Culprit, seen: RankPosition, log: Path, asked_at: int) -> Culprit:
+def add_position(culprit: Culprit, seen: RankPosition, log: Path, log_bytes: int) -> Culprit:
     """Add where a culprit is: the stack that it wrote on request, else its last report.
 
     Args:
-        asked_at: size of its log at the request.
+        log_bytes: size of its log at the request.
     """
     stack: list[Frame] = []
     with contextlib.suppress(OSError), log.open("rb") as file:  # no log: see `tail`
-        file.seek(asked_at)
+        file.seek(log_bytes)
         stack = of_main_thread(file.read(DUMP_BYTES).decode(errors="replace"))
     cause = culprit.cause
     if stack:

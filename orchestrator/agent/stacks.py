@@ -1,6 +1,6 @@
 """Python stacks of main threads: of this process, or of another one.
 
-SIGQUIT requests a dump: every rank and loader process has a handler (`answer_when_asked`) that
+SIGQUIT requests a dump: every rank and loader process has a handler (`install_stack_handler`) that
 writes the stacks of all threads to the rank's log, even while code holds the interpreter. No
 scheduler sends it by itself, and jobs do not use it: USR1 and USR2 are used by SLURM and people,
 TERM and INT request a stop. A process that is stopped, or sleeps in the kernel, cannot answer: for
@@ -28,7 +28,7 @@ STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
 MOST_FRAMES = 40
-MOST_TOLD = 2  # processes of one rank, each with its position
+MOST_PROCESSES = 2  # processes of one rank, each with its position
 DUMP_BYTES = 32 * 1024
 _PACKAGE = Path(__file__).parents[1]
 _NOT_OWN = (f"{_PACKAGE}{os.sep}", f"{sysconfig.get_path('stdlib')}{os.sep}", "<")
@@ -51,7 +51,7 @@ class Frame(NamedTuple):
         return not self.file.startswith(_NOT_OWN) and _INSTALLED.search(self.file) is None
 
 
-def answer_when_asked() -> None:
+def install_stack_handler() -> None:
     """Install the handler: `STACK_SIGNAL` has this process write its stacks to standard error."""
     faulthandler.register(STACK_SIGNAL, file=sys.stderr, all_threads=True)
 
@@ -126,15 +126,15 @@ def describe_processes(pids: Iterable[int], log: Path) -> str:
             continue
         if stack := of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace")):
             found.append(f"; its process {pid} is {describe_stack(stack)}")
-        if len(found) == MOST_TOLD:
+        if len(found) == MOST_PROCESSES:
             break
     return "".join(found)
 
 
-def of_main_thread(said: str) -> list[Frame]:
+def of_main_thread(log: str) -> list[Frame]:
     """Return the main thread's stack in the last dump of a log, where it comes last."""
-    threads = list(_THREAD.finditer(said))
+    threads = list(_THREAD.finditer(log))
     if not threads:
         return []
-    dump = said[threads[-1].end() :]
+    dump = log[threads[-1].end() :]
     return [Frame(file, int(line), name) for file, line, name in _FRAME.findall(dump)]

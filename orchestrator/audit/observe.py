@@ -612,8 +612,8 @@ def start(rank: int) -> Observer:
         from orchestrator.audit.fake_cuda import simulate
 
         simulate()
-    asked = os.environ.get(UPDATES)
-    observer = Observer(Path(os.environ[FOLDER]), int(asked) if asked else None, rank)
+    updates = os.environ.get(UPDATES)
+    observer = Observer(Path(os.environ[FOLDER]), int(updates) if updates else None, rank)
     install(observer)
     return observer
 

@@ -304,8 +304,8 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         if interrupts.count and not stopping:
             stopping = True
             handle.stop()
-            said = f"the run {describe_stop(ready.run)}; once more ends every process at once"
-            say(ready.output.console, said, "yellow")
+            sentence = f"the run {describe_stop(ready.run)}; once more ends every process at once"
+            say(ready.output.console, sentence, "yellow")
         return interrupts.count > 1
 
     try:
@@ -317,8 +317,8 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
         handle.kill()
         raise
     # Rank 0 records the end of the training; a program records nothing.
-    said = (ready.run.read_result() or {}).get("state")
-    if state is State.FINISHED and said != state.value and not is_program(ready.config.job):
+    recorded = (ready.run.read_result() or {}).get("state")
+    if state is State.FINISHED and recorded != state.value and not is_program(ready.config.job):
         return State.FAILED, False, Culprit(rank=None, node="launcher", cause=NO_RESULT)
     return state, False, handle.culprit
 

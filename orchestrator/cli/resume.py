@@ -68,14 +68,14 @@ def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]
 
 
 @contextlib.contextmanager
-def working_directory(home: Path, asked: Path) -> Generator[None]:
+def working_directory(home: Path, path: Path) -> Generator[None]:
     """Change to `home`, for what lies in `asked`. Raises `RunFolderError` if it is gone."""
     cwd = Path.cwd()
     try:
         os.chdir(home)
     except OSError as error:
         raise RunFolderError(
-            f"{asked} was submitted in {home}, where its relative paths and its code are, but "
+            f"{path} was submitted in {home}, where its relative paths and its code are, but "
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)
@@ -182,14 +182,14 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"{done} updates are done already, which is more than the {new.updates} that are asked "
             f"for now; try train.updates={done + 1} or more"
         )
-    before, asked = old.batch, new.batch
-    if asked.global_batch != before.global_batch:
+    before, after = old.batch, new.batch
+    if after.global_batch != before.global_batch:
         raise ConfigError(
-            f"an update would be of {asked.global_batch} samples, but was of {before.global_batch} "
+            f"an update would be of {after.global_batch} samples, but was of {before.global_batch} "
             f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
             f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
         )
-    leaf, leaf_before = asked.micro_batch_cap, before.micro_batch_cap
+    leaf, leaf_before = after.micro_batch_cap, before.micro_batch_cap
     if new.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(
             f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
@@ -383,17 +383,17 @@ def _choose(
             values.transport = chosen["transport"]
 
 
-def changed_inputs(run: RunDir, asked: Resumption) -> list[str]:
+def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     """Return what has changed in the code and data of a run since it began, or since a resume
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
     are asked for.
     """
-    if not asked.done and not is_program(asked.config.job):
+    if not resumed.done and not is_program(resumed.config.job):
         return []
     before = run.read_submission().get(INPUTS) or {}
-    moved = {change.key for change in asked.changes}
+    moved = {change.key for change in resumed.changes}
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
-    return differences(run, {**before, "data": data}, asked.config)
+    return differences(run, {**before, "data": data}, resumed.config)
 
 
 def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:

@@ -184,12 +184,12 @@ def prepared_run(
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
-                asked = {
+                submission = {
                     "time": time.time(), "command": sys.argv, "overrides": list(overrides),
                     "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
                 }  # fmt: skip
                 noted = notes or {INPUTS: inputs_of(config)}
-                write_json(run.submission, {**asked, **digest, **admission.notice, **noted})
+                write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 with locked(run):
                     yield PreparedRun(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
@@ -226,8 +226,8 @@ def prepared_resume(
     run = RunDir(path).existing()
     check_own(run)
     Tail(run.metrics, recent=0)  # whether it can be read at all
-    asked = resumption(run, config_of(run), overrides, config_dir, to=to)
-    config, result, total = asked.config, run.read_result(), asked.plan.updates or 0
+    resumed = resumption(run, config_of(run), overrides, config_dir, to=to)
+    config, result, total = resumed.config, run.read_result(), resumed.plan.updates or 0
     if result and result["state"] == "finished" and total <= result["updates"]:
         say(output.console, f"{path} has finished already; there is nothing to resume")
         if not is_program(config.job):
@@ -236,20 +236,20 @@ def prepared_resume(
         yield None
         return
     if not output.quiet:
-        say(output.console, asked.message, prose=True)
-    if asked.warning:
-        say(output.console, f"warning: {asked.warning}", "yellow", prose=True)
+        say(output.console, resumed.message, prose=True)
+    if resumed.warning:
+        say(output.console, f"warning: {resumed.warning}", "yellow", prose=True)
     with submission_directory(run), interrupts, writing(run), locked(run):
-        inputs = changed_inputs(run, asked)
+        inputs = changed_inputs(run, resumed)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
         notes = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
         for sentence in notes:
             say(output.console, f"warning: {sentence}", "yellow")
-        if asked.changes:
+        if resumed.changes:
             prepare(config, new=False)
-        cluster.trust(run, {change.key for change in asked.changes})
+        cluster.trust(run, {change.key for change in resumed.changes})
         if standing := handle_of(run).in_progress():
             raise RunFolderError(
                 f"{run.path} is in progress ({standing}); to stop it first: "
@@ -259,7 +259,7 @@ def prepared_resume(
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
-        record(run, asked, attempt, inputs)
+        record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
         with _without_end(run):

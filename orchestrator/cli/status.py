@@ -120,10 +120,10 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         ClusterError: there is nothing to stop, or the scheduler does not answer.
         RunFolderError: there is no run in the folder, and no command is about to begin one.
     """
-    sweep, said = RunDir(folder), list[str]()
+    sweep, sentences = RunDir(folder), list[str]()
     if is_locked(sweep):
-        said.append(_cancel_holder(sweep, now=now))
-    runs = [] if said and not find_runs(folder) else expand([folder])
+        sentences.append(_cancel_holder(sweep, now=now))
+    runs = [] if sentences and not find_runs(folder) else expand([folder])
     open_ones = [s for s in statuses(runs)[0] if s.state not in (*OVER, *UNREADABLE)]
     members: dict[type[Cluster], list[RunDir]] = {}
     found: dict[str, list[Path]] = {}
@@ -132,18 +132,18 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_locked(sweep):  # it was resumed alone
-            said.append(handle_of(run).cancel(run, now=now))
+            sentences.append(handle_of(run).cancel(run, now=now))
     for cluster, some in members.items():
         for path, message in cluster.cancel_all(some, now=now).items():
             found.setdefault(message, []).append(path)
     for message, paths in found.items():
-        said.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {message}")
-    if not said:
+        sentences.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {message}")
+    if not sentences:
         raise ClusterError(
             f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
             f"nothing to cancel"
         )
-    return said
+    return sentences
 
 
 def _cancel_holder(sweep: RunDir, *, now: bool) -> str:

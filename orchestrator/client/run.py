@@ -147,7 +147,7 @@ class Run:
 
     def asked_to_stop(self) -> bool:
         """Return whether a stop reached this rank. For `windows`, whose boundaries agree on it."""
-        return self._stop.asked(run=self._is)
+        return self._stop.requested(run=self._is)
 
     def agreed_to_stop(self, update: int) -> None:
         """Record that all ranks stop after `update`, as a boundary agreed."""

@@ -20,8 +20,8 @@ from orchestrator.errors import JobError
 from orchestrator.rundir.program_link import (
     NOT_YET,
     STOP_AFTER,
-    STOP_ASKED,
     STOP_HANDLER,
+    STOP_REQUESTED,
     read_number,
     write_number,
 )
@@ -50,7 +50,8 @@ class Stop:
     ) -> None:
         self._folder, self._rank, self._size = folder, rank, size
         self._signals = signals
-        self._asked_file, self._after_file = str(folder / STOP_ASKED), str(folder / STOP_AFTER)
+        self._request_file = str(folder / STOP_REQUESTED)
+        self._after_file = str(folder / STOP_AFTER)
         self._signalled = self._posted = self._handling = False
         self._after, self._next_poll = NOT_YET, 0.0
         self._calls, self._pid = 0, os.getpid()
@@ -61,7 +62,7 @@ class Stop:
             self._install_handlers()
         if self._signalled and not self._posted:
             self._posted = True
-            write_number(self._asked_file, update)
+            write_number(self._request_file, update)
         if self._rank == 0:
             self._decide()
         else:
@@ -70,7 +71,7 @@ class Stop:
         self._calls += 1
         return stops
 
-    def asked(self, *, run: bool) -> bool:
+    def requested(self, *, run: bool) -> bool:
         """Return whether a stop reached this rank, for ranks that agree by their own reduction.
 
         Args:
@@ -78,7 +79,7 @@ class Stop:
         """
         if not self._handling:
             self._install_handlers(note=run)
-        by_folder = run and self._rank == 0 and read_number(self._asked_file) != NOT_YET
+        by_folder = run and self._rank == 0 and read_number(self._request_file) != NOT_YET
         return self._signalled or by_folder
 
     def agreed(self, update: int) -> None:
@@ -90,7 +91,7 @@ class Stop:
         if self._after != NOT_YET or now < self._next_poll:
             return
         self._next_poll = now + POLL_S
-        if read_number(self._asked_file) == NOT_YET:
+        if read_number(self._request_file) == NOT_YET:
             return
         if not all(self._note(rank).exists() for rank in range(self._size)):
             return  # the agent names the ranks that never ask

@@ -372,11 +372,11 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     group, settings = accumulators[0].group, accumulators[0].options
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
     decided = decided_by(samples, options, plan)
-    asked = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
-    asked |= {name: getattr(options, name) for name in ("micro_batch", "checkpoint_every")}
-    asked |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
+    traits = {**decided, "updates": plan.updates, "steps": plan.batch.steps, "first": options.first}
+    traits |= {name: getattr(options, name) for name in ("micro_batch", "checkpoint_every")}
+    traits |= {"checkpoints": options.checkpoints is not None, "state": sorted(options.state)}
     if group.size > 1:
-        check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in asked.items()])
+        check_same_traits(group, [(f"{n} of run.windows()", repr(v)) for n, v in traits.items()])
     if run:
         node = int(os.environ.get("GROUP_RANK", "0"))
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)

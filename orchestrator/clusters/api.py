@@ -130,17 +130,17 @@ class Cluster(ABC):
 
     def request(self, run: Path, attempt: int) -> Request:
         """Return the submission as a value. Pure. Raises `ClusterError` if it is not possible."""
-        asked = self.config.cluster
-        threads = str(asked.cpus_per_rank)
+        cluster = self.config.cluster
+        threads = str(cluster.cpus_per_rank)
         return Request(
             run=run,
             attempt=attempt,
-            nodes=node_range(asked.nodes)[1],
-            ranks_per_node=asked.ranks_per_node,
+            nodes=node_range(cluster.nodes)[1],
+            ranks_per_node=cluster.ranks_per_node,
             environment={
                 "OMP_NUM_THREADS": threads,
                 "MKL_NUM_THREADS": threads,
-                **asked.environment,
+                **cluster.environment,
             },
         )
 
@@ -224,8 +224,8 @@ class Cluster(ABC):
         found: dict[Path, str] = {}
         for run in runs:
             handle = cls.handle(run)
-            said = handle.cancel(run, now=now)
-            found[run.path] = said.removeprefix(f"{handle.title} ").removeprefix(f"{run.path} ")
+            sentence = handle.cancel(run, now=now)
+            found[run.path] = sentence.removeprefix(f"{handle.title} ").removeprefix(f"{run.path} ")
         return found
 
     @classmethod

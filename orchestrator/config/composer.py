@@ -180,10 +180,10 @@ class Composer:
         with config_errors():
             refuse_unused(self.line.overrides)
             found = self.load(self.overrides, mode)
-            asked = OmegaConf.select(found, "hydra.mode")
-            if asked == RunMode.RUN and self.line.multirun:
+            stated = OmegaConf.select(found, "hydra.mode")
+            if stated == RunMode.RUN and self.line.multirun:
                 raise ConfigError("-m asks for a sweep, but hydra.mode=RUN for none; leave one out")
-            sweeps = self.line.multirun or asked == RunMode.MULTIRUN
+            sweeps = self.line.multirun or stated == RunMode.MULTIRUN
             if not sweeps:
                 self.loader.validate_sweep_overrides_legal(
                     self.loader.parse(self.overrides), RunMode.RUN, from_shell=True

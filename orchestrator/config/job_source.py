@@ -376,8 +376,8 @@ def _check_python(spelled: str, path: Path) -> None:
             ast.parse(path.read_bytes(), spelled)
     except (SyntaxError, ValueError) as error:
         at = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
-        said = error.msg if isinstance(error, SyntaxError) else str(error)
-        raise JobError(f"{spelled} is no Python: {at}{said}") from error
+        message = error.msg if isinstance(error, SyntaxError) else str(error)
+        raise JobError(f"{spelled} is no Python: {at}{message}") from error
 
 
 def _check_executable(spelled: str, path: Path) -> None:

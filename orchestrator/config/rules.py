@@ -87,11 +87,11 @@ def planned_survival(config: Config) -> Survival:
 
     The job's source is read for that. Raises `JobError` as `check_target` does.
     """
-    asked = config.run.survive
+    stated = config.run.survive
     text = ON + FROM_CHECKPOINT * config.engine.shard_optimizer
     text += WITH_ITS_NODE * (config.engine.shard_model == "node")
-    if asked is not None:
-        return Survival(asked, text if asked else "")
+    if stated is not None:
+        return Survival(stated, text if stated else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
         return Survival(False)
     facts = check_target(config.job["_target_"])

@@ -142,8 +142,8 @@ def devices() -> Iterator[CheckResult]:
             NOTE,
         )
     if gpus:
-        asked = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
-        count, answer = plural(gpus, "NVIDIA GPU"), _output("nvidia-smi", *asked)
+        query = ("--query-gpu=name,driver_version,memory.total", "--format=csv,noheader")
+        count, answer = plural(gpus, "NVIDIA GPU"), _output("nvidia-smi", *query)
         if answer is None:
             remedy = "look at `nvidia-smi` and `dmesg`: the driver is not usable"
             yield CheckResult("devices", f"{count}, but nvidia-smi does not answer", BAD, remedy)

@@ -181,20 +181,20 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
 
 
 def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rates:
-    asked, total = config.schedule, length.updates
-    base = known.base_rate if asked.base_lr is None else asked.base_lr
-    of_optimizer = not config.optimizer and asked.base_lr is None
+    given, total = config.schedule, length.updates
+    base = known.base_rate if given.base_lr is None else given.base_lr
+    of_optimizer = not config.optimizer and given.base_lr is None
     source = "learning_rate" if known.own_rate else "optimizer" if of_optimizer else "schedule"
     own = known.own_rate or (of_optimizer and base is None)
     # The workers will know the run's end, so a plan without the data must not fail here.
-    unknown = total is None and asked.decay in ("cosine", "linear")
+    unknown = total is None and given.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=DEFAULT_BASE_LR if base is None else base,
         global_batch=batch.global_batch,
-        base_batch=asked.base_batch,
-        scaling=asked.scaling,
-        warmup_updates=asked.warmup_updates,
-        decay="none" if unknown else asked.decay,
+        base_batch=given.base_batch,
+        scaling=given.scaling,
+        warmup_updates=given.warmup_updates,
+        decay="none" if unknown else given.decay,
         total_updates=total,
     )
     return Rates(
@@ -207,7 +207,7 @@ def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rat
 
 
 def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
-    asked, engine = config.accumulation, config.engine
+    accumulation, engine = config.accumulation, config.engine
     parameters = _stated_or(known.parameters, config.facts, "parameters")
     wire = Wire(
         ranks=split.ranks,
@@ -217,7 +217,7 @@ def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
         sharded=engine.shard_optimizer,
         early=known.framework != "mindspore",
     )
-    known_ahead = asked.reduction == "fast" and engine.shard_model == "none"
+    known_ahead = accumulation.reduction == "fast" and engine.shard_model == "none"
     summed = parameters if known_ahead else None
     collectives, sent = wire.collectives(summed), wire.bytes_sent(summed)
     extra = known.extra_collectives

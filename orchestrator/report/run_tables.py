@@ -73,9 +73,9 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 def _micro_steps(plan: Mapping[str, Any]) -> str:
     text = plural(plan.get("micro_steps"), "micro-step")
-    asked = plan.get("steps")
-    if asked is not None and asked != plan.get("micro_steps"):
-        text += f" ({format_count(asked)} asked for)"
+    steps = plan.get("steps")
+    if steps is not None and steps != plan.get("micro_steps"):
+        text += f" ({format_count(steps)} asked for)"
     cap = plan.get("micro_batch")
     if cap is not None:
         text += f" of at most {plural(cap, 'sample')}"

@@ -84,8 +84,8 @@ def _cells(run: RunStatus, here: Path) -> list[str]:
 def remark(run: RunStatus) -> str | None:
     """Return what does not fit a column: the reason of its state, or of its latest restart."""
     if run.reason:
-        said = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
-        return f"{run.culprit}: {said}" if run.culprit else said
+        reason = run.reason.replace(f"{run.folder}/", "").replace(str(run.folder), "it")
+        return f"{run.culprit}: {reason}" if run.culprit else reason
     if run.survived:
         lost = f"ranks were lost {plural(run.survived, 'time')}, and the others went on"
         return f"{lost}; {plural(run.came_back, 'rank')} came back" if run.came_back else lost
@@ -102,9 +102,9 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
     console.print(*lines, sep="\n", soft_wrap=True, highlight=False)
     remarks: list[Text] = []
     for run in runs:
-        if said := remark(run):
+        if text := remark(run):
             style = STATE_STYLES.get(run.state, "") if run.state in URGENT else "dim"
-            remarks.append(literal(f"{short_name(run.folder, here)}: {said}", console, style))
+            remarks.append(literal(f"{short_name(run.folder, here)}: {text}", console, style))
     if remarks:
         whole = not console.is_terminal  # prose, as `say` breaks it
         console.print(*remarks, sep="\n", soft_wrap=whole, highlight=False)
@@ -161,8 +161,8 @@ def _rows(run: RunStatus) -> list[tuple[str, str, str]]:
     where = [f"job {run.job_id}"] if run.job_id else []
     where += [f"on {run.nodes}"] if run.nodes else []
     rows = [("state", " ".join([run.state, *where]), style)]
-    if said := remark(run):
-        rows.append(("", said, style if run.reason else "dim"))
+    if text := remark(run):
+        rows.append(("", text, style if run.reason else "dim"))
     if run.state in UNREADABLE:
         return rows
     if run.program:

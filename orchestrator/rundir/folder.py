@@ -29,7 +29,7 @@ from orchestrator.rundir.files import (
     remove,
     write_atomically,
 )
-from orchestrator.rundir.program_link import STOP_AFTER, STOP_ASKED
+from orchestrator.rundir.program_link import STOP_AFTER, STOP_REQUESTED
 
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
@@ -125,7 +125,7 @@ class RunDir:
     progress = _of_attempt("progress")
     program_rendezvous = _of_attempt("program-rendezvous.json")  # its address and port
     program_end = _of_attempt("program.json")  # a program's duration, by rank 0's agent
-    stop_asked = _of_attempt(STOP_ASKED)  # a program's rank was asked to stop
+    stop_requested = _of_attempt(STOP_REQUESTED)  # a program's rank was asked to stop
     stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop
     outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator
     finalizing = _of_attempt("finalizing")  # the batch script lives, and finalizes the attempt

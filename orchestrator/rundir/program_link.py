@@ -12,7 +12,7 @@ SIGNAL = "ORCHESTRATOR_STOP_SIGNAL"
 WARNINGS = "ORCHESTRATOR_WARNINGS"
 
 # Names in an attempt's folder; `folder.py` has the paths.
-STOP_ASKED = "stop-asked"
+STOP_REQUESTED = "stop-requested"
 STOP_AFTER = "stop-after"
 STOP_HANDLER = "stop-handler-{:05d}"
 WIDTH = 20

@@ -184,9 +184,9 @@ def _state_of(result: dict[str, Any], pruned: dict[str, Any] | None) -> str:
 
 def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:
     """Count attempts that began automatically: neither the first, nor one by `resume`."""
-    asked = {note["attempt"] for note in notes if note["why"] == RESUMED}
-    asked |= {int(entry["attempt"]) for entry in run.read_resumes()}
-    return max(0, made - 1 - len(asked & set(range(1, made))))
+    resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
+    return max(0, made - 1 - len(resumed & set(range(1, made))))
 
 
 def unknown(run: RunDir, error: BaseException) -> RunStatus:

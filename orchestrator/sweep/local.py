@@ -353,10 +353,10 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
     speed, since their times are compared.
     """
     first, *others = configs
-    asked = at_once(first.sweep.parallel)
+    most = at_once(first.sweep.parallel)
     unlike = [n for n in TIMED if any(getattr(c, n) != getattr(first, n) for c in others)]
-    if asked is not None or not unlike:
-        return asked
+    if most is not None or not unlike:
+        return most
     if not output.quiet:
         say(
             output.console,

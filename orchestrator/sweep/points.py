@@ -141,11 +141,13 @@ def refuse_points(
     if not wrong:
         return
     last = first + count - 1
-    said = [f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"]
+    lines = [
+        f"nothing was started, for the sweep cannot run to its end (points {first} to {last}):"
+    ]
     for sentence, numbers in wrong.items():
         named = "all points" if len(numbers) == count else named_numbers("point", numbers)
-        said.append(f"{named}: {sentence}")
-    raise ConfigError("\n".join([*said, *filter(None, [hint])]))
+        lines.append(f"{named}: {sentence}")
+    raise ConfigError("\n".join([*lines, *filter(None, [hint])]))
 
 
 def shared_output(points: Sequence[Point]) -> str | None:

@@ -643,13 +643,13 @@ def resume_search(
         raise RunFolderError(f"{RunDir(folder).search} does not say which line the search is of")
     keys = {key_of(override) for override in (*overrides, "run.dir=", "sweep.force=")}
     kept = [override for override in line["overrides"] if key_of(override) not in keys]
-    asked = CommandLine(
+    resumed = CommandLine(
         overrides=(*kept, *overrides, f"run.dir={literally(str(folder))}"),
         config_dir=config_dir or line["config_dir"],
         config_name=line["config_name"],
         multirun=True,
     )
     with working_directory(Path(line["folder"]), folder):
-        composer = Composer(asked)
+        composer = Composer(resumed)
         composer.compose()
         return run_search(composer, output)

@@ -184,11 +184,11 @@ def _task(
     config = config_of(run)
     action = Action.IN_PROGRESS
     if status.state in OVER:
-        asked = resumption(run, config, overrides, config_dir)
-        trained = status.state == "finished" and (asked.plan.updates or 0) <= status.updates
-        action, config = (Action.NOTHING, config) if trained else (Action.RESUME, asked.config)
+        resumed = resumption(run, config, overrides, config_dir)
+        trained = status.state == "finished" and (resumed.plan.updates or 0) <= status.updates
+        action, config = (Action.NOTHING, config) if trained else (Action.RESUME, resumed.config)
         with submission_directory(run):
-            inputs = [] if trained else changed_inputs(run, asked)
+            inputs = [] if trained else changed_inputs(run, resumed)
         changed |= {str(run.path): inputs} if inputs else {}
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     point = Point(

@@ -78,16 +78,16 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
 def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> None:
     plan = with_notes(prepare(config), config)
-    request, said = describe(config)
+    request, notice = describe(config)
     if as_json:
-        print_json({**plan, **({"request": {**request.details, **said}} if said else {})})
+        print_json({**plan, **({"request": {**request.details, **notice}} if notice else {})})
         return
     _print_plan(plan, console)
-    if said and request.text:
+    if notice and request.text:
         sys.stdout.write(f"\n{request.text}\n")
-    if answer := said.get("scheduler"):
-        say(console, f"the scheduler would say: {answer}", "red" if said["refused"] else "")
-    if warning := said.get("warning"):
+    if answer := notice.get("scheduler"):
+        say(console, f"the scheduler would say: {answer}", "red" if notice["refused"] else "")
+    if warning := notice.get("warning"):
         say(console, f"warning: {warning}", "yellow", prose=True)
 
 
@@ -99,25 +99,25 @@ def _print_plan(plan: dict[str, Any], console: Console) -> None:
 
 def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:
     """Return the clusters' answers about all points that would be submitted, refusals included."""
-    asked: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
+    requests: dict[str, tuple[Cluster, Request]] = {}  # one for points that ask for the same
     kinds: dict[str, list[tuple[Cluster, Request]]] = {}
     for task in tasks:
         config = task.point.config
         if task.action not in (Action.START, Action.RESUME) or class_for(config).attended:
             continue
         key = repr(config.cluster)
-        if key not in asked:
+        if key not in requests:
             cluster = cluster_of(config)
-            asked[key] = cluster, cluster.request(task.run.path, 0)
-        kinds.setdefault(config.cluster.kind, []).append(asked[key])
-    said: list[str] = []
+            requests[key] = cluster, cluster.request(task.run.path, 0)
+        kinds.setdefault(config.cluster.kind, []).append(requests[key])
+    answers: list[str] = []
     for kind, placed in kinds.items():
         try:
             with CLUSTERS.wrap_errors(kind, "to be asked about the points"):
-                said += class_of(kind).predict_submit_all(placed)
+                answers += class_of(kind).predict_submit_all(placed)
         except ClusterError as error:
-            said.append(f"the scheduler would say: {error}")
-    return said
+            answers.append(f"the scheduler would say: {error}")
+    return answers
 
 
 def _row_of(task: PointTask) -> dict[str, Any]:

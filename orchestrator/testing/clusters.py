@@ -57,8 +57,8 @@ class Started:
     def program(cls, cluster: Sequence[str], folder: Path, act: str, *more: str) -> Started:
         """Start the trial program, whose ranks only live and perhaps fail."""
         command = f"-m,orchestrator.testing.trial_program,{folder / 'signs'},{act}"
-        asked = ("job=program", f"job.command=[{command}]", "job.style=plain")
-        return cls(cluster, folder, *asked, *more)
+        job = ("job=program", f"job.command=[{command}]", "job.style=plain")
+        return cls(cluster, folder, *job, *more)
 
     def _command(self, module: str, *arguments: str) -> None:
         with self._output.open("ab") as output:

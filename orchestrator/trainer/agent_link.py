@@ -40,10 +40,10 @@ from orchestrator.agent.liveness import (
 )
 from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
 from orchestrator.agent.stacks import (
-    answer_when_asked,
     as_lines,
     describe_processes,
     describe_stack,
+    install_stack_handler,
     main_stack,
 )
 from orchestrator.client.loop import Callback, CompletedUpdate
@@ -83,7 +83,7 @@ class AgentLink:
         self.on_beat: Callable[[], None] = lambda: None
         self._position: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
         self.saves_on_failure = self.run_failed = False
-        answer_when_asked()
+        install_stack_handler()
         self.mark("the start (imports, the job's own)")
         self._send({"seen": asdict(self._seen(0.0))})  # it may be stopped within a second
         for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):

@@ -210,9 +210,9 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
     def rates(update: int) -> float:
         return _rate(job.learning_rate(update), named, update)
 
-    asked = sorted({0, 1 % updates, updates // 2, updates - 1})
-    first, again = ([rates(update) for update in asked] for _ in range(2))
-    for update, one, two in zip(asked, first, again, strict=True):
+    compared = sorted({0, 1 % updates, updates // 2, updates - 1})
+    first, again = ([rates(update) for update in compared] for _ in range(2))
+    for update, one, two in zip(compared, first, again, strict=True):
         if one != two:
             raise JobError(
                 f"{named}({update}) gives {one:g}, then {two:g}: it must depend on the update's "
@@ -257,9 +257,9 @@ def compare_facts(
     """
     true_plan = planned.figures()
     wrong = {
-        name: (said, true_plan[name])
+        name: (stated, true_plan[name])
         for name in ("parameters", "dataset_samples")
-        if (said := getattr(facts, name)) is not None and said != true_plan[name]
+        if (stated := getattr(facts, name)) is not None and stated != true_plan[name]
     }
     if not wrong:
         return
@@ -268,9 +268,9 @@ def compare_facts(
         facts.dataset_samples or planned.length.dataset_samples,
     ).figures()
     differences = "; ".join(
-        f"facts.{name}={said}, but {'the model' if name == 'parameters' else 'the data set'} has "
+        f"facts.{name}={stated}, but {'the model' if name == 'parameters' else 'the data set'} has "
         f"{true}"
-        for name, (said, true) in wrong.items()
+        for name, (stated, true) in wrong.items()
     )
     remedy = " ".join(f"facts.{name}={true}" for name, (_, true) in wrong.items())
     changed = [

@@ -19,7 +19,7 @@ from orchestrator.rundir.program_link import (
     RUN,
     SIGNAL,
     STOP_AFTER,
-    STOP_ASKED,
+    STOP_REQUESTED,
     WARNINGS,
     WORLD,
     write_number,
@@ -34,7 +34,7 @@ def ranks(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     attempt = tmp_path / "attempts" / "000"
     attempt.mkdir(parents=True)
-    for name in (STOP_ASKED, STOP_AFTER):
+    for name in (STOP_REQUESTED, STOP_AFTER):
         write_number(str(attempt / name), NOT_YET)
     variables = {
         RUN: str(tmp_path),

@@ -17,7 +17,7 @@ from orchestrator.rundir.program_link import (
     RANK,
     RUN,
     STOP_AFTER,
-    STOP_ASKED,
+    STOP_REQUESTED,
     WORLD,
     write_number,
 )
@@ -59,7 +59,7 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
 def attempt(tmp_path):
     folder = tmp_path / "attempts" / "000"
     folder.mkdir(parents=True)
-    for name in (STOP_ASKED, STOP_AFTER):
+    for name in (STOP_REQUESTED, STOP_AFTER):
         write_number(str(folder / name), NOT_YET)
     return folder
 
@@ -95,7 +95,7 @@ def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, si
     assert not any(stop.due(0) for stop in ranks.values())
     program = watched_program(attempt)
     program.check_all_handle(0.0)
-    write_number(str(attempt / STOP_ASKED), 0)
+    write_number(str(attempt / STOP_REQUESTED), 0)
     assert not any(stop.due(update) for update in (1, 2) for stop in ranks.values())
     program.check_all_handle(1.0)
     warnings = attempt / "warnings-00000.jsonl"
@@ -107,7 +107,7 @@ def test_a_stop_waits_for_ranks_that_never_ask_and_says_who_they_are(attempt, si
 
 
 def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt):
-    write_number(str(attempt / STOP_ASKED), 0)
+    write_number(str(attempt / STOP_REQUESTED), 0)
     for ranks in ((), (0, 1, 2)):
         for rank in ranks:
             Stop(attempt, rank, 3).due(0)

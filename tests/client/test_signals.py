@@ -10,8 +10,8 @@ from orchestrator.client.stop import Stop
 from orchestrator.rundir.program_link import (
     NOT_YET,
     STOP_AFTER,
-    STOP_ASKED,
     STOP_HANDLER,
+    STOP_REQUESTED,
     write_number,
 )
 from tests.helpers import until
@@ -38,7 +38,7 @@ def test_a_hundred_stops_of_random_ranks_at_random_moments_end_after_one_update(
     folders = [tmp_path / f"{number:03d}" for number in range(ROUNDS)]
     for folder in folders:
         folder.mkdir()
-        for name in (STOP_ASKED, STOP_AFTER):
+        for name in (STOP_REQUESTED, STOP_AFTER):
             write_number(str(folder / name), NOT_YET)
     meet, ended = fork.Barrier(SIZE), fork.SimpleQueue()
     ranks = [

@@ -191,13 +191,13 @@ class LocalCluster(Cluster):
             )
 
     def request(self, run: Path, attempt: int) -> Request:
-        asked = super().request(run, attempt)
-        if asked.nodes > NODES_LIMIT:
+        request = super().request(run, attempt)
+        if request.nodes > NODES_LIMIT:
             raise ClusterError(
-                f"cluster.nodes={asked.nodes}: a local cluster has at most {NODES_LIMIT}"
+                f"cluster.nodes={request.nodes}: a local cluster has at most {NODES_LIMIT}"
             )
-        gpus = share_gpus(visible_gpus(os.environ), asked.nodes, asked.ranks_per_node)
-        return replace(asked, details={"gpus": gpus})
+        gpus = share_gpus(visible_gpus(os.environ), request.nodes, request.ranks_per_node)
+        return replace(request, details={"gpus": gpus})
 
     def check(self, request: Request) -> Admission:
         """Warn of GPUs that stay unused."""
@@ -215,10 +215,10 @@ class LocalCluster(Cluster):
 
     @property
     def share(self) -> Share:
-        asked = self.config.cluster
-        ranks = node_range(asked.nodes)[1] * asked.ranks_per_node
+        cluster = self.config.cluster
+        ranks = node_range(cluster.nodes)[1] * cluster.ranks_per_node
         on_gpus = is_program(self.config.job) or self.config.transport not in ON_CPUS
-        cores = ranks * asked.cpus_per_rank
+        cores = ranks * cluster.cpus_per_rank
         return Share(ranks=ranks, cores=cores, gpus=ranks if on_gpus else 0)
 
     def submit(self, request: Request) -> LocalHandle:

@@ -100,11 +100,11 @@ def check_request(
     settings, known = client.settings(), read_partitions(client.must(*PARTITIONS))
     names = [name for name in str(options.get("partition", "")).split(",") if name]
     message, warnings = answer.message.removeprefix("sbatch: "), []
-    if answer.code == 0 and (said := PLACED.search(answer.message)):
+    if answer.code == 0 and (placed := PLACED.search(answer.message)):
         lines = [line.removeprefix("sbatch: ") for line in answer.message.splitlines()]
-        message = said[0]
+        message = placed[0]
         warnings = [f"sbatch says: {line}" for line in lines if message not in line]
-        names = [said[1]]  # the site may place a job in another partition than in one of those
+        names = [placed[1]]  # the site may place a job in another partition than in one of those
     chosen = [known[name] for name in names if name in known]
     if not names:
         chosen = [partition for partition in known.values() if partition.is_default]

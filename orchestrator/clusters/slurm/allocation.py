@@ -109,15 +109,15 @@ class CurrentAllocation(BaseSlurmCluster):
 
         The variables of the shell say that; what a node has is left to srun.
         """
-        asked, job = self.config.cluster, os.environ.get(JOB)
-        begin = " ".join(["salloc", *shape_of(asked), f"--cpus-per-task={asked.cpus_per_rank}"])
+        cluster, job = self.config.cluster, os.environ.get(JOB)
+        begin = " ".join(["salloc", *shape_of(cluster), f"--cpus-per-task={cluster.cpus_per_rank}"])
         if not job:
             raise ClusterError(
                 f"cluster.allocation=current starts the ranks in an existing allocation, and "
                 f"there is none here ({JOB} is not set); begin one: {begin}; or leave it out, and "
                 f"the run is queued"
             )
-        nodes = node_range(asked.nodes)[1]
+        nodes = node_range(cluster.nodes)[1]
         most = next((int(os.environ[name]) for name in NODES if name in os.environ), nodes)
         if nodes > most:
             raise ClusterError(

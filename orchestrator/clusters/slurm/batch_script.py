@@ -196,16 +196,16 @@ def cpus_per_node(cluster: ClusterConfig) -> int:
     return cluster.ranks_per_node * cluster.cpus_per_rank
 
 
-def shape_of(asked: ClusterConfig) -> Iterator[str]:
+def shape_of(cluster: ClusterConfig) -> Iterator[str]:
     """Return the options of srun and salloc for a run's share of an allocation."""
-    nodes = node_range(asked.nodes)[1]
+    nodes = node_range(cluster.nodes)[1]
     yield f"--nodes={nodes}"
     yield f"--ntasks={nodes}"
     yield "--ntasks-per-node=1"
-    if gpu_count(asked.gpus_per_node):
-        yield f"--gpus-per-node={asked.gpus_per_node}"
-    if asked.memory_gib is not None:
-        yield f"--mem={round(asked.memory_gib * 1024)}M"
+    if gpu_count(cluster.gpus_per_node):
+        yield f"--gpus-per-node={cluster.gpus_per_node}"
+    if cluster.memory_gib is not None:
+        yield f"--mem={round(cluster.memory_gib * 1024)}M"
 
 
 def job_name(config: Config) -> str:
@@ -410,8 +410,8 @@ def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[li
         flags = (
             f"{name}={value}" for name, value in cluster.slurm_flags.items()
         )  # gres=gpu:4, say
-        asked = gpu_count(cluster.gpus_per_node) or any("gpu" in flag for flag in flags)
-        gpus = ["--nv"] if asked else []
+        on_gpus = gpu_count(cluster.gpus_per_node) or any("gpu" in flag for flag in flags)
+        gpus = ["--nv"] if on_gpus else []
         binds = "--bind=" + ",".join(shared)
         return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]
     return [], [host.python]

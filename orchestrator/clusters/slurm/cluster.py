@@ -54,9 +54,9 @@ class SlurmCluster(BaseSlurmCluster):
             _answers[alike] = retry_unanswered(
                 lambda: check_request(client, options, least, request.text), tell=self.tell
             )
-        said = _answers[alike]
-        warnings = (*said.warnings, *_few_cpus(cluster))
-        return replace(said, message=said.message + self._survives(), warnings=warnings)
+        admission = _answers[alike]
+        warnings = (*admission.warnings, *_few_cpus(cluster))
+        return replace(admission, message=admission.message + self._survives(), warnings=warnings)
 
     def _survives(self) -> str:
         """Describe which losses the run survives."""

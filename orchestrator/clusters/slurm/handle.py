@@ -35,7 +35,7 @@ CANCEL_S, POLL_S = 5.0, 0.2
 UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
 FRESH_S = 2.5  # squeue needs a moment to know a new job
-ASK_EVERY_S = 15.0  # a follower's calls of squeue: at most four a minute
+QUERY_INTERVAL_S = 15.0  # a follower's calls of squeue: at most four a minute
 RESULT_GRACE_S = 5.0
 UNSEEN_S = 15.0
 
@@ -158,7 +158,7 @@ class SlurmHandle(Handle):
         self._answer: Future[Job | None] | None = None
         fresh = time.time() - float(handle.get("time", 0.0)) < FRESH_S
         # The first question is due at once, or when squeue can know the job.
-        self._asked_at = time.monotonic() - ASK_EVERY_S + (FRESH_S if fresh else 0.0)
+        self._queried_at = time.monotonic() - QUERY_INTERVAL_S + (FRESH_S if fresh else 0.0)
         self._result_at: float | None = None
         self._ended_at: float | None = None
         self._began = time.monotonic()
@@ -169,7 +169,7 @@ class SlurmHandle(Handle):
         """Read the folder and, at intervals, query the scheduler. Never waits for its answer."""
         time.sleep(timeout_s)
         result = self._run.read_result()
-        self._ask()
+        self._query()
         if result is not None:
             # The result is final; squeue, which is asked rarely, may show the job for a while.
             self._result_at = self._result_at or time.monotonic()
@@ -190,11 +190,11 @@ class SlurmHandle(Handle):
         state, self.culprit = diagnose(self._run, self.job)  # not written: not ours
         return state
 
-    def _ask(self) -> None:
-        """Ask the scheduler if that is due, and read its answer once there is one."""
+    def _query(self) -> None:
+        """Query the scheduler if that is due, and read its answer once there is one."""
         if self._answer is None:
-            if time.monotonic() - self._asked_at >= ASK_EVERY_S:
-                self._asked_at = time.monotonic()
+            if time.monotonic() - self._queried_at >= QUERY_INTERVAL_S:
+                self._queried_at = time.monotonic()
                 self._answer = Future()
                 threading.Thread(target=self._find, args=[self._answer], daemon=True).start()
         elif self._answer.done():
@@ -260,11 +260,11 @@ class SlurmHandle(Handle):
         return f"{self.title}, {job.state.lower()}" if job is not None and job.alive else ""
 
     def cancel(self, run: RunDir, *, now: bool) -> str:
-        said = cancel_all([run], now=now).get(run.path)
-        if said is None:
+        sentence = cancel_all([run], now=now).get(run.path)
+        if sentence is None:
             raise ClusterError(
                 f"{run.path} is not queued or running ({self.title}); there is nothing to cancel"
             )
-        if said.endswith(UNSENT):
-            raise ClusterError(f"{self.title}, {said}")
-        return f"{self.title} {said}"
+        if sentence.endswith(UNSENT):
+            raise ClusterError(f"{self.title}, {sentence}")
+        return f"{self.title} {sentence}"

@@ -18,9 +18,9 @@ from orchestrator.slurm_client import Job, task_exits
 
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
-SAID_LINES = 400
+SRUN_LOG_LINES = 400
 EXCEPTION_LINES = 3
-SAID = "error: "  # the batch script's prefix for the reason it gives up
+PREFIX = "error: "  # the batch script's prefix for the reason it gives up
 CAUSES = {
     "CANCELLED": "cancelled through the scheduler (scancel)",
     "TIMEOUT": "the time limit was reached; resume goes on from what was saved",
@@ -44,10 +44,10 @@ def describe_code(code: int) -> str:
 
 def describe_srun_end(run: RunDir, attempt: int) -> str | None:
     """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
-    said = "\n".join(tail(run.srun_log(attempt), SAID_LINES))
-    if "srun: forcing job termination" in said:
+    log = "\n".join(tail(run.srun_log(attempt), SRUN_LOG_LINES))
+    if "srun: forcing job termination" in log:
         return SRUN_ENDED
-    return None if task_exits(said) else SRUN_KILLED
+    return None if task_exits(log) else SRUN_KILLED
 
 
 def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None) -> Culprit:
@@ -75,8 +75,8 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
 def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:
     """Return the cause that the job's state or its script's last lines name, if they do."""
     log = tail(run.batch_log)
-    said = next((line.removeprefix(SAID) for line in log[-1:] if line.startswith(SAID)), None)
-    if cause := CAUSES.get(job.state) or said:
+    reported = next((s.removeprefix(PREFIX) for s in log[-1:] if s.startswith(PREFIX)), None)
+    if cause := CAUSES.get(job.state) or reported:
         return Culprit(rank=None, node=job.nodes or "scheduler", cause=cause, log_tail=log)
     if (departure := read_json(run.departure(attempt))) is None:
         return None
@@ -89,25 +89,25 @@ def _of_job(run: RunDir, attempt: int, job: Job) -> Culprit | None:
 
 def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
     """Blame the agent that srun names, else srun, else the script before it."""
-    said = tuple(line for line in tail(run.srun_log(attempt), SAID_LINES) if line.strip())
-    if not said and not any(run.attempt(attempt).glob("node-*")):
+    srun_log = tuple(line for line in tail(run.srun_log(attempt), SRUN_LOG_LINES) if line.strip())
+    if not srun_log and not any(run.attempt(attempt).glob("node-*")):
         cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
         return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
-    first = next(iter(task_exits("\n".join(said))), None)
+    first = next(iter(task_exits("\n".join(srun_log))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
         cause = f"the agent of node {first.node} {first.description}: {_last_error(log)}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
-    own = [line for line in said if not line.startswith("srun: error: ") or first is None]
+    own = [line for line in srun_log if not line.startswith("srun: error: ") or first is None]
     cause = f"srun {describe_code(code)}" + (f": {own[-1]}" if own else "")
-    return Culprit(rank=None, node="batch", cause=cause, log_tail=said[-TAIL_LINES:])
+    return Culprit(rank=None, node="batch", cause=cause, log_tail=srun_log[-TAIL_LINES:])
 
 
 def _last_error(log: tuple[str, ...]) -> str:
     """Return the last message of a process that could not begin, with an exception's lines."""
-    said = [line.strip() for line in log if line.strip()]
-    raised = [index for index, line in enumerate(said) if RAISED.match(line)]
-    lines = said[raised[-1] :][:EXCEPTION_LINES] if raised else said[-1:]
-    return " ".join(lines).removeprefix(SAID)
+    written = [line.strip() for line in log if line.strip()]
+    raised = [index for index, line in enumerate(written) if RAISED.match(line)]
+    lines = written[raised[-1] :][:EXCEPTION_LINES] if raised else written[-1:]
+    return " ".join(lines).removeprefix(PREFIX)
 
 
 def _of_script(run: RunDir, job: Job) -> Culprit:

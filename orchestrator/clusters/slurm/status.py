@@ -119,12 +119,12 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         who = None if culprit.rank is None else f"rank {culprit.rank} on {culprit.node}"
         return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)
     if ended and job.waiting:
-        said = (
+        reason = (
             f"job {job.id} was queued once more after the run's end ({job.reason}), to end at once"
         )
         if job.held:
-            said = f"{said}, or by `scancel {job.id}`"
-        return replace(status, state="ending", reason=said)
+            reason = f"{reason}, or by `scancel {job.id}`"
+        return replace(status, state="ending", reason=reason)
     if job.waiting:
         reason = HELD.format(job.reason, job.id) if job.held else job.reason
         return replace(status, state="pending", reason=reason, boundary_age_s=None)

@@ -124,7 +124,7 @@ def test_a_follower_asks_at_most_four_times_a_minute_and_never_waits(submitted, 
         if handle._answer is not None:
             handle._answer.result(60)
     assert handle.waiting_for == "Resources"
-    assert 120 / followed.ASK_EVERY_S <= len(calls()) <= 120 / followed.ASK_EVERY_S + 1
+    assert 120 / followed.QUERY_INTERVAL_S <= len(calls()) <= 120 / followed.QUERY_INTERVAL_S + 1
 
 
 def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
