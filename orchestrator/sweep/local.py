@@ -35,7 +35,7 @@ from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.sweep.tasks import PointTask, ready_of
+from orchestrator.sweep.tasks import PointTask, prepared_task
 from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
@@ -283,7 +283,7 @@ def _run_point(
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         output = replace(output, console=Console(width=output.console.width))
     try:
-        with ready_of(task, output) as ready:
+        with prepared_task(task, output) as ready:
             if log is not None:
                 sys.stdout.flush()
                 terminal = open_nofollow(log.terminal_log, APPENDING)

@@ -56,7 +56,7 @@ from orchestrator.sweep.search_space import space_of
 from orchestrator.sweep.tasks import (
     Action,
     PointTask,
-    alone_in,
+    locked_sweep,
     notes_of,
     replaced_folder,
     submit,
@@ -603,7 +603,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
         RunFolderError: another command is at work in it, or it is damaged.
     """
     search = Search(composer)
-    with alone_in(search.folder):
+    with locked_sweep(search.folder):
         runs = TrialRuns(search, output)
         with runs.counting_interrupts():
             searcher = Searcher(search, runs, output)

@@ -41,7 +41,14 @@ from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, RunStatus
 from orchestrator.sweep.points import Point, check_points, shared_output
-from orchestrator.sweep.tasks import Action, PointTask, alone_in, refuse_replacing, submit, tasks_of
+from orchestrator.sweep.tasks import (
+    Action,
+    PointTask,
+    locked_sweep,
+    refuse_replacing,
+    submit,
+    tasks_of,
+)
 from orchestrator.units import plural
 
 if TYPE_CHECKING:
@@ -73,7 +80,7 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         say(output.console, f"warning: {remark}", "yellow", prose=True)
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
-            until_the_end.enter_context(alone_in(folder))
+            until_the_end.enter_context(locked_sweep(folder))
         tasks = tasks_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
             refuse_replacing(tasks)
@@ -157,17 +164,17 @@ def resume_sweep(
         from orchestrator.sweep.search import resume_search
 
         return resume_search(folder, output, overrides, config_dir)
-    with alone_in(folder):
+    with locked_sweep(folder):
         found = statuses(runs)[0]
         inputs: dict[str, list[str]] = {}
         with read_once():
-            tasks = [_task(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
+            tasks = [_task_of_run(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
         if inputs and not changed:
             refuse_changed(inputs)
         return _run_tasks(tasks, output)
 
 
-def _task(
+def _task_of_run(
     status: RunStatus,
     number: int,
     overrides: Sequence[str],

@@ -135,33 +135,34 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
         ConfigError: a task that has changed is in progress as it was before.
         RunFolderError: a point's folder holds another run.
     """
-    known = _known({point.folder.parent for point in points})
+    known = _recorded_tasks({point.folder.parent for point in points})
     taken = {run.path for run, _ in known.values()}
-    placed = [_placed(point, known, taken) for point in points]
+    placed = [_with_folder(point, known, taken) for point in points]
     runs = [RunDir(point.folder) for point in placed if point.folder in taken]
-    standing = {status.folder: status for status in statuses(runs)[0]} if runs else {}
+    by_folder = {status.folder: status for status in statuses(runs)[0]} if runs else {}
     wrong: dict[str, list[int]] = {}
     with read_once():  # of data, too: thousands of points may share it
         made = [notes_of(point.config, point.identity) for point in placed]
         tasks = [
-            _task(
-                point, standing.get(point.folder), known.get(point.identity, (None, {}))[1], now,
+            _task_of_point(
+                point, by_folder.get(point.folder), known.get(point.identity, (None, {}))[1], now,
                 force=force,
             )
             for point, now in zip(placed, made, strict=True)
         ]  # fmt: skip
     for point, task in zip(placed, tasks, strict=True):
         if task.action is Action.IN_PROGRESS and (task.why.startswith("changed") or force):
+            state = by_folder[point.folder].state
             sentence = (
-                f"it is in progress as it was ({standing[point.folder].state}), and to be run anew "
-                f"({task.why}); cancel it first, or let it end"
+                f"it is in progress as it was ({state}), and to be run anew ({task.why}); cancel "
+                f"it first, or let it end"
             )
             wrong.setdefault(sentence, []).append(point.number)
     refuse_points(wrong, points[0].number, len(points))
     return tasks
 
 
-def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
+def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]]:
     """Return the tasks in these folders by the overrides that identify them, with notes."""
     found: dict[tuple[str, ...], tuple[RunDir, dict[str, Any]]] = {}
     for sweep in sweeps:
@@ -178,7 +179,7 @@ def _known(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, dict[str, A
     return found
 
 
-def _placed(
+def _with_folder(
     point: Point, known: Mapping[tuple[str, ...], tuple[RunDir, Any]], taken: set[Path]
 ) -> Point:
     """Return the point in the folder that its task has already, or in a folder that no task has."""
@@ -194,7 +195,7 @@ def _placed(
     return replace(point, config=config)
 
 
-def _task(
+def _task_of_point(
     point: Point,
     status: RunStatus | None,
     before: Mapping[str, Any],
@@ -241,12 +242,6 @@ def replaced_folder(sweep: Path, name: str) -> Path:
     return aside / f"{name}-{max(numbers, default=-1) + 1}"
 
 
-def make_room(task: PointTask) -> None:
-    """Move the old content of a task's folder aside, where people find it."""
-    if task.old is not None:
-        task.old.rename(replaced_folder(task.old.parent, task.old.name))
-
-
 def refuse_replacing(tasks: Sequence[PointTask]) -> None:
     """Raise `ConfigError` if finished points would run again because of what has changed."""
     wrong: dict[str, list[int]] = {}
@@ -264,9 +259,11 @@ def refuse_replacing(tasks: Sequence[PointTask]) -> None:
 
 
 @contextlib.contextmanager
-def alone_in(folder: Path) -> Generator[None]:
-    """Hold a sweep's folder; one that nothing came to is removed again. Raises `RunFolderError`
-    while another start does.
+def locked_sweep(folder: Path) -> Generator[None]:
+    """Lock a sweep's folder; remove it again if it stays empty.
+
+    Raises:
+        RunFolderError: another command holds it.
     """
     with contextlib.ExitStack() as until_the_end:
         try:
@@ -286,15 +283,16 @@ def _remove_if_empty(sweep: RunDir) -> None:
 
 
 @contextlib.contextmanager
-def ready_of(task: PointTask, output: OutputOptions) -> Generator[PreparedRun | None]:
-    """Make a task's run ready: a new one, or one that continues."""
+def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedRun | None]:
+    """Prepare a task's run: a new one, or one that continues."""
     point = task.point
     if task.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
         with prepared_resume(task.run.path, output, to=point.config, changed=True) as ready:
             yield ready
         return
-    make_room(task)
+    if task.old is not None:
+        task.old.rename(replaced_folder(task.old.parent, task.old.name))
     with prepared_run(
         point.config,
         output,
@@ -316,11 +314,11 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
         ClusterError: the scheduler refused some; those that are queued go on, and are counted.
     """
     with interrupts, read_once():
-        made = _made_ready(tasks, OutputOptions(console=output.console, quiet=True))
+        made = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
         _submit(made, at_once(tasks[0].point.config.sweep.parallel))
 
 
-def _made_ready(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
+def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
     """Write all runs to the disk, or none and raise why."""
     made: list[PreparedRun] = []
     wrong: dict[str, list[int]] = {}
@@ -330,7 +328,7 @@ def _made_ready(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Prepar
             for task in tasks:
                 _refuse_interrupted()
                 try:
-                    with ready_of(task, quiet) as ready:
+                    with prepared_task(task, quiet) as ready:
                         made += [ready] if ready is not None else []
                 except NotNow:  # it is nothing that is wrong with a point
                     raise

@@ -19,7 +19,7 @@ from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import (
     REPLACED,
     Action,
-    ready_of,
+    prepared_task,
     refuse_replacing,
     replaced_folder,
     tasks_of,
@@ -60,7 +60,7 @@ class Sweep:
     def run(self, tasks, state=State.FINISHED):
         """What a launch of these cells leaves, but for what the ranks would have computed."""
         for task in tasks:
-            with ready_of(task, QUIET) as ready:
+            with prepared_task(task, QUIET) as ready:
                 ready.run.begin_attempt()
                 write_result(ready.run, state)
 

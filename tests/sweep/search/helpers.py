@@ -9,7 +9,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.sweep.local import PointResult
 from orchestrator.sweep.search import Search, Searcher
-from orchestrator.sweep.tasks import alone_in, ready_of
+from orchestrator.sweep.tasks import locked_sweep, prepared_task
 
 QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 PROGRAM = """\
@@ -72,7 +72,7 @@ class AtOnce:
 
     def start(self, task):
         self.began.append(task.run.path)
-        with ready_of(task, QUIET) as ready:
+        with prepared_task(task, QUIET) as ready:
             run = ready.run
             run.begin_attempt()
         self.running.append(task)
@@ -101,7 +101,7 @@ def write_result(run: RunDir, arguments):
 
 def searched(question, place=None):
     """A start of a search, to its end; its table."""
-    with alone_in(question.folder):
+    with locked_sweep(question.folder):
         begun = Searcher(question, place or AtOnce(), QUIET)
         begun.run()
     return begun.table

@@ -5,7 +5,7 @@ import signal
 
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
-from orchestrator.sweep.tasks import alone_in
+from orchestrator.sweep.tasks import locked_sweep
 from tests.helpers import begin, call, result, until, verb
 from tests.sweep.search.helpers import line_of, loss_of
 
@@ -32,7 +32,7 @@ def test_a_search_killed_twice_runs_no_trial_twice_and_has_the_same_best(tmp_pat
         begun.send_signal(signal.SIGKILL)
         begun.communicate()
     until(lambda: not is_locked(RunDir(folder)))  # the kernel ends what the search had forked
-    with alone_in(folder):  # as another shell would
+    with locked_sweep(folder):  # as another shell would
         refused = call(*line)
     assert refused.returncode == 2
     assert "in progress" in refused.stderr
