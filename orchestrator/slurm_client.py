@@ -171,7 +171,7 @@ class SlurmClient:
             **({} if batch else {"SLURM_TIME_FORMAT": "%s"}),
         }
 
-    def ask(
+    def run(
         self,
         *command: str,
         text: str = "",
@@ -206,13 +206,13 @@ class SlurmClient:
 
     def settings(self) -> dict[str, str]:
         """Return the cluster's settings by their names in slurm.conf. Raises `ClusterError`."""
-        shown = self.must("scontrol", "show", "config")
+        shown = self.check_output("scontrol", "show", "config")
         lines = (line.partition("=") for line in shown.splitlines() if "=" in line)
         return {key.strip(): value.strip() for key, _, value in lines}
 
-    def must(self, *command: str) -> str:
+    def check_output(self, *command: str) -> str:
         """Return a command's standard output. Raises `ClusterError` if it fails."""
-        answer = self.ask(*command)
+        answer = self.run(*command)
         if answer.code:
             raise ClusterError(f"{' '.join(command)}: {answer.message}")
         return answer.out
@@ -393,12 +393,12 @@ def read_queue(answer: Answer) -> dict[str, Job]:
 
 def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
     """Return these jobs by squeue. Raises `SchedulerDown`."""
-    return read_queue(client.ask(*QUEUE, "-j", ",".join(ids)))
+    return read_queue(client.run(*QUEUE, "-j", ",".join(ids)))
 
 
 def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, Job]:
     """Return all jobs of a user. Raises `SchedulerDown`."""
-    return read_queue(client.ask(*QUEUE, "-u", str(user_id)))
+    return read_queue(client.run(*QUEUE, "-u", str(user_id)))
 
 
 def _accounting(client: SlurmClient, *options: str) -> list[str]:
@@ -407,7 +407,7 @@ def _accounting(client: SlurmClient, *options: str) -> list[str]:
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
     """
-    answer = client.ask("sacct", "-nPXD", *options)
+    answer = client.run("sacct", "-nPXD", *options)
     if answer.code and "accounting storage is disabled" in answer.message.lower():
         return []
     if answer.code:

@@ -108,7 +108,7 @@ INTERFACE_VARIABLE = "ORCHESTRATOR_INTERFACE"
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 FABRIC_VARIABLES = (GLOO_INTERFACE, "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME")
 STEP_CAME_FROM = "SLURM_LAUNCH_NODE_IPADDR"
-ASKED = 4  # other nodes whose names are resolved, at most
+MOST_NAMES = 4  # other nodes whose names are resolved, at most
 
 
 def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: int) -> str:
@@ -138,7 +138,7 @@ def _elsewhere(env: Mapping[str, str], node: str, node_index: int) -> Iterator[s
     """Return addresses that are not this node's own loopback, the likeliest first."""
     names = [name for name in node_names(env) if name != node]
     # All nodes meet on node 0, which looks for the route to its neighbour.
-    for name in names[:ASKED] if node_index else names[: ASKED + 1]:
+    for name in names[:MOST_NAMES] if node_index else names[: MOST_NAMES + 1]:
         yield from _resolved(name)
     if env.get(STEP_CAME_FROM):
         yield env[STEP_CAME_FROM]

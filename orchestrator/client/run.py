@@ -145,7 +145,7 @@ class Run:
         if self._is:
             self._stop.take()
 
-    def asked_to_stop(self) -> bool:
+    def is_stop_requested(self) -> bool:
         """Return whether a stop reached this rank. For `windows`, whose boundaries agree on it."""
         return self._stop.requested(run=self._is)
 

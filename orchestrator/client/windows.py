@@ -107,7 +107,7 @@ class Windows:
         reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
-        self._parts = [MicroBatchTracker(self._asked_to_stop) for _ in accumulators]
+        self._parts = [MicroBatchTracker(self._is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
             one.track_windows(part)
         self.first, samples = options.first or 0, 0
@@ -229,8 +229,8 @@ class Windows:
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
 
-    def _asked_to_stop(self) -> bool:
-        return self._checkpoints is not None and self._run.asked_to_stop()
+    def _is_stop_requested(self) -> bool:
+        return self._checkpoints is not None and self._run.is_stop_requested()
 
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""

@@ -257,7 +257,7 @@ class SlurmRun(RehearsedRun):
             finally:
                 self._polled = time.monotonic()
             if self._job is not None and self._job.held:
-                self._client.must("scontrol", "release", self.job_id)
+                self._client.check_output("scontrol", "release", self.job_id)
         return self._job
 
     @property
@@ -278,13 +278,13 @@ class SlurmRun(RehearsedRun):
 
     def nodes(self) -> list[str]:
         """Return the nodes that the job has. Raises `ClusterError`."""
-        listed = self._client.must("squeue", "-h", "-j", self.job_id, "-o", "%N").strip()
-        return self._client.must("scontrol", "show", "hostnames", listed).split()
+        listed = self._client.check_output("squeue", "-h", "-j", self.job_id, "-o", "%N").strip()
+        return self._client.check_output("scontrol", "show", "hostnames", listed).split()
 
     def end(self) -> None:
         if self.run.read_handle() is None:
             return
-        self._client.ask("scancel", self.job_id)
+        self._client.run("scancel", self.job_id)
         deadline = time.monotonic() + END_S
         while (job := queued(self._client, [self.job_id]).get(self.job_id)) and job.alive:
             if time.monotonic() > deadline:
@@ -301,7 +301,7 @@ class SlurmRun(RehearsedRun):
             with suppress(ClusterError):  # it has ended by itself
                 cancel(self.run)
         elif kind in commands:
-            self._client.must(*commands[kind])
+            self._client.check_output(*commands[kind])
         else:
             return False
         return True

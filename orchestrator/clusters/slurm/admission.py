@@ -96,8 +96,8 @@ def check_request(
         The scheduler's answer; its `notice` has `preempt_grace_s` (GraceTime, None without
         preemption) and `kill_wait_s` (KillWait, which follows it).
     """
-    answer = client.ask("sbatch", "--test-only", text=script)
-    settings, known = client.settings(), read_partitions(client.must(*PARTITIONS))
+    answer = client.run("sbatch", "--test-only", text=script)
+    settings, known = client.settings(), read_partitions(client.check_output(*PARTITIONS))
     names = [name for name in str(options.get("partition", "")).split(",") if name]
     message, warnings = answer.message.removeprefix("sbatch: "), []
     if answer.code == 0 and (placed := PLACED.search(answer.message)):
@@ -188,7 +188,7 @@ def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
     """Return GraceTime of the job's qos, in seconds, if another may preempt it."""
 
     def rows(*command: str) -> list[list[str]]:
-        answer = client.ask("sacctmgr", "-nP", "show", *command, timeout_s=ACCOUNTING_S)
+        answer = client.run("sacctmgr", "-nP", "show", *command, timeout_s=ACCOUNTING_S)
         return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
 
     if qos is None:

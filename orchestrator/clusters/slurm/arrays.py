@@ -94,7 +94,7 @@ def room_for(client: SlurmClient, script: str, most: int) -> int:
     """
 
     def refused(count: int) -> bool:
-        answer = client.ask("sbatch", "--test-only", f"--array=0-{count - 1}", text=script)
+        answer = client.run("sbatch", "--test-only", f"--array=0-{count - 1}", text=script)
         return BeyondLimit.found_in(answer.message)
 
     if most < 1 or not refused(most):

@@ -110,7 +110,7 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
 
 
 def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
-    answer = client.ask("scancel", *flags, *ids)
+    answer = client.run("scancel", *flags, *ids)
     # of many, some may have just ended: they are over, and the others got the signal
     lines = answer.message.lower().splitlines()
     over = all(any(phrase in line for phrase in IS_OVER) for line in lines)

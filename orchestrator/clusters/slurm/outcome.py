@@ -135,7 +135,7 @@ def _log(message: str) -> None:
 
 def _requeue(client: SlurmClient, job_id: str, **waits: Any) -> None:
     """Return a job to the queue. Raises `ClusterError` if it is refused, or there is no answer."""
-    requeue = partial(client.must, "scontrol", "requeue", job_id)
+    requeue = partial(client.check_output, "scontrol", "requeue", job_id)
     retry_unanswered(requeue, undone=f"job {job_id} is not requeued", **waits)
 
 
@@ -194,7 +194,7 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
             return
         if finalize_in_job(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
             return
-        SlurmClient().must("scancel", own_job_id(os.environ))
+        SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
         _log(f"error: {error}")
 

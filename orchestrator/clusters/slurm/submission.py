@@ -87,7 +87,7 @@ def queue(
     with _noted(folder, note) as lock:
         answer_lost = False  # sbatch was called, and may have queued the job
 
-        def ask() -> str:
+        def submit() -> str:
             nonlocal answer_lost
             if answer_lost and (found := _job_of(client, note)) is not None:
                 return found
@@ -99,7 +99,7 @@ def queue(
                 raise
 
         try:
-            job = retry_unanswered(ask, tell=tell)
+            job = retry_unanswered(submit, tell=tell)
         except ClusterError as error:
             if not answer_lost:
                 folder.submitting.unlink()
@@ -114,7 +114,7 @@ def queue(
 
 def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
     """Return the id of the job that sbatch has queued."""
-    answer = client.ask("sbatch", "--parsable", script, holding=lock)
+    answer = client.run("sbatch", "--parsable", script, holding=lock)
     if answer.code < 0:
         raise SchedulerDown(f"sbatch did not answer: it was {describe_status(answer.code)}")
     job_id, _, elsewhere = answer.out.strip().partition(";")
@@ -123,7 +123,7 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
     if answer.code or not job_id.isdigit():
         raise ClusterError(explained(answer.message))
     if elsewhere and elsewhere != client.settings().get("ClusterName"):
-        client.must("scancel", f"--clusters={elsewhere}", job_id)
+        client.check_output("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(
             f"sbatch queued it on another cluster of the federation, {elsewhere}, where this "
             f"run would not be found again; that job ({job_id}) was cancelled. Submit it on a "

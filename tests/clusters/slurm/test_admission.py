@@ -48,7 +48,7 @@ class Client:
     def __init__(self, *qualities, default=""):
         self.tables = {"assoc": [default], "qos": qualities}
 
-    def ask(self, *command, **_):
+    def run(self, *command, **_):
         return Answer(0, "".join(f"{row}\n" for row in self.tables[command[3]]), "")
 
 
@@ -84,11 +84,11 @@ class Scheduler:
     def __init__(self, code, words):
         self.answer = Answer(code, "", words)
 
-    def ask(self, *command, **_):
+    def run(self, *command, **_):
         assert command == ("sbatch", "--test-only")
         return self.answer
 
-    def must(self, *command):
+    def check_output(self, *command):
         return PARTITIONS
 
     def settings(self):

@@ -42,7 +42,7 @@ class Client:
     def __init__(self, answer):
         self.answer = answer
 
-    def ask(self, *command):
+    def run(self, *command):
         return self.answer
 
 

@@ -271,7 +271,7 @@ class Scheduler:
     def __init__(self, *answers):
         self.answers, self.asked = list(answers), []
 
-    def ask(self, *command, **_):
+    def run(self, *command, **_):
         if command[0] == "squeue":
             assert command[command.index("-j") + 1] == "77"
             return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
@@ -292,7 +292,7 @@ def finalized(run, monkeypatch):
 
     def call(*answers, code=143, sent="TERM", restarts=None):
         scheduler, pauses = Scheduler(*answers), []
-        monkeypatch.setattr(SlurmClient, "ask", lambda _, *command, **more: scheduler.ask(*command))
+        monkeypatch.setattr(SlurmClient, "run", lambda _, *command, **more: scheduler.run(*command))
         monkeypatch.setattr("time.sleep", pauses.append)
         monkeypatch.setenv("SLURM_JOB_ID", "77")
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
