@@ -21,9 +21,9 @@ def main(folder):
     if size > 1:
         dist.init_process_group("gloo")
     for name in NAMES:
-        place = folder / name
-        place.mkdir(exist_ok=True)
-        observer.begin(place, None)
+        part = folder / name
+        part.mkdir(exist_ok=True)
+        observer.begin(part, None)
         loop.train(name, 2, rank, size)
         observer.finish("the loop ended")
     if size > 1:

@@ -22,7 +22,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
 
-def asked_of(run, overrides):
+def resumption_of(run, overrides):
     return resumption(run, read_config(run.read_config()), overrides)
 
 
@@ -79,7 +79,7 @@ def test_every_key_has_a_kind():
 )  # fmt: skip
 def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     run = make_run(*begun)
-    found = asked_of(run, asked)
+    found = resumption_of(run, asked)
     assert found.changes or asked == ["train.updates=8"]
     assert found.plan.batch.global_batch == 48
     assert "going on after update 4" in found.message
@@ -123,7 +123,7 @@ def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begu
     run = make_run(*begun)
     before = run.config.read_text()
     with pytest.raises(ConfigError) as refused:
-        asked_of(run, [asked])
+        resumption_of(run, [asked])
     assert said in str(refused.value)
     assert run.config.read_text() == before
     assert not run.resumes.exists()
@@ -131,24 +131,24 @@ def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begu
 
 def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_run, tmp_path):
     run = make_run()
-    assert "up to rounding" in asked_of(run, ["cluster.nodes=1"]).warning
-    assert "transport=gloo" in asked_of(run, ["transport=gloo"]).warning
-    assert asked_of(run, ["train.updates=20"]).warning is None
+    assert "up to rounding" in resumption_of(run, ["cluster.nodes=1"]).warning
+    assert "transport=gloo" in resumption_of(run, ["transport=gloo"]).warning
+    assert resumption_of(run, ["train.updates=20"]).warning is None
     leaves = ["accumulation.reduction=reproducible", "accumulation.micro_batch=8"]
     config = composed(*leaves)
     run.write_config(to_yaml(config))
-    assert asked_of(run, ["cluster.nodes=1"]).warning is None
+    assert resumption_of(run, ["cluster.nodes=1"]).warning is None
 
 
 def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
     run = make_run("cluster.nodes=3", "cluster.ranks_per_node=1")
-    there = asked_of(run, ["cluster=slurm"])
+    there = resumption_of(run, ["cluster=slurm"])
     assert (there.config.cluster.nodes, there.config.cluster.ranks_per_node) == (3, 1)
     assert there.config.cluster.time_min == 60
     record(run, there, 1, ())
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": None})
     run.begin_attempt()
-    back = asked_of(run, ["cluster=local"])
+    back = resumption_of(run, ["cluster=local"])
     assert back.config.cluster.time_min is None
     record(run, back, 2, ())
     assert not run.handle.exists()
@@ -159,13 +159,13 @@ def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
 def test_a_configuration_that_asks_for_fewer_updates_than_are_done_is_refused(make_run):
     run = make_run("train.updates=8", done=9)
     with pytest.raises(RunFolderError, match="it asks for 8 updates, but the newest checkpoint"):
-        asked_of(run, [])
+        resumption_of(run, [])
 
 
 def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(make_run):
     run = make_run("train.updates=8")
     for number, updates in enumerate((20, 30)):
-        record(run, asked_of(run, [f"train.updates={updates}"]), number + 1, ())
+        record(run, resumption_of(run, [f"train.updates={updates}"]), number + 1, ())
         run.begin_attempt()
     kept = [*sorted(run.attempts.glob("*/config.yaml")), run.config]
     found = [read_config(yaml.safe_load(path.read_text())).train.updates for path in kept]

@@ -133,7 +133,7 @@ def let_go(folder, going):
         one.communicate(timeout=60)
 
 
-def place(words):
+def split(words):
     """(module, arguments) of a command."""
     program, *rest = words
     if program == "python":
@@ -144,7 +144,7 @@ def place(words):
 
 def turn(words):
     """What looks comes first, then what ends runs, parts before wholes; what goes on; its logs."""
-    module, rest = place(words)
+    module, rest = split(words)
     verb = rest[0] if module == "orchestrator" and rest else ""
     order = {"cancel": 1, "resume": 2, "logs": 3, "attach": 3}
     return order.get(verb, 0), -len(rest[-1]) if verb == "cancel" else len(rest)
@@ -152,7 +152,7 @@ def turn(words):
 
 def execute(words, folder):
     """Raises unless the command does what it is for."""
-    module, rest = place(words)
+    module, rest = split(words)
     trains = module == "orchestrator.launch" or rest[:1] in (["launch"], ["run"])
     if trains and "--" not in rest and not any(word.startswith("--") for word in rest):
         rest = [*rest, *SHORT]

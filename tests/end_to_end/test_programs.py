@@ -243,16 +243,16 @@ def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
         tmp_path,
         f"""{QUICK}
 from orchestrator import current_run
-place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+rendezvous = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == int(what):
     time.sleep(600)  # stuck, until it is killed
 if rank == 0:
-    server = socket.create_server(("", place[1]))
+    server = socket.create_server(("", rendezvous[1]))
     taken = [server.accept() for _ in range(3)]
 until = time.monotonic() + 5
 while time.monotonic() < until:
     try:
-        link = socket.create_connection(place)
+        link = socket.create_connection(rendezvous)
         time.sleep(600)
     except OSError:
         time.sleep(0.05)

@@ -13,7 +13,7 @@ from tests.helpers import ROOT, TINY
 PLACEMENTS = [(1, 1, 1), (3, 1, 5)]
 
 
-def place(nodes, ranks, steps):
+def shape(nodes, ranks, steps):
     return (
         f"cluster.nodes={nodes}",
         f"cluster.ranks_per_node={ranks}",
@@ -27,7 +27,7 @@ def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path)
         run = tmp_path / str(index)
         done = helpers.call(
             "accumulation.global_batch=100", "train.updates=20", "train.precision=float64",
-            *place(*placement), f"run.dir={run}", "-q",
+            *shape(*placement), f"run.dir={run}", "-q",
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout == "", "-q"

@@ -65,8 +65,8 @@ def test_the_order_is_what_the_documentation_says(size, seed, epoch):
         return left << half | right
 
     expected = []
-    for place in range(size):
-        number = encrypted(place)
+    for position in range(size):
+        number = encrypted(position)
         while number >= size:
             number = encrypted(number)
         expected.append(number)

@@ -68,13 +68,13 @@ def test_every_single_bit_of_every_file_that_a_resume_reads_is_under_a_digest(fu
     content = path.read_bytes()
     accepted = []
     with path.open("r+b", buffering=0) as file:
-        for place, bit in itertools.product(range(len(content)), range(8)):
-            os.pwrite(file.fileno(), bytes([content[place] ^ 1 << bit]), place)
+        for offset, bit in itertools.product(range(len(content)), range(8)):
+            os.pwrite(file.fileno(), bytes([content[offset] ^ 1 << bit]), offset)
             try:
-                accepted.append((place, bit, read_it(full)))
+                accepted.append((offset, bit, read_it(full)))
             except RunFolderError as error:
                 assert path.name in str(error)  # noqa: PT017  # every bit may end this way
-            os.pwrite(file.fileno(), content[place : place + 1], place)
+            os.pwrite(file.fileno(), content[offset : offset + 1], offset)
     assert not accepted
     read_it(full)
 

@@ -56,12 +56,12 @@ def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(tmp
     run = made(tmp_path / "run")
     run.begin_attempt()
     elsewhere = tmp_path / "elsewhere"
-    place = run.path / name
-    if place.exists():
-        place.rename(elsewhere)
+    path = run.path / name
+    if path.exists():
+        path.rename(elsewhere)
     else:
         elsewhere.mkdir()
-    place.symlink_to(elsewhere)
+    path.symlink_to(elsewhere)
     with pytest.raises(RunFolderError, match="is a link"):
         run.existing()
 

@@ -38,9 +38,9 @@ def test_a_place_that_cannot_be_written_is_said_in_words():
 def test_a_place_below_a_file_is_refused_by_the_files_name(tmp_path):
     file = tmp_path / "notes"
     file.touch()
-    for place in (file / "run", file / "today" / "run"):
+    for path in (file / "run", file / "today" / "run"):
         with pytest.raises(RunFolderError, match=f"cannot be created: {file} is a file"):
-            RunDir(place).create()
+            RunDir(path).create()
 
 
 def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monkeypatch):

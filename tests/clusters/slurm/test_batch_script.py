@@ -201,17 +201,17 @@ def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_
     assert f"<after><{script.run.path}><003><7>" in script.words("python")
 
 
-PLACES = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
+PATHS = ("attempts", "attempts/003", "attempts/003/srun.log", "logs", "code", "submitit",
           "submitit/7_submitted.pkl")  # fmt: skip
 
 
-@pytest.mark.parametrize("place", PLACES)
-def test_the_batch_script_follows_no_link(tmp_path, place):
+@pytest.mark.parametrize("path", PATHS)
+def test_the_batch_script_follows_no_link(tmp_path, path):
     elsewhere = tmp_path / "elsewhere"
     elsewhere.mkdir()
 
     def befall(run):
-        named = run.path / place
+        named = run.path / path
         (run.attempts / "003").mkdir()
         if os.path.lexists(named):
             files.remove(named)

@@ -44,8 +44,8 @@ def submitted(tmp_path):
     """A run that was submitted as job 7, some time ago."""
     run = made(tmp_path / "run")
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
-    for place in (run.path, run.attempts):
-        os.utime(place, (1.0, 1.0))
+    for path in (run.path, run.attempts):
+        os.utime(path, (1.0, 1.0))
     return run
 
 

@@ -43,15 +43,15 @@ def line_of(folder, *more):
             *program_overrides([str(script)]))  # fmt: skip
 
 
-def asked(*overrides):
-    """What these ask a search for; raises what refuses it."""
+def search_of(*overrides):
+    """Return the search of these overrides."""
     composer = Composer(CommandLine(overrides=overrides, multirun=True))
     composer.compose()
     return Search(composer)
 
 
 class AtOnce:
-    """A place where a trial has ended as soon as it has begun, with the value that is its own.
+    """Runs of trials that end as soon as they begin, each with its own value.
 
     Args:
         most: trials that are held back until as many run, so that all of them run beside others.
@@ -99,9 +99,9 @@ def write_result(run: RunDir, arguments):
     })  # fmt: skip
 
 
-def searched(question, place=None):
+def run_to_end(search, trial_runs=None):
     """A start of a search, to its end; its table."""
-    with locked_sweep(question.folder):
-        begun = Searcher(question, place or AtOnce(), QUIET)
+    with locked_sweep(search.folder):
+        begun = Searcher(search, trial_runs or AtOnce(), QUIET)
         begun.run()
     return begun.table

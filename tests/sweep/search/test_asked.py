@@ -6,7 +6,7 @@ from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
 from tests.helpers import TINY
-from tests.sweep.search.helpers import asked
+from tests.sweep.search.helpers import search_of
 
 LR = "schedule.base_lr=interval(0.001,0.1)"
 
@@ -34,7 +34,7 @@ TPE = "sweep.search=tpe sweep.trials=5 "
 )
 def test_what_cannot_be_searched_is_refused(line, why):
     with pytest.raises(ConfigError) as refused:
-        asked(TINY, "tracker=none", LR, *line.split())
+        search_of(TINY, "tracker=none", LR, *line.split())
     assert why in str(refused.value)
     assert len(str(refused.value).splitlines()) <= 2
 
@@ -49,11 +49,11 @@ def test_a_search_needs_a_sweep_and_is_the_only_one():
     with pytest.raises(ConfigError, match="so it needs -m"):
         compose([TINY, "sweep.search=tpe", "sweep.trials=3"])
     with pytest.raises(ConfigError, match="means nothing here"):
-        asked(TINY, LR, "sweep.search=tpe", "sweep.trials=3", "hydra.sweeper._target_=a.B")
+        search_of(TINY, LR, "sweep.search=tpe", "sweep.trials=3", "hydra.sweeper._target_=a.B")
 
 
 def test_a_value_counts_as_one_that_can_be_where_any_of_the_others_goes_with_it():
-    found = asked(
+    found = search_of(
         TINY, "sweep.search=random", "sweep.trials=3", "accumulation.reduction=fast,reproducible",
         "accumulation.micro_batch=null,8",
     )  # fmt: skip

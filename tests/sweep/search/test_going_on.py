@@ -12,7 +12,7 @@ from optuna.storages.journal import JournalFileBackend
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from tests.sweep.search.helpers import AtOnce, asked, line_of, loss_of, searched
+from tests.sweep.search.helpers import AtOnce, line_of, loss_of, run_to_end, search_of
 
 MANY = 8
 
@@ -53,45 +53,47 @@ def outcomes(table):
 
 def test_a_search_killed_at_any_record_runs_no_trial_twice_and_ends_the_same(tmp_path, killed_at):
     line = line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=3")
-    question = asked(*line)
-    whole = searched(question)
+    search = search_of(*line)
+    whole = run_to_end(search)
     assert {state for _, state, _ in outcomes(whole)} == {"complete", "failed"}
     shutil.rmtree(tmp_path / "found")
-    place, kills = AtOnce(), 0
+    trial_runs, kills = AtOnce(), 0
     for records in (0, 1, 2, 3, 1, 0, 2, 4, 1, 3):
         killed_at(records)
-        place.running.clear()
+        trial_runs.running.clear()
         try:
-            searched(question, place)
+            run_to_end(search, trial_runs)
         except Killed:
             kills += 1
     killed_at(None)
-    place.running.clear()
-    assert outcomes(searched(question, place)) == outcomes(whole)
+    trial_runs.running.clear()
+    assert outcomes(run_to_end(search, trial_runs)) == outcomes(whole)
     assert kills >= 8
     finished = [n for n, (_, state, _) in enumerate(outcomes(whole)) if state == "complete"]
     for number in finished:
         run = RunDir(tmp_path / "found" / str(number))
-        assert place.began.count(run.path) in range(1, 2 + kills)
+        assert trial_runs.began.count(run.path) in range(1, 2 + kills)
         assert run.read_result()["state"] == "finished"
-    assert len(list((tmp_path / "found").glob("[0-9]*"))) == len({*place.began})
+    assert len(list((tmp_path / "found").glob("[0-9]*"))) == len({*trial_runs.began})
 
 
 def test_more_trials_are_those_of_a_search_that_asked_for_as_many_at_once(tmp_path):
-    few = asked(*line_of(tmp_path / "found", "sweep.trials=4"))
-    many = asked(*line_of(tmp_path / "found", "sweep.trials=12"))  # two of them by earlier results
-    searched(few)
-    place = AtOnce()
-    grown = searched(many, place)
-    assert len(place.began) == 12 - 4
+    few = search_of(*line_of(tmp_path / "found", "sweep.trials=4"))
+    many = search_of(*line_of(tmp_path / "found", "sweep.trials=12"))  # two by earlier results
+    run_to_end(few)
+    trial_runs = AtOnce()
+    grown = run_to_end(many, trial_runs)
+    assert len(trial_runs.began) == 12 - 4
     shutil.rmtree(tmp_path / "found")
-    assert outcomes(searched(many)) == outcomes(grown)
+    assert outcomes(run_to_end(many)) == outcomes(grown)
 
 
 def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
     for direction, best in (("minimize", min), ("maximize", max)):
-        found = searched(
-            asked(*line_of(tmp_path / direction, "sweep.trials=6", f"sweep.direction={direction}"))
+        found = run_to_end(
+            search_of(
+                *line_of(tmp_path / direction, "sweep.trials=6", f"sweep.direction={direction}")
+            )
         )
         values = {}
         for trial in found["trials"]:
@@ -103,10 +105,10 @@ def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
 
 
 def test_a_new_trial_is_drawn_when_one_has_ended_not_when_all_have(tmp_path):
-    place = AtOnce(most=3)
-    searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
-    assert len(place.began) == 7
-    assert [path.name for path in place.began] == [str(number) for number in range(7)]
+    trial_runs = AtOnce(most=3)
+    run_to_end(search_of(*line_of(tmp_path / "found", "sweep.trials=7")), trial_runs)
+    assert len(trial_runs.began) == 7
+    assert [path.name for path in trial_runs.began] == [str(number) for number in range(7)]
 
 
 def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
@@ -119,10 +121,10 @@ def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
                 return False
             return super().start(task)
 
-    place = Shrinking(most=3)
-    found = searched(asked(*line_of(tmp_path / "found", "sweep.trials=7")), place)
-    assert place.refused == 3
-    assert [path.name for path in place.began] == [str(number) for number in range(7)]
+    trial_runs = Shrinking(most=3)
+    found = run_to_end(search_of(*line_of(tmp_path / "found", "sweep.trials=7")), trial_runs)
+    assert trial_runs.refused == 3
+    assert [path.name for path in trial_runs.began] == [str(number) for number in range(7)]
     assert {trial["state"] for trial in found["trials"]} <= {"complete", "failed"}
 
 
@@ -130,24 +132,24 @@ def test_a_grid_is_tried_whole_and_a_point_that_is_drawn_again_is_not_run_again(
     script = line_of(tmp_path / "grid")[-2:]
     space = ("job.arguments.lr=0.1,0.2", "job.arguments.k=1,3", "cluster.nodes=1",
              "cluster.ranks_per_node=1", "tracker=none")  # fmt: skip
-    grid = searched(asked(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
+    grid = run_to_end(search_of(*space, "sweep.search=grid", f"run.dir={tmp_path}/grid", *script))
     points = [tuple(trial["point"]) for trial in grid["trials"]]
     assert points == [
         (f"job.arguments.lr={lr}", f"job.arguments.k={k}") for lr in (0.1, 0.2) for k in (1, 3)
     ]
-    place = AtOnce()
+    trial_runs = AtOnce()
     drawn = ("sweep.search=random", "sweep.trials=12", f"run.dir={tmp_path}/drawn")
-    again = searched(asked(*space, *drawn, *script), place)
-    assert len(place.began) == len({tuple(trial["point"]) for trial in again["trials"]}) <= 4
+    again = run_to_end(search_of(*space, *drawn, *script), trial_runs)
+    assert len(trial_runs.began) == len({tuple(trial["point"]) for trial in again["trials"]}) <= 4
     assert len(again["trials"]) == 12
     repeated = [trial for trial in again["trials"] if trial["state"] == "pruned"]
-    assert len(repeated) == 12 - len(place.began)
+    assert len(repeated) == 12 - len(trial_runs.began)
     assert all(trial["why"].startswith("the same as trial") for trial in repeated)
 
 
 def test_another_search_is_refused_in_the_same_folder(tmp_path):
     line = line_of(tmp_path / "found", "sweep.trials=2")
-    searched(asked(*line))
+    run_to_end(search_of(*line))
     for other, why in (
         ("sweep.seed=1", "sweep.seed is not what it was"),
         ("job.arguments.pause=9", "job.arguments.pause is not what it was"),
@@ -157,19 +159,19 @@ def test_another_search_is_refused_in_the_same_folder(tmp_path):
         key = other.partition("=")[0]
         kept = [text for text in line if text.partition("=")[0] != key]
         with pytest.raises(ConfigError, match=why):
-            searched(asked(*kept[:-2], other, *kept[-2:]))
+            run_to_end(search_of(*kept[:-2], other, *kept[-2:]))
 
 
 def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path):
     line = line_of(tmp_path / "found", "sweep.trials=2")
-    first = searched(asked(*line))
+    first = run_to_end(search_of(*line))
     (tmp_path / "found" / "0" / "start.py").write_text("")  # among the sources, and none of them
-    assert outcomes(searched(asked(*line))) == outcomes(first)
+    assert outcomes(run_to_end(search_of(*line))) == outcomes(first)
     script = tmp_path / "program.py"
     script.write_text(script.read_text().replace("0.3", "0.4"))
     with pytest.raises(ConfigError, match=r"trials 0-1 of .*changed: .*program.py has changed"):
-        searched(asked(*line))
-    anew = searched(asked(*line[:-2], "sweep.force=true", *line[-2:]))
+        run_to_end(search_of(*line))
+    anew = run_to_end(search_of(*line[:-2], "sweep.force=true", *line[-2:]))
     assert outcomes(anew) == outcomes(first), "the same points"
     aside = tmp_path / "found" / ".replaced" / "search-0"
     assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
@@ -189,24 +191,24 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
                 write_json(run.result, found | {"loss": None})
             return [ended]
 
-    question = asked(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
-    place = Mute()
+    search = search_of(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
+    trial_runs = Mute()
     with pytest.raises(ConfigError, match=r"measured no such figure.* the same line goes on"):
-        searched(question, place)
-    place.running.clear()
-    found = searched(question, place)["trials"]
+        run_to_end(search, trial_runs)
+    trial_runs.running.clear()
+    found = run_to_end(search, trial_runs)["trials"]
     assert len([trial for trial in found if "no such figure" in (trial["why"] or "")]) == 2
     assert [trial["state"] for trial in found].count("complete") >= 2
 
 
 def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):
     line = line_of(tmp_path / "found", "sweep.trials=2")
-    searched(asked(*line))
+    run_to_end(search_of(*line))
     journal = tmp_path / "found" / "search.journal"
     first, *rest = journal.read_text().splitlines(keepends=True)
     journal.write_text("".join([first[:-9] + "\n", *rest]))
     with pytest.raises(RunFolderError, match=r"search\.journal is damaged"):
-        searched(asked(*line))
+        run_to_end(search_of(*line))
     journal.unlink()
     with pytest.raises(ConfigError, match="no trials of a search"):
-        searched(asked(*line))
+        run_to_end(search_of(*line))
