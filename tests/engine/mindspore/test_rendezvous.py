@@ -54,9 +54,9 @@ def test_all_ranks_get_the_same_endpoint(tmp_path):
 
 
 def test_ranks_that_do_not_come_are_named_on_all(tmp_path):
-    found = on_ranks(tmp_path, [0, 2], 5, timeout_s=0.3)
+    found = on_ranks(tmp_path, [0, 2], 5, timeout_s=3)
     assert all(isinstance(error, RendezvousError) for error in found.values())
-    assert {str(e) for e in found.values()} == {"ranks 1, 3-4 of 5 did not come within 0.3 s"}
+    assert {str(e) for e in found.values()} == {"ranks 1, 3-4 of 5 did not come within 3 s"}
 
 
 def test_a_missing_rank_0_is_named(tmp_path):
