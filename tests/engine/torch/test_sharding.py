@@ -26,7 +26,6 @@ from orchestrator.plan.split import assign
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.processes import run_ranks
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
-from tests.jobs.training import difference as train_difference
 from tests.jobs.training import train
 from tests.laws.problem import difference
 
@@ -305,7 +304,7 @@ def test_jobs_that_do_more_than_micro_steps_take_the_same_steps(job, more):
     [(wanted, reports, _)] = train(job, 1, **given)
     for found, sharded, engine in train(job, 3, **given, shard_optimizer=True, bucket_bytes=512):
         assert engine.accumulator.sharded
-        assert train_difference(found, wanted) <= 1e-8  # Adam's roots magnify the last bits
+        assert difference(found, wanted) <= 1e-8  # Adam's roots magnify the last bits
         assert [r.loss for r in sharded] == pytest.approx([r.loss for r in reports], rel=1e-12)
 
 
