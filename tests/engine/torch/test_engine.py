@@ -121,15 +121,6 @@ def test_reproducible_mode_gives_one_digest_with_dropout():
     assert len(results) == 1
 
 
-@pytest.fixture(autouse=True)
-def _algorithms_as_before():
-    before = torch.are_deterministic_algorithms_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch.utils.deterministic.fill_uninitialized_memory = filling
-
-
 def test_evaluation_leaves_the_model_as_it_was():
     [(engine, _)] = _train(assign([SAMPLES], steps=2))
     engine.model[2].eval()
