@@ -9,7 +9,6 @@ their processes to end before the next one starts.
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import tempfile
 import textwrap
@@ -18,6 +17,7 @@ from pathlib import Path
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
 from benchmarks.stamps import last_stamp
+from orchestrator.engine.common.rendezvous import keep_port
 
 RANKS = 4
 TIMEOUT_S = 120.0
@@ -70,11 +70,6 @@ def _seconds(command: list[str], folder: Path) -> float:
     return last_stamp(command, folder, ranks=RANKS, timeout_s=TIMEOUT_S, env=env)
 
 
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
-
-
 def contenders(folder: Path) -> dict[str, Callable[[], float]]:
     """Return both ways, as functions that return seconds."""
     for name, text in (("stamp.py", STAMP), ("script.py", SCRIPT), ("start_job.py", JOB)):
@@ -82,13 +77,14 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
     count = iter(range(10**6))
 
     def msrun() -> float:
-        command = [
-            sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
-            f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
-            f"--master_port={_free_port()}", f"--log_dir={folder / 'msrun'}", "--join=True",
-            "script.py",
-        ]  # fmt: skip
-        return _seconds(command, folder)
+        with keep_port("127.0.0.1") as keeper:
+            command = [
+                sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
+                f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
+                f"--master_port={keeper.getsockname()[1]}", f"--log_dir={folder / 'msrun'}",
+                "--join=True", "script.py",
+            ]  # fmt: skip
+            return _seconds(command, folder)
 
     def ours() -> float:
         command = [
