@@ -218,7 +218,7 @@ class LocalCluster(Cluster):
         if nodes_share_gpus(request):
             shared = " ".join(request.details["gpus"][0])
             sentence = (
-                f"the nodes share GPU {shared}, and NCCL sends over loopback: a test, and slow"
+                f"the nodes share GPU {shared}, and NCCL sends over loopback: slow, for tests"
             )
             return Admission(warnings=(sentence,))
         gpus = request.details["gpus"]
