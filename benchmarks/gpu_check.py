@@ -2,8 +2,8 @@
 
     python -m benchmarks.gpu_check [--transport nccl|gloo] [--ranks N] [--only NAME …] [--out FILE]
 
-Without GPUs, what does not need them runs over gloo. Please send us `gpu-check.json` where there
-are any: nothing else has run on GPUs yet.
+Without GPUs, what does not need them runs over gloo. More ranks than GPUs share the first one, each
+as a simulated node of its own: NCCL then sends over loopback, so bandwidth and speed mean nothing.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import sys
 import tempfile
 import time
 import traceback
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +29,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.functional import cross_entropy
 
 from orchestrator import Loss
@@ -58,17 +60,32 @@ class Machine:
     def gpus(self) -> bool:
         return self.transport == "nccl"
 
+    @property
+    def shared(self) -> bool:
+        """Whether ranks share a GPU."""
+        return self.gpus and self.ranks > torch.cuda.device_count()
+
+    @property
+    def shape(self) -> tuple[str, str]:
+        """The settings of a run with these ranks: of one node, unless they share a GPU."""
+        nodes, width = (self.ranks, 1) if self.shared else (1, self.ranks)
+        return f"cluster.nodes={nodes}", f"cluster.ranks_per_node={width}"
+
     def on_ranks(self, function: Callable[..., Any], *arguments: Any, ranks: int = 0) -> list[Any]:
         """Return the results of `function(group, *arguments)` on ranks of one node."""
         folder = Path(tempfile.mkdtemp(dir=self.folder))
         return run_ranks(
             ranks or self.ranks, folder, function, *arguments,
-            transport=self.transport, one_node=True, collective_timeout_s=60.0,
+            transport=self.transport, one_node=not self.shared, collective_timeout_s=60.0,
         )  # fmt: skip
 
     def need_gpus(self) -> None:
         if not self.gpus:
             raise Skipped("needs GPUs")
+
+    def need_ranks(self, number: int) -> None:
+        if self.ranks < number:
+            raise Skipped(f"needs {number} ranks")
 
 
 # ------------------------------------------------------------------ One loop for many checks
@@ -152,8 +169,9 @@ def versions(machine: Machine) -> str:
     if machine.gpus:
         nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009
         found.append(f"NCCL {'.'.join(map(str, nccl.version()))}")
-        found += [str(torch.cuda.get_device_properties(n)) for n in range(machine.ranks)]
-        pairs = [(a, b) for a in range(machine.ranks) for b in range(machine.ranks) if a != b]
+        count = torch.cuda.device_count()
+        found += [str(torch.cuda.get_device_properties(n)) for n in range(count)]
+        pairs = [(a, b) for a in range(count) for b in range(count) if a != b]
         direct = sum(torch.cuda.can_device_access_peer(a, b) for a, b in pairs)
         found.append(f"peer access: {direct} of {len(pairs)} pairs")
         if shutil.which("nvidia-smi"):
@@ -173,6 +191,8 @@ def _device(group: BaseGroup) -> tuple[str, str]:
 
 def binding(machine: Machine) -> str:
     """Each rank has the GPU of its local rank, and no two the same."""
+    if machine.shared:
+        raise Skipped("ranks share a GPU")
     found = machine.on_ranks(_device)
     if machine.gpus:
         _expect(len({uuid for _, uuid in found}) == machine.ranks, f"ranks share GPUs: {found}")
@@ -190,6 +210,7 @@ def _late(group: BaseGroup, late_s: float) -> float:
 
 def late_rank(machine: Machine) -> str:
     """A group works whose rank 0 is late at its first collective."""
+    machine.need_ranks(2)
     late_s = LATE_S[machine.transport]
     found = machine.on_ranks(_late, late_s)
     return _expect(set(found) == {float(machine.ranks)}, f"rank 0 was {late_s:g} s late")
@@ -263,13 +284,33 @@ def silent_micro_steps(machine: Machine) -> str:
     """Within a window nothing waits for the device."""
     machine.need_gpus()
     machine.on_ranks(_Trained("float32", {"guarded": True}))
-    return "no synchronisation in a micro-step"
+    syncs = max(machine.on_ranks(_boundary_syncs))
+    return f"no synchronisation in a micro-step, {syncs} at a boundary"
+
+
+def _boundary_syncs(group: BaseGroup) -> int:
+    """Return how often the second boundary waits for the device."""
+    net = _net(torch.float32, group.device)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.01, fused=True)
+    accumulator = Accumulator(net, optimizer, group, clip_norm=0.5)
+    x, y = _data(torch.float32, group.device)
+    counts: list[int] = []
+    for one_x, one_y in zip(x[:2], y[:2], strict=True):
+        total = cross_entropy(net(one_x), one_y, reduction="sum")
+        accumulator.backward(Loss(total, len(one_y)))
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            torch.cuda.set_sync_debug_mode("warn")
+            accumulator.boundary()
+            torch.cuda.set_sync_debug_mode("default")
+        counts.append(sum("synchroniz" in str(one.message) for one in found))
+    return counts[-1]
 
 
 def _busy_stream(group: BaseGroup) -> bool:
     """Gradients that are still being computed when the boundary is called arrive all the same."""
     tensor = torch.zeros(2**20, device=group.device)
-    torch.cuda._sleep(2 * 10**9)  # noqa: SLF001  # a second or so
+    torch.cuda._sleep(2 * 10**9)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]  # a second or so
     tensor += 1
     work = group.all_reduce_sum_async(tensor)
     work.wait()
@@ -296,33 +337,50 @@ def _loses_a_peer(group: BaseGroup) -> str:
 
 def lost_rank(machine: Machine) -> str:
     """A rank that ends is `PeerLost` on the others, in the thread that waits."""
+    machine.need_ranks(2)
     found = machine.on_ranks(_loses_a_peer)
     _expect(all(words.startswith("PeerLost") for words in found[:-1]), str(found))
     return found[0]
 
 
-def _orchestrator(run: Path, *line: str) -> dict[str, Any]:
+def _orchestrator(*line: str) -> str:
     command = [sys.executable, "-m", "orchestrator", *line]
     done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
     if done.returncode:
         raise AssertionError((done.stdout + done.stderr)[-2000:])
-    return json.loads((run / "result.json").read_text(encoding="utf-8"))
+    return done.stdout
+
+
+def _weights_of(run: Path, *line: str) -> str:
+    _orchestrator(*line)
+    return json.loads((run / "result.json").read_text(encoding="utf-8"))["weights_sha256"]
 
 
 def resume(machine: Machine) -> str:
     """A run that ended early and goes on has the bits of an undisturbed one."""
     whole, parts = machine.folder / "whole", machine.folder / "parts"
     same = (
-        "job=digits", "cluster.nodes=1", f"cluster.ranks_per_node={machine.ranks}",
+        "job=digits", *machine.shape,
         "accumulation.reduction=reproducible", "accumulation.micro_batch=16",
         f"transport={machine.transport}", "train.epochs=null",
     )  # fmt: skip
-    results = [_orchestrator(whole, "launch", *same, f"run.dir={whole}", "train.updates=12")]
+    digests = {_weights_of(whole, "launch", *same, f"run.dir={whole}", "train.updates=12")}
     background = "train.checkpoint_in_background=true"
-    _orchestrator(parts, "launch", *same, background, f"run.dir={parts}", "train.updates=6")
-    results.append(_orchestrator(parts, "resume", str(parts), "train.updates=12"))
-    digests = {one["weights_sha256"] for one in results}
+    _orchestrator("launch", *same, background, f"run.dir={parts}", "train.updates=6")
+    digests.add(_weights_of(parts, "resume", str(parts), "train.updates=12"))
     return _expect(len(digests) == 1, f"weights {min(digests)[:12]} after 12 updates")
+
+
+def survival(machine: Machine) -> str:
+    """Runs that lose workers and nodes, or stop, end as an undisturbed one does."""
+    machine.need_ranks(3)
+    reproducible = "accumulation.reduction=reproducible", "accumulation.micro_batch=16"
+    rows: list[dict[str, Any]] = json.loads(_orchestrator(
+        "rehearse", "--json", "--faults", "5", "--seed", "7", "--into", f"{machine.folder}/faults",
+        "job=digits", *machine.shape, f"transport={machine.transport}", "run.survive=true",
+        *reproducible,
+    ))["rows"]  # fmt: skip
+    return ", ".join(f"{row['fault']}: {row['how']}" for row in rows)
 
 
 def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> float:
@@ -362,6 +420,8 @@ def _fully_sharded(group: BaseGroup, folder: str, shape: tuple[int, ...]) -> flo
 
 def fully_sharded(machine: Machine) -> str:
     """FSDP2 and HSDP take the step of one big batch."""
+    if not hasattr(FSDPModule, "set_reduce_scatter_unused_params"):
+        raise Skipped(f"needs torch 2.13, this is {torch.__version__}")
     shapes: list[tuple[int, ...]] = [(machine.ranks,)]
     if machine.ranks % 2 == 0 and machine.ranks > 2:
         shapes.append((2, machine.ranks // 2))
@@ -446,7 +506,7 @@ def bandwidth(machine: Machine) -> str:
 
 CHECKS = (
     versions, binding, late_rank, conformance, exactness, same_bits, compiled, silent_micro_steps,
-    late_results, lost_rank, resume, fully_sharded, speed, bandwidth,
+    late_results, lost_rank, resume, survival, fully_sharded, speed, bandwidth,
 )  # fmt: skip
 
 

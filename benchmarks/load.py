@@ -112,8 +112,9 @@ def _idle(pids: Iterable[int]) -> bool:
 def _started(counting: Counting, cluster: DevCluster, run: Path) -> Iterator[dict[str, int]]:
     """Start a job of two nodes with two ranks each, with rank 0 stopped; return pids by rank."""
     counting.launch(
-        f"run.dir={run}", "cluster.ranks_per_node=2", "train.updates=100000", "job.pause_s=0.02"
-    )
+        f"run.dir={run}", "cluster.ranks_per_node=2", "train.updates=100000", "job.pause_s=0.02",
+        "cluster.heartbeat_timeout_s=600",  # a stopped rank would otherwise be replaced
+    )  # fmt: skip
 
     def ranks() -> dict[str, int]:
         tasks = [task for n in range(4) for task in cluster.node_pids(f"n{n}").tasks]
@@ -129,22 +130,30 @@ def _started(counting: Counting, cluster: DevCluster, run: Path) -> Iterator[dic
 def _operations(counting: Counting, cluster: DevCluster, base: Path, seconds: float) -> list[Any]:
     run = base / "run"
     with _started(counting, cluster, run) as pids:
+        agents = {
+            "rank 0's agent": psutil.Process(pids["rank 0"]).ppid(),
+            "the other agent": psutil.Process(pids["rank 2"]).ppid(),
+        }
         os.kill(pids["rank 0"], signal.SIGSTOP)
         waiting = {name: pid for name, pid in pids.items() if name != "rank 0"}
         wait_for(lambda: _idle(waiting.values()), "waiting")
-        time.sleep(15.0)  # the longer it is waited, the rarer are the looks
-        while_waiting = file_operations(waiting, seconds)
+        time.sleep(15.0)  # polls become rarer
+        while_waiting = file_operations({**waiting, **agents}, seconds)
         os.kill(pids["rank 0"], signal.SIGCONT)
         metrics = run / "metrics.jsonl"
         wait_for(lambda: metrics.exists() and metrics.read_text().count("\n") > 20, "training")
-        while_training = file_operations(pids, seconds)
-    first, others = "its node's first", "the same, of the node's other ranks"
+        updates = metrics.read_text().count("\n")
+        while_training = file_operations({**pids, **agents}, seconds)
+        updates = metrics.read_text().count("\n") - updates
+    others = [f"rank {n}" for n in (1, 2, 3)]
     return [
-        [f"{OPERATIONS} of a rank that waits for rank 0: {first}", while_waiting["rank 2"]],
-        [others, max(while_waiting[f"rank {n}"] for n in (1, 3))],
-        [f"{OPERATIONS} of a rank that trains: rank 0, which writes", while_training["rank 0"]],
-        [f"the same, {first}", while_training["rank 2"]],
-        [others, max(while_training[f"rank {n}"] for n in (1, 3))],
+        [f"{OPERATIONS} of a rank that waits for rank 0", max(while_waiting[n] for n in others)],
+        [f"{OPERATIONS} of its agent", while_waiting["the other agent"]],
+        [f"{OPERATIONS} of rank 0, which writes, while it trains", while_training["rank 0"]],
+        ["updates a second meanwhile", updates / seconds],
+        [f"{OPERATIONS} of another rank that trains", max(while_training[n] for n in others)],
+        [f"{OPERATIONS} of rank 0's agent", while_training["rank 0's agent"]],
+        [f"{OPERATIONS} of the other agent", while_training["the other agent"]],
     ]
 
 

@@ -9,19 +9,16 @@ their processes to end before the next one starts.
 from __future__ import annotations
 
 import os
-import shutil
-import socket
-import subprocess
 import sys
 import tempfile
 import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
+from benchmarks.stamps import last_stamp
+from orchestrator.engine.common.rendezvous import keep_port
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 TIMEOUT_S = 120.0
 REPETITIONS = 5
@@ -62,33 +59,15 @@ JOB = """
 """
 
 
-def _last_stamp(command: list[str], folder: Path) -> float:
-    """Return seconds from starting `command` to the last rank's stamp."""
-    stamps = folder / "stamps"
-    shutil.rmtree(stamps, ignore_errors=True)
-    stamps.mkdir()
+def _seconds(command: list[str], folder: Path) -> float:
     env = {
         **{k: v for k, v in os.environ.items() if not k.startswith("MS_")},
-        "STAMPS": str(stamps),
         "RANKS": str(RANKS),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",  # msrun's python
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
         "GLOG_v": "3",
         "OMP_NUM_THREADS": "1",
     }
-    began = time.time()
-    done = subprocess.run(
-        command, env=env, cwd=folder, capture_output=True, text=True, timeout=TIMEOUT_S, check=False
-    )
-    found = [float(path.name) for path in stamps.iterdir()]
-    if len(found) != RANKS:
-        raise RuntimeError(f"{len(found)} of {RANKS} ranks met: {done.stdout}{done.stderr}")
-    return max(found) - began
-
-
-def _free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as probe:
-        return int(probe.getsockname()[1])
+    return last_stamp(command, folder, ranks=RANKS, timeout_s=TIMEOUT_S, env=env)
 
 
 def contenders(folder: Path) -> dict[str, Callable[[], float]]:
@@ -98,13 +77,14 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
     count = iter(range(10**6))
 
     def msrun() -> float:
-        command = [
-            sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
-            f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
-            f"--master_port={_free_port()}", f"--log_dir={folder / 'msrun'}", "--join=True",
-            "script.py",
-        ]  # fmt: skip
-        return _last_stamp(command, folder)
+        with keep_port("127.0.0.1") as keeper:
+            command = [
+                sys.executable, "-m", "mindspore.parallel.cluster.run",  # what `msrun` runs
+                f"--worker_num={RANKS}", f"--local_worker_num={RANKS}", "--master_addr=127.0.0.1",
+                f"--master_port={keeper.getsockname()[1]}", f"--log_dir={folder / 'msrun'}",
+                "--join=True", "script.py",
+            ]  # fmt: skip
+            return _seconds(command, folder)
 
     def ours() -> float:
         command = [
@@ -112,7 +92,7 @@ def contenders(folder: Path) -> dict[str, Callable[[], float]]:
             f"run.dir={folder / f'run{next(count)}'}", "cluster.nodes=2",
             f"cluster.ranks_per_node={RANKS // 2}", "optimizer=sgd", "-q",
         ]  # fmt: skip
-        return _last_stamp(command, folder)
+        return _seconds(command, folder)
 
     return {REFERENCE: msrun, "orchestrator.launch": ours}
 

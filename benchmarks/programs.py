@@ -7,8 +7,6 @@ ranks of one machine from one agent, which imports torch; ours starts a small pa
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import tempfile
 import time
@@ -18,6 +16,7 @@ from itertools import count
 from pathlib import Path
 
 from benchmarks.measure import interleaved, keep, machine, rows_of
+from benchmarks.stamps import last_stamp
 from orchestrator.client.run import Run
 from orchestrator.rundir.program_link import (
     ATTEMPT,
@@ -30,7 +29,6 @@ from orchestrator.rundir.program_link import (
     write_number,
 )
 
-ROOT = Path(__file__).resolve().parent.parent
 RANKS = 4
 TIMEOUT_S = 60.0
 STAMP = """\
@@ -42,27 +40,8 @@ NOTHING = "a call of a Python function"
 CALLS = 200
 
 
-def first_to_last(command: list[str], folder: Path) -> float:
-    """Return seconds from starting `command` to the last rank's stamp."""
-    stamps = folder / "stamps"
-    shutil.rmtree(stamps, ignore_errors=True)
-    stamps.mkdir()
-    env = {
-        **os.environ,
-        "STAMPS": str(stamps),
-        "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}",
-    }
-    began = time.time()
-    process = subprocess.Popen(
-        command, env=env, cwd=folder, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    while len(list(stamps.iterdir())) < RANKS:
-        if time.time() - began > TIMEOUT_S:
-            raise RuntimeError(f"not all of {RANKS} ranks began: {' '.join(command)}")
-        time.sleep(0.01)
-    process.terminate()
-    process.wait()
-    return max(float(p.name) for p in stamps.iterdir()) - began
+def _seconds(command: list[str], folder: Path) -> float:
+    return last_stamp(command, folder, ranks=RANKS, timeout_s=TIMEOUT_S, env=os.environ)
 
 
 def starts(folder: Path) -> dict[str, Callable[[], float]]:
@@ -76,10 +55,10 @@ def starts(folder: Path) -> dict[str, Callable[[], float]]:
             sys.executable, "-m", "orchestrator", "run", f"run.dir={folder}/run{next(numbers)}",
             "cluster.nodes=1", f"cluster.ranks_per_node={RANKS}", "-q", "--", "train.py",
         ]  # fmt: skip
-        return first_to_last(command, folder)
+        return _seconds(command, folder)
 
     return {
-        REFERENCE: lambda: first_to_last([*torchrun, "train.py"], folder),
+        REFERENCE: lambda: _seconds([*torchrun, "train.py"], folder),
         "orchestrator run": ours,
     }
 

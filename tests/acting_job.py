@@ -44,7 +44,6 @@ FOR_SECONDS = {
 }
 ACTS = {
     "exit0": lambda: os._exit(0),
-    "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "sleep": lambda: time.sleep(HOURS),
     "interpreter": lambda: ctypes.PyDLL(None).sleep(HOURS),  # holds Python's lock meanwhile
     "stop": _stop_where_it_was_seen,
@@ -55,7 +54,7 @@ ACTS = {
 
 class Acting:
     """Does `act` once on `ranks` ("all" or one number) at a `place`: "init" (before the group
-    forms), "loader", "forward", "evaluate", or "end" (after the last boundary).
+    forms), "loader", "forward" or "evaluate".
     """
 
     def __init__(self, act="exit0", place="forward", ranks="all", after=2, seconds=0.0, **more):

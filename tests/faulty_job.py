@@ -19,8 +19,8 @@ class Faulty:
         pause_s: sleep in every micro-step, until `hold` is released.
         hold: folder of a `tests.hold.Hold`.
         fault: what happens to rank `fault_rank` when it has done `fault_after` micro-steps:
-            "raise", "kill", "exit", "leave", "nan", "memory", "drift", "mute" (an exception
-            that cannot be printed), "fork" (two children that do not end themselves).
+            "raise", "kill", "drift", "mute" (an exception that cannot be printed), "fork" (two
+            children that do not end themselves).
     """
 
     def __init__(self, pause_s=0.0, fault=None, fault_rank=1, fault_after=5, hold=None):
@@ -51,11 +51,5 @@ class Faulty:
                 os.waitpid(child, 0)
         if self.now("kill"):
             os.kill(os.getpid(), signal.SIGKILL)
-        if self.now("exit"):
-            os._exit(7)
-        if self.now("leave"):
-            os._exit(0)
-        if self.now("memory"):
-            raise MemoryError
         if self.pause_s and not (self.hold and self.hold.released):
             time.sleep(self.pause_s)

@@ -5,7 +5,6 @@ its ranks start in a quarter of the time.
 import numpy as np
 
 from orchestrator import Job, Loss
-from tests.acting_job import Acting
 from tests.faulty_job import Faulty
 
 
@@ -48,8 +47,6 @@ class Light(Faulty, Job):
         model.gradient["1.weight"] += hidden.T @ (2 * error)
         model.gradient["0.weight"] += x.T @ back
         model.gradient["0.bias"] += back.sum(0)
-        if self.now("nan"):
-            total = float("nan")
         self.steps += 1
         return Loss(total, weight=len(x), metrics={"error": np.abs(error).sum()})
 
@@ -57,12 +54,3 @@ class Light(Faulty, Job):
         x, y = map(np.stack, zip(*self.dataset(), strict=True))
         hidden = np.tanh(x @ model["0.weight"] + model["0.bias"])
         return {"loss": float(((hidden @ model["1.weight"] - y) ** 2).mean())}
-
-    def after_update(self, model, update):
-        super().after_update(model, update)
-        if self.now("drift"):
-            model["0.weight"][0, 0] += 1e-6
-
-
-class Lively(Acting, Light):
-    """See `Acting`."""

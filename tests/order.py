@@ -40,7 +40,6 @@ LONG = (
             "end_to_end/test_submitit",
             "engine/mindspore/test_groups",
             "client/test_frameworks",
-            "clusters/local/test_suite",
             "client/test_in_runs",
             "end_to_end/test_failures",
             "docs/test_library",

@@ -46,11 +46,8 @@ class Tiny(Faulty, Job):
         x, y = batch
         self.pause_or_fail()
         error = model(x) - y
-        total = (error**2).sum()
-        if self.now("nan"):
-            total = total * float("nan")
         self.steps += 1
-        return Loss(total, weight=len(x), metrics={"error": error.detach().abs().sum()})
+        return Loss((error**2).sum(), weight=len(x), metrics={"error": error.detach().abs().sum()})
 
     def evaluate(self, model):
         x, y = self.dataset().tensors

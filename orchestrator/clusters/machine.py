@@ -71,16 +71,23 @@ def visible_gpus(env: Mapping[str, str]) -> list[str]:
     return [str(number) for number in range(found)]
 
 
-def share_gpus(gpus: list[str], nodes: int, width: int) -> list[list[str]] | None:
-    """Return each node's own GPUs, one a rank; [] each if there are too few; None without GPUs.
+def share_gpus(
+    gpus: list[str], nodes: int, width: int, *, common: bool = False
+) -> list[list[str]] | None:
+    """Return each node's GPUs, one a rank; None without GPUs.
+
+    Args:
+        common: where there are too few, all nodes have the first ones; otherwise none has any.
 
     >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
     ([['0', '1']], [[], []], None)
+    >>> share_gpus(["0"], 2, 1, common=True)
+    [['0'], ['0']]
     """
     if not gpus:
         return None
     if len(gpus) < nodes * width:
-        return [[] for _ in range(nodes)]
+        return [gpus[:width] if common else [] for _ in range(nodes)]
     return [gpus[i * width : (i + 1) * width] for i in range(nodes)]
 
 

@@ -40,10 +40,14 @@ SAMPLES = 13
 
 
 class TorchArrays:
-    """Torch tensors for the suite of all groups."""
+    """Torch tensors on a group's device for the suite of all groups."""
+
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        self.device = device
 
     def make(self, values: Sequence[Any], shape: Sequence[int]) -> Tensor:
-        return torch.tensor(list(values), dtype=torch.float32).reshape(list(shape))
+        numbers = torch.tensor(list(values), dtype=torch.float32, device=self.device)
+        return numbers.reshape(list(shape))
 
     def read(self, tensor: Tensor) -> list[float]:
         return tensor.reshape(-1).tolist()
@@ -137,7 +141,7 @@ TORCH_CHECKS: tuple[Callable[[BaseGroup], None], ...] = (
 def all_checks(group: BaseGroup) -> str:
     """Run the suite of groups and torch's additions, one after another; return the transport."""
     for check in CHECKS:
-        check(group, TorchArrays())
+        check(group, TorchArrays(group.device))
     for torch_check in TORCH_CHECKS:
         torch_check(group)
     return group.transport
@@ -148,7 +152,7 @@ def _without_the_last(group: BaseGroup) -> str:
     if group.rank == group.size - 1:
         return "left"
     try:
-        group.all_reduce_sum(TorchArrays().make([1.0], [1]).to(group.device))
+        group.all_reduce_sum(TorchArrays(group.device).make([1.0], [1]))
     except PeerLost:
         return "lost"
     return "nothing was raised"

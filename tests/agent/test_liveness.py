@@ -93,7 +93,7 @@ def child():
 def test_children_are_found_and_what_they_do(child):
     assert child.pid in descendants(os.getpid())
     os.kill(child.pid, signal.SIGSTOP)
-    until(lambda: state_of(child.pid) == "T", 5, "the stop")
+    until(lambda: state_of(child.pid) == "T", 30, "the stop")
 
 
 class Node:
@@ -112,7 +112,7 @@ class Node:
 
 def test_a_worker_that_sends_nothing_and_does_nothing_is_silent(child):
     node = Node(child.pid)
-    until(lambda: state_of(child.pid) == "S", 5, "sleep")
+    until(lambda: state_of(child.pid) == "S", 30, "sleep")
     assert [node.second() for _ in range(20)] == [None] * 20  # it has not begun yet
     node.receive({})
     assert [node.second() for _ in range(5)] == [None, *(("silent", n) for n in (2, 3, 4, 5))]
@@ -138,10 +138,10 @@ def test_a_worker_that_computes_is_busy():
 def test_a_stopped_worker_is_told_apart_though_it_has_not_begun(child):
     node = Node(child.pid)
     os.kill(child.pid, signal.SIGSTOP)
-    until(lambda: state_of(child.pid) == "T", 5, "the stop")
+    until(lambda: state_of(child.pid) == "T", 30, "the stop")
     assert [node.second() for _ in range(3)] == [("stopped", n) for n in (0, 1, 2)]
     os.kill(child.pid, signal.SIGCONT)
-    until(lambda: state_of(child.pid) == "S", 5, "the continuation")
+    until(lambda: state_of(child.pid) == "S", 30, "the continuation")
     assert node.second() is None
 
 

@@ -54,7 +54,7 @@ def test_an_import_does_not_outlive_its_launcher(tmp_path, hanging):
     until(lambda: helpers.preloaded(run), what="the process that imports")
     launcher.kill()
     launcher.communicate()
-    until(lambda: not helpers.processes_of(run), 5, "the end of all processes")
+    until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
 
 
 def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_path):
@@ -83,7 +83,7 @@ def frozen_node(run, *more):
 def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
     launcher.send_signal(signal.SIGINT)
-    until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 10, "the word")
+    until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=20)
     assert launcher.returncode == 130
@@ -94,7 +94,7 @@ def test_a_node_that_is_stopped_does_not_outlive_its_launcher(tmp_path):
     launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
     launcher.kill()
     launcher.communicate()
-    until(lambda: not helpers.processes_of(tmp_path / "run"), 5, "the end of all processes")
+    until(lambda: not helpers.processes_of(tmp_path / "run"), 20, "the end of all processes")
 
 
 def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):

@@ -30,7 +30,7 @@ def say(fifo, word):
             file.write(word)
         return True
 
-    until(written, 10, "a process that waits for a word")
+    until(written, 30, "a process that waits for a word")
 
 
 @pytest.fixture

@@ -168,7 +168,7 @@ def test_the_signal_that_a_run_stops_its_program_by_is_a_wish_as_well(ranks):
     run = Run({RUN: str(folder), ATTEMPT: "0", RANK: "0", WORLD: "1", SIGNAL: "INT"})
     assert not run.should_stop(0)
     os.kill(os.getpid(), signal.SIGINT)
-    until(lambda: run.should_stop(1), 5)
+    until(lambda: run.should_stop(1), 30)
     signal.signal(signal.SIGINT, before)
 
 

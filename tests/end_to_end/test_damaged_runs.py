@@ -46,6 +46,7 @@ def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(
     said = " ".join((done.stdout + done.stderr).split())
     assert "state.json is damaged" in said
     assert "going on from an earlier checkpoint" in said
+    assert "going on from an earlier checkpoint" in (run / "metrics.jsonl").read_text()
     assert result(run)["weights_sha256"] == undisturbed
 
 

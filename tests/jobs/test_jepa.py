@@ -6,7 +6,9 @@ import torch
 from jobs.jepa import PATCHES, Jepa, patches_of
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchEngine, TorchGroup
-from tests.jobs.training import difference, train, windows
+from tests.engine.torch.test_engine import _run
+from tests.jobs.training import train, windows
+from tests.laws.problem import difference
 
 OWN = {"optimizer": {}}  # Jepa builds its own
 SMALL = {"width": 16, "layers": 1, "horizon": 6}
@@ -41,13 +43,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
         return TorchEngine(Jepa(**SMALL), settings, TorchGroup.alone())
 
     def go_on(engine, first, last):
-        mine = list(windows(0, 1, samples=8, updates=last, cap=4))[first:]
-        batches = engine.batches([piece for window in mine for piece in window.micro_batches])
-        for window in mine:
-            engine.begin_window(window)
-            for piece in window.micro_batches:
-                engine.micro_step(next(batches), piece)
-            engine.boundary()
+        _run(engine, list(windows(0, 1, samples=8, updates=last, cap=4))[first:])
 
     through, stopped, resumed = begun(), begun(), begun()
     go_on(through, 0, 4)

@@ -4,7 +4,8 @@ import torch
 
 from jobs.language_model import BEGIN, PADDING, LanguageModel
 from jobs.python_source import Paragraphs
-from tests.jobs.training import difference, train
+from tests.jobs.training import train
+from tests.laws.problem import difference
 
 SMALL = {"width": 16, "layers": 1, "heads": 2, "context": 40, "sequences": 60, "held_out": 20}
 
@@ -16,35 +17,6 @@ def test_three_ranks_train_like_one_on_sequences_of_different_lengths():
         assert difference(found, alone) <= 1e-10
         assert [r.weight for r in found_reports] == [r.weight for r in reports]
         assert all(r.collectives == 1 for r in found_reports)
-
-
-def test_the_mean_of_micro_batches_means_would_be_another_gradient():
-    job = LanguageModel(**SMALL, dropout=0.0)
-    torch.manual_seed(0)
-    # Sorted by length, as many trainers do to save padding.
-    model, data = job.model().double(), sorted(job.dataset(), key=len)[::3]
-
-    def gradient(pieces):
-        model.zero_grad()
-        for first, last in pieces:
-            found = job.loss(model, job.collate([data[place] for place in range(first, last)]))
-            (found.total / found.weight / len(pieces)).backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    right = gradient([(0, 20)])
-    naive = gradient([(0, 7), (7, 14), (14, 20)])
-    assert (naive - right).norm() / right.norm() > 0.01
-
-
-def test_whole_leaves_on_any_ranks_give_one_digest_with_dropout_on():
-    job = LanguageModel(**SMALL, dropout=0.2)
-    given = {"samples": 20, "updates": 2, "cap": 4, "leaves": True, "reduction": "reproducible"}
-    digests = {
-        engine.weights_sha256()
-        for ranks in (1, 2, 3)
-        for *_, engine in train(job, ranks, precision="float32", **given)
-    }
-    assert len(digests) == 1
 
 
 def test_a_batch_begins_with_a_byte_of_its_own_and_ends_with_padding():

@@ -5,6 +5,7 @@ import copy
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import TorchEngine, run_in_threads
 from orchestrator.plan.split import split_leaves, split_window
+from tests.engine.torch.test_engine import _run
 
 
 def windows(rank, ranks, *, samples, updates, cap, leaves=False):
@@ -32,24 +33,8 @@ def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
     def be(group):
         # A job belongs to one rank: elsewhere each has a process of its own.
         engine = TorchEngine(copy.copy(job), EngineSettings(**given), group)
-        mine = list(
-            windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
-        )
-        batches = engine.batches([piece for window in mine for piece in window.micro_batches])
-        reports = []
-        for window in mine:
-            engine.begin_window(window)
-            for piece in window.micro_batches:
-                engine.micro_step(next(batches), piece)
-            reports.append(engine.boundary())
+        mine = windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
+        reports = _run(engine, mine)
         return {n: t.clone() for n, t in engine.model.state_dict().items()}, reports, engine
 
     return run_in_threads(ranks, be)
-
-
-def difference(found, wanted):
-    """Largest over tensors of max |a - b| / max |b|."""
-    return max(
-        float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(min=1e-30))
-        for name in wanted
-    )

@@ -1,1 +1,1 @@
-from tests.engine.torch.conftest import _one_thread  # noqa: F401
+from tests.engine.torch.conftest import _torch_as_before  # noqa: F401

@@ -170,6 +170,6 @@ def difference(found, wanted):
     """Largest over tensors of max |a - b| / max |b|."""
     with torch.no_grad():
         return max(
-            float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max())
+            float((found[name] - wanted[name]).abs().max() / wanted[name].abs().max().clamp(1e-30))
             for name in wanted
         )

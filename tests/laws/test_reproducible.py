@@ -130,8 +130,6 @@ def test_leaves_out_of_turn_are_refused():
     )
     with pytest.raises(ValueError, match=r"the update's leaves over all ranks, 1 or more"):
         ours.begin_window(leaves=0)
-    with pytest.raises(ValueError, match=r"leaf=0\) goes with begin_window\(leaves"):
-        ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=0)
     ours.begin_window(leaves=4)
     total = model(torch.ones(1, 6)).sum()
     ours.backward(Loss(total, 1.0), leaf=0)

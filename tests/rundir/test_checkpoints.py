@@ -191,11 +191,12 @@ def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, content):
 @given(own=st.integers(0, 50), newest=st.integers(0, 50))
 def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
     path = tmp_path_factory.mktemp("fence") / "newest"
+    assert read_newest(path) == -1
     Fence(path, newest).take()
     fence = Fence(path, own)
     assert fence.is_stale == (newest > own)
     if newest > own:
-        with pytest.raises(StaleAttempt, match=f"attempt {newest} of this run"):
+        with pytest.raises(StaleAttempt, match=f"attempt {newest} of this run has begun"):
             fence.check()
         with pytest.raises(StaleAttempt):
             fence.take()

@@ -1,6 +1,7 @@
 """Hydra's own suite for launchers, run by ours: points that are any function's, here."""
 
 import pytest
+from hydra.core.plugins import Plugins
 from hydra.core.singleton import Singleton
 from hydra.test_utils.launcher_common_tests import LauncherTestSuite
 from hydra.version import VersionBase
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Future Hydra versions:UserWarnin
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
     """No version of Hydra's behaviour is chosen yet, as our own composing does for good."""
+    Plugins.instance()  # stores its plug-ins' configurations once, at their first import
     before, state = Singleton.get_state(), Singleton.get_state()
     state["instances"].pop(VersionBase, None)
     Singleton.set_state(state)

@@ -7,7 +7,7 @@ import pytest
 from orchestrator.client.loop import CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
-from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
+from orchestrator.rundir.checkpoints import Fence, StaleAttempt
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import note_departure
@@ -36,21 +36,6 @@ def run(tmp_path):
     for attempt in range(3):
         run.attempt(attempt).mkdir()
     return run
-
-
-def test_only_the_newest_attempt_may_write(run):
-    old, new = Fence(run.newest_attempt, 9), Fence(run.newest_attempt, 10)
-    assert read_newest(run.newest_attempt) == -1
-    old.take()
-    old.check()
-    new.take()
-    assert read_newest(run.newest_attempt) == 10
-    with pytest.raises(StaleAttempt, match="attempt 10 of this run has begun"):
-        old.check()
-    with pytest.raises(StaleAttempt):
-        old.take()
-    assert read_newest(run.newest_attempt) == 10
-    new.check()
 
 
 class Record:

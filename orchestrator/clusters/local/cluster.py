@@ -52,6 +52,24 @@ def node_address(index: int) -> str:
     return f"127.0.{1 + index // 254}.{1 + index % 254}"
 
 
+def nodes_share_gpus(request: Request) -> bool:
+    """Return whether a GPU is given to more than one node."""
+    gpus = request.details["gpus"]
+    return bool(gpus and gpus[0]) and gpus[0] in gpus[1:]
+
+
+def environment_of(request: Request, index: int, names: Sequence[str]) -> dict[str, str]:
+    """Return the environment of a simulated node's agent, which its workers inherit."""
+    environment = request.node_environment(index, names, node_address(index))
+    gpus = request.details["gpus"]
+    if gpus is not None:
+        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
+    if nodes_share_gpus(request):
+        # NCCL refuses a GPU to two ranks of one host; with a HOSTID each node is a host.
+        environment |= {"NCCL_HOSTID": names[index], "NCCL_SOCKET_IFNAME": "lo"}
+    return environment
+
+
 class LocalHandle(Handle):
     """The launcher's handle of a local run on simulated nodes.
 
@@ -74,7 +92,7 @@ class LocalHandle(Handle):
                     config, request.run, request.attempt, survive=survive, bind=False,
                     index=index, names=names, address=node_address(index),
                 ).to_json(),
-                "environment": self._environment(index, names),
+                "environment": environment_of(request, index, names),
             }
             for index in range(request.nodes)
         ]  # fmt: skip
@@ -95,14 +113,6 @@ class LocalHandle(Handle):
                 file.write(json.dumps(order).encode())
         except BrokenPipeError:  # it has ended already, which `poll` finds
             pass
-
-    def _environment(self, index: int, names: Sequence[str]) -> dict[str, str]:
-        request = self._request
-        environment = request.node_environment(index, names, node_address(index))
-        gpus = request.details["gpus"]
-        if gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
-        return environment
 
     def poll(self, timeout_s: float) -> State:
         if self._state.ended:
@@ -182,12 +192,13 @@ class LocalCluster(Cluster):
         """
         check_installed(framework)
         check_tracker(self.config.tracker.kind)
-        gpus = len(visible_gpus(os.environ))
-        if self.config.transport == "nccl" and gpus < plan.ranks:
+        del plan
+        gpus, width = len(visible_gpus(os.environ)), self.config.cluster.ranks_per_node
+        if self.config.transport == "nccl" and gpus < width:
             on_cpus = "mccl" if framework == "mindspore" else "gloo"
             raise TransportError(
-                f"transport=nccl needs a GPU for each of the {plan.ranks} ranks, but this machine "
-                f"has {gpus}; try transport={on_cpus}"
+                f"transport=nccl needs a GPU for each of the {width} ranks of a node, but this "
+                f"machine has {gpus}; try transport={on_cpus}"
             )
 
     def request(self, run: Path, attempt: int) -> Request:
@@ -196,11 +207,20 @@ class LocalCluster(Cluster):
             raise ClusterError(
                 f"cluster.nodes={request.nodes}: a local cluster has at most {NODES_LIMIT}"
             )
-        gpus = share_gpus(visible_gpus(os.environ), request.nodes, request.ranks_per_node)
+        gpus = share_gpus(
+            visible_gpus(os.environ), request.nodes, request.ranks_per_node,
+            common=self.config.transport == "nccl",
+        )  # fmt: skip
         return replace(request, details={"gpus": gpus})
 
     def check(self, request: Request) -> Admission:
-        """Warn of GPUs that stay unused."""
+        """Warn of GPUs that stay unused, or are shared."""
+        if nodes_share_gpus(request):
+            shared = " ".join(request.details["gpus"][0])
+            sentence = (
+                f"the nodes share GPU {shared}, and NCCL sends over loopback: slow, for tests"
+            )
+            return Admission(warnings=(sentence,))
         gpus = request.details["gpus"]
         if not gpus or any(gpus) or self.config.transport in ON_CPUS:
             return Admission()

@@ -454,7 +454,8 @@ class RankCapabilities:
     Attributes:
         node: name of its node.
         asked: the transport that it was configured with.
-        gpu: identity of its own GPU, unique in the world, or "" when it has none.
+        gpu: identity of its own GPU, unique in the world, or "" when it has none. As for NCCL,
+            ranks with different NCCL_HOSTID have different ones.
         nccl: whether this torch was built with NCCL.
         devices_asked: the setting that requests accelerators, "" for none.
         device_error: why this rank's device cannot be used, where it has one that fails.
@@ -486,7 +487,8 @@ def read_capabilities(spec: GroupSpec) -> RankCapabilities:
     index = gpu_index(spec.local_rank) if torch.cuda.is_available() else None
     if index is not None:
         try:
-            gpu = str(torch.cuda.get_device_properties(index).uuid)
+            uuid = torch.cuda.get_device_properties(index).uuid
+            gpu = f"{os.environ.get('NCCL_HOSTID', '')} {uuid}"
         except RuntimeError as failed:  # it is listed, and does not answer
             error = f"GPU {index}: {str(failed).strip().splitlines()[0]}"
     return RankCapabilities(

@@ -4,6 +4,7 @@ import pytest
 
 from orchestrator.clusters import machine
 from orchestrator.clusters.api import cluster_of
+from orchestrator.clusters.local.cluster import environment_of
 from orchestrator.config.composer import compose
 
 
@@ -16,6 +17,7 @@ from orchestrator.config.composer import compose
         ("4,5", ["transport=gloo"], [[], []], ""),
         ("4,5", ["cluster.nodes=1"], [["4", "5"]], ""),
         ("0,1,2,3,4", [], [["0", "1"], ["2", "3"]], ""),
+        ("4,5", ["transport=nccl"], [["4", "5"]] * 2, "the nodes share GPU 4 5, and NCCL"),
     ],
 )
 def test_gpus_are_shared_out_or_their_idleness_is_said(
@@ -28,6 +30,18 @@ def test_gpus_are_shared_out_or_their_idleness_is_said(
     warnings = cluster.check(request).warnings
     assert len(warnings) == bool(warning)
     assert warning in "".join(warnings)
+
+
+@pytest.mark.parametrize(("visible", "hosts"), [("4", ["node0", "node1"]), ("4,5", [None] * 2)])
+def test_nodes_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
+    visible, hosts, monkeypatch, tmp_path
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    cluster = cluster_of(compose(["job=digits", "cluster.ranks_per_node=1", "transport=nccl"]))
+    request = cluster.request(tmp_path / "run", 0)
+    found = [environment_of(request, index, ("node0", "node1")) for index in range(2)]
+    assert [one.get("NCCL_HOSTID") for one in found] == hosts
+    assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == [visible[0], visible[-1]]
 
 
 def test_gpus_of_amd_are_counted_without_the_processors_in_the_drivers_list(monkeypatch, tmp_path):

@@ -206,7 +206,8 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (143, "", "", "stopped before it began"),
         (KILLED, "USR1", "", "its batch script was sent SIGUSR1"),
         (KILLED, "", "", "srun was killed"),
-        (KILLED, "", "srun: forcing job termination\n", "srun was asked to end the job"),
+        (KILLED, "", "srun: forcing job termination\nsrun: error: n1: tasks 0-1: Killed\n",
+         "srun was asked to end the job"),
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
         (1, "", f"{MISSING} 3\n", "node 3 failed"),
@@ -215,7 +216,7 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (1, "TERM", "", None),
         (0, "", "", None),
     ],
-)
+)  # fmt: skip
 def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, sent, said, why):
     attempts(run, 1)
     write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})

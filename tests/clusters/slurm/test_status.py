@@ -2,22 +2,12 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.root_cause import describe_srun_end, diagnose
+from orchestrator.clusters.slurm.root_cause import diagnose
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
 from orchestrator.slurm_client import Job
-
-
-def test_an_srun_that_is_killed_or_told_to_end_is_no_ranks_fault(run):
-    assert describe_srun_end(run, 0) == "srun was killed"
-    run.srun_log(0).write_text("srun: error: vm: task 1: Killed\n")
-    assert describe_srun_end(run, 0) is None
-    run.srun_log(0).write_text(
-        "srun: forcing job termination\nsrun: error: vm: tasks 0-1: Killed\n"
-    )
-    assert describe_srun_end(run, 0) == "srun was asked to end the job"
 
 
 def test_the_rank_and_node_that_failed_are_in_the_status(run):

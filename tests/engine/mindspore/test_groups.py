@@ -37,4 +37,4 @@ def test_every_check_holds_on_every_rank_and_the_scheduler_ends_with_the_group(t
     scheduler = reports[0]["scheduler"]
     assert scheduler is not None
     assert not alive(scheduler)
-    assert max(report["close_s"] for report in reports) < 3.0
+    assert max(report["close_s"] for report in reports) < 5.0  # as long as it would linger

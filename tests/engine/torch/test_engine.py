@@ -1,6 +1,5 @@
 """The engine behind the loop: windows of a job become updates, on any split the same."""
 
-import json
 import math
 from typing import NamedTuple
 
@@ -120,46 +119,6 @@ def test_reproducible_mode_gives_one_digest_with_dropout():
         ):
             results.add((engine.weights_sha256(), str([_figures(r) for r in reports])))
     assert len(results) == 1
-
-
-@pytest.fixture(autouse=True)
-def _algorithms_as_before():
-    before = torch.are_deterministic_algorithms_enabled()
-    filling = torch.utils.deterministic.fill_uninitialized_memory
-    yield
-    torch.use_deterministic_algorithms(before)
-    torch.utils.deterministic.fill_uninitialized_memory = filling
-
-
-@pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_a_run_resumes_with_the_same_bits_from_its_saved_state(tmp_path, precision):
-    split = assign([15, 14], cap=4)
-    settings = EngineSettings(
-        metric_names=Curve.metric_names, optimizer={"name": "adam"}, precision=precision
-    )
-
-    def undisturbed(group):
-        engine = TorchEngine(Curve(), settings, group)
-        _run(engine, _windows(split, group.rank, updates=4))
-        return engine.weights_sha256()
-
-    def interrupted(group):
-        folder = tmp_path / str(group.rank)
-        folder.mkdir()
-        windows = list(_windows(split, group.rank, updates=4))
-        engine = TorchEngine(Curve(), settings, group)
-        _run(engine, windows[:2])
-        extra = json.loads(json.dumps(engine.save_state(folder)))
-        saved, scale = engine.weights_sha256(), engine.accumulator.precision.state()
-        engine = TorchEngine(Curve(), settings, group)
-        assert engine.weights_sha256() != saved
-        engine.load_state(folder, extra)
-        assert engine.weights_sha256() == saved
-        assert engine.accumulator.precision.state() == scale
-        _run(engine, windows[2:])
-        return engine.weights_sha256()
-
-    assert run_in_threads(2, interrupted) == run_in_threads(2, undisturbed)
 
 
 def test_evaluation_leaves_the_model_as_it_was():

@@ -18,7 +18,8 @@ from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup, run_in_threads
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
-from tests.jobs.training import difference, train
+from tests.jobs.training import train
+from tests.laws.problem import difference
 
 
 class Pictures(Job):
