@@ -149,8 +149,8 @@ def interrupt_refusals(transport: str, *, talks: bool, asked: bool) -> Iterator[
     """
     if transport == "nccl" and not asked:
         yield (
-            "over NCCL a loss is survived only if run.survive=true is stated, since that has run on a "
-            "single GPU only"
+            "over NCCL a loss is survived only if run.survive=true is stated, since that has run "
+            "on a single GPU only"
         )
     elif transport not in ("auto", "gloo", "nccl", "threads"):
         yield (
