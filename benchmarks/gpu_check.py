@@ -377,8 +377,8 @@ def survival(machine: Machine) -> str:
     reproducible = "accumulation.reduction=reproducible", "accumulation.micro_batch=16"
     rows: list[dict[str, Any]] = json.loads(_orchestrator(
         "rehearse", "--json", "--faults", "5", "--seed", "7", "--into", f"{machine.folder}/faults",
-        "job=digits", *machine.shape, f"transport={machine.transport}", "run.survive=true",
-        *reproducible,
+        "job=digits", f"cluster.nodes={machine.ranks}", "cluster.ranks_per_node=1",
+        f"transport={machine.transport}", "run.survive=true", *reproducible,
     ))["rows"]  # fmt: skip
     return ", ".join(f"{row['fault']}: {row['how']}" for row in rows)
 

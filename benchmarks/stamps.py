@@ -28,13 +28,13 @@ def last_stamp(
     stamps.mkdir()
     whole = {**env, "STAMPS": str(stamps), "PYTHONPATH": f"{ROOT}{os.pathsep}{folder}"}
     began = time.time()
-    done = subprocess.run(
-        command, env=whole, cwd=folder, capture_output=True, text=True, timeout=timeout_s,
-        check=False,
-    )  # fmt: skip
+    output = folder / "output"  # not a pipe, which ranks that outlive a time-out would keep open
+    with output.open("w", encoding="utf-8") as file:
+        subprocess.run(
+            command, env=whole, cwd=folder, stdout=file, stderr=file, timeout=timeout_s, check=False
+        )
     found = [float(path.name) for path in stamps.iterdir()]
     if len(found) != ranks:
-        raise RuntimeError(
-            f"{len(found)} of {ranks} ranks began: {' '.join(command)}\n{done.stdout}{done.stderr}"
-        )
+        text = output.read_text(encoding="utf-8")
+        raise RuntimeError(f"{len(found)} of {ranks} ranks began: {' '.join(command)}\n{text}")
     return max(found) - began

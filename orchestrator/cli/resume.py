@@ -69,7 +69,11 @@ def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]
 
 @contextlib.contextmanager
 def working_directory(home: Path, path: Path) -> Generator[None]:
-    """Change to `home`, for what lies in `asked`. Raises `RunFolderError` if it is gone."""
+    """Change to `home`, the folder that the run at `path` was submitted in.
+
+    Raises:
+        RunFolderError: it is gone.
+    """
     cwd = Path.cwd()
     try:
         os.chdir(home)

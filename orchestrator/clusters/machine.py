@@ -77,18 +77,19 @@ def share_gpus(
     """Return each node's GPUs, one a rank; None without GPUs.
 
     Args:
-        common: where there are too few, all nodes have the first ones; otherwise none has any.
+        common: where there are too few, nodes have the same ones in turn; otherwise none has any.
 
     >>> share_gpus(["0", "1", "2"], 1, 2), share_gpus(["0"], 2, 1), share_gpus([], 2, 2)
     ([['0', '1']], [[], []], None)
-    >>> share_gpus(["0"], 2, 1, common=True)
-    [['0'], ['0']]
+    >>> share_gpus(["0", "1"], 3, 1, common=True)
+    [['0'], ['1'], ['0']]
     """
     if not gpus:
         return None
-    if len(gpus) < nodes * width:
-        return [gpus[:width] if common else [] for _ in range(nodes)]
-    return [gpus[i * width : (i + 1) * width] for i in range(nodes)]
+    if len(gpus) < nodes * width and not common:
+        return [[] for _ in range(nodes)]
+    blocks = [gpus[i : i + width] for i in range(0, len(gpus) - width + 1, width)]
+    return [blocks[node % len(blocks)] for node in range(nodes)]
 
 
 def _groups() -> Iterator[Path]:

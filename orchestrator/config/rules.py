@@ -150,7 +150,7 @@ def interrupt_refusals(transport: str, *, talks: bool, asked: bool) -> Iterator[
     if transport == "nccl" and not asked:
         yield (
             "over NCCL a loss is survived only if run.survive=true is stated, since that has run "
-            "on a single GPU only"
+            f"on a single GPU only; or use {RESTARTS}"
         )
     elif transport not in ("auto", "gloo", "nccl", "threads"):
         yield (

@@ -60,7 +60,8 @@ def _be(
     try:
         given = made()
         if given.transport == "nccl":  # which lets ranks of one host share no GPU
-            os.environ |= {"NCCL_HOSTID": given.node, "NCCL_SOCKET_IFNAME": "lo"}
+            os.environ |= {"NCCL_HOSTID": given.node, "NCCL_NET": "Socket"}
+            os.environ["NCCL_SOCKET_IFNAME"] = "lo"
         group = form_group(given)
         results.put((rank, function(group, *arguments), None))
         group.close()

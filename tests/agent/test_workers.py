@@ -52,6 +52,8 @@ if "unwritable" in sys.argv:
     def refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
     Path.write_text = refuse
+    read = Path.read_text  # a container's own score may be high enough already
+    Path.read_text = lambda p, *a, **k: "0" if p.name == "oom_score_adj" else read(p, *a, **k)
 
 def report(event):
     print(json.dumps(event), flush=True)

@@ -92,6 +92,16 @@ def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, 
     assert helpers.compare(run, undisturbed)["equal_bits"]
 
 
+def test_a_second_interrupt_ends_every_process_at_once(run):
+    process, _ = held(run, 3)
+    process.send_signal(signal.SIGINT)
+    helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 30, "the word")
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert not helpers.processes_of(run)
+
+
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.4, 2.2])
 def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     process = helpers.begin_anew(*SLOW, SMALL, f"run.dir={run}")

@@ -52,21 +52,22 @@ def node_address(index: int) -> str:
     return f"127.0.{1 + index // 254}.{1 + index % 254}"
 
 
-def nodes_share_gpus(request: Request) -> bool:
-    """Return whether a GPU is given to more than one node."""
-    gpus = request.details["gpus"]
-    return bool(gpus and gpus[0]) and gpus[0] in gpus[1:]
+def find_shared_gpus(request: Request) -> list[str]:
+    """Return the GPUs that are given to more than one node."""
+    given = [gpu for gpus in request.details["gpus"] or () for gpu in gpus]
+    return sorted({gpu for gpu in given if given.count(gpu) > 1})
 
 
-def environment_of(request: Request, index: int, names: Sequence[str]) -> dict[str, str]:
+def build_environment(request: Request, index: int, names: Sequence[str]) -> dict[str, str]:
     """Return the environment of a simulated node's agent, which its workers inherit."""
     environment = request.node_environment(index, names, node_address(index))
     gpus = request.details["gpus"]
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
-    if nodes_share_gpus(request):
+    if find_shared_gpus(request):
         # NCCL refuses a GPU to two ranks of one host; with a HOSTID each node is a host.
-        environment |= {"NCCL_HOSTID": names[index], "NCCL_SOCKET_IFNAME": "lo"}
+        loopback = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
+        environment = {**loopback, "NCCL_HOSTID": names[index], **environment}
     return environment
 
 
@@ -92,7 +93,7 @@ class LocalHandle(Handle):
                     config, request.run, request.attempt, survive=survive, bind=False,
                     index=index, names=names, address=node_address(index),
                 ).to_json(),
-                "environment": environment_of(request, index, names),
+                "environment": build_environment(request, index, names),
             }
             for index in range(request.nodes)
         ]  # fmt: skip
@@ -215,11 +216,9 @@ class LocalCluster(Cluster):
 
     def check(self, request: Request) -> Admission:
         """Warn of GPUs that stay unused, or are shared."""
-        if nodes_share_gpus(request):
-            shared = " ".join(request.details["gpus"][0])
-            sentence = (
-                f"the nodes share GPU {shared}, and NCCL sends over loopback: slow, for tests"
-            )
+        if shared := find_shared_gpus(request):
+            named = f"GPU {shared[0]}" if len(shared) == 1 else f"GPUs {', '.join(shared)}"
+            sentence = f"nodes share {named}, and NCCL sends over loopback: slow, for tests"
             return Admission(warnings=(sentence,))
         gpus = request.details["gpus"]
         if not gpus or any(gpus) or self.config.transport in ON_CPUS:
@@ -239,7 +238,10 @@ class LocalCluster(Cluster):
         ranks = node_range(cluster.nodes)[1] * cluster.ranks_per_node
         on_gpus = is_program(self.config.job) or self.config.transport not in ON_CPUS
         cores = ranks * cluster.cpus_per_rank
-        return Share(ranks=ranks, cores=cores, gpus=ranks if on_gpus else 0)
+        gpus = ranks if on_gpus else 0
+        if self.config.transport == "nccl":  # nodes share those that there are
+            gpus = min(gpus, len(visible_gpus(os.environ)))
+        return Share(ranks=ranks, cores=cores, gpus=gpus)
 
     def submit(self, request: Request) -> LocalHandle:
         return LocalHandle(request, self.config, survive=self.survival.on)

@@ -13,10 +13,12 @@ slurmd must not act for a restarted job. Then all three decide by `restart_or_en
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -51,13 +53,17 @@ from orchestrator.rundir.outcome import (
 from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
+    TIMEOUT_S,
     Job,
+    SchedulerDown,
     SlurmClient,
     node_failure,
     own_job_id,
     queued,
     retry_unanswered,
 )
+
+log = logging.getLogger(__name__)
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 MARGIN_S = 90.0
@@ -121,7 +127,7 @@ def finalize_in_job(
         culprit=lambda: culprit_of(run, attempt, code),
         restart=partial(_count_new_srun, run)
         if in_place
-        else partial(_requeue, client, job_id, patience_s=REQUEUE_PATIENCE_S, tell=_log),
+        else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=_log),
     )
     if not again:
         return Next.END
@@ -130,13 +136,26 @@ def finalize_in_job(
 
 def _log(message: str) -> None:
     """Print to batch.log, or to the node's log if the coordinator acts for the script."""
-    print(message, flush=True)  # noqa: T201
+    with suppress(OSError):  # a full disk must not keep a job from its requeue
+        print(message, flush=True)  # noqa: T201
 
 
-def _requeue(client: SlurmClient, job_id: str, **waits: Any) -> None:
+def _requeue(client: SlurmClient, job: Job, **waits: Any) -> None:
     """Return a job to the queue. Raises `ClusterError` if it is refused, or there is no answer."""
-    requeue = partial(client.check_output, "scontrol", "requeue", job_id)
-    retry_unanswered(requeue, undone=f"job {job_id} is not requeued", **waits)
+    answer_lost = False
+
+    def requeue() -> None:
+        nonlocal answer_lost
+        now = queued(client, [job.id]).get(job.id) if answer_lost else None
+        if now is not None and (now.restarts > job.restarts or now.state == "PENDING"):
+            return  # it was accepted, though the answer did not come
+        try:
+            client.check_output("scontrol", "requeue", job.id)
+        except SchedulerDown:
+            answer_lost = True
+            raise
+
+    retry_unanswered(requeue, undone=f"it is not known whether job {job.id} is requeued", **waits)
 
 
 def _await_agents(run: RunDir, attempt: int) -> None:
@@ -321,7 +340,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         job,
         departure=departure,
         culprit=lambda: culprit_of(run, attempt, job=job),
-        restart=partial(_requeue, client, seen.id),
+        restart=partial(_requeue, client, job, patience_s=2 * TIMEOUT_S, tell=log.warning),
     )
     return (
         f"{run.path}: the batch script of job {seen.id} was gone before it could hand the job back "

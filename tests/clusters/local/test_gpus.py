@@ -4,8 +4,9 @@ import pytest
 
 from orchestrator.clusters import machine
 from orchestrator.clusters.api import cluster_of
-from orchestrator.clusters.local.cluster import environment_of
+from orchestrator.clusters.local.cluster import build_environment
 from orchestrator.config.composer import compose
+from orchestrator.errors import TransportError
 
 
 @pytest.mark.parametrize(
@@ -17,7 +18,7 @@ from orchestrator.config.composer import compose
         ("4,5", ["transport=gloo"], [[], []], ""),
         ("4,5", ["cluster.nodes=1"], [["4", "5"]], ""),
         ("0,1,2,3,4", [], [["0", "1"], ["2", "3"]], ""),
-        ("4,5", ["transport=nccl"], [["4", "5"]] * 2, "the nodes share GPU 4 5, and NCCL"),
+        ("4,5", ["transport=nccl"], [["4", "5"]] * 2, "nodes share GPUs 4, 5, and NCCL"),
     ],
 )
 def test_gpus_are_shared_out_or_their_idleness_is_said(
@@ -39,9 +40,18 @@ def test_nodes_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     cluster = cluster_of(compose(["job=digits", "cluster.ranks_per_node=1", "transport=nccl"]))
     request = cluster.request(tmp_path / "run", 0)
-    found = [environment_of(request, index, ("node0", "node1")) for index in range(2)]
+    found = [build_environment(request, index, ("node0", "node1")) for index in range(2)]
     assert [one.get("NCCL_HOSTID") for one in found] == hosts
     assert [one["CUDA_VISIBLE_DEVICES"] for one in found] == [visible[0], visible[-1]]
+    assert {one.get("NCCL_SOCKET_IFNAME") for one in found} == {"lo" if hosts[0] else None}
+    assert cluster.share.gpus == len(visible.split(","))  # of which a sweep gives none to others
+
+
+def test_a_node_with_too_few_gpus_for_its_ranks_is_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
+    config = compose(["job=digits", "cluster.ranks_per_node=2", "transport=nccl"])
+    with pytest.raises(TransportError, match="each of the 2 ranks of a node, but this machine has"):
+        cluster_of(config).refuse(None, "torch")
 
 
 def test_gpus_of_amd_are_counted_without_the_processors_in_the_drivers_list(monkeypatch, tmp_path):

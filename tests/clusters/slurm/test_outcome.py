@@ -23,7 +23,7 @@ from orchestrator.clusters.slurm.outcome import (
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.slurm_client import Answer, Job, SlurmClient
+from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
 
@@ -267,16 +267,21 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
 
 
 class Scheduler:
-    """Answers as squeue and scontrol would, in turn; the last answer for ever."""
+    """Answers as squeue and scontrol would, in turn; the last answer for ever.
 
-    def __init__(self, *answers):
-        self.answers, self.asked = list(answers), []
+    The answers to the first `unanswered` commands of scontrol are lost.
+    """
+
+    def __init__(self, *answers, unanswered=0):
+        self.answers, self.asked, self.unanswered = list(answers), [], unanswered
 
     def run(self, *command, **_):
         if command[0] == "squeue":
             assert command[command.index("-j") + 1] == "77"
             return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
         self.asked.append(command)
+        if len(self.asked) <= self.unanswered:
+            raise SchedulerDown("scontrol did not answer within 60 s")
         return Answer(0, "", "")
 
 
@@ -291,8 +296,8 @@ def finalized(run, monkeypatch):
     Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
     """
 
-    def call(*answers, code=143, sent="TERM", restarts=None):
-        scheduler, pauses = Scheduler(*answers), []
+    def call(*answers, code=143, sent="TERM", restarts=None, unanswered=0):
+        scheduler, pauses = Scheduler(*answers, unanswered=unanswered), []
         monkeypatch.setattr(SlurmClient, "run", lambda _, *command, **more: scheduler.run(*command))
         monkeypatch.setattr("time.sleep", pauses.append)
         monkeypatch.setenv("SLURM_JOB_ID", "77")
@@ -389,3 +394,15 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+@pytest.mark.parametrize(
+    ("later", "calls"),
+    [({}, 3), ({"State": "PENDING"}, 1), ({"RestartCnt": "1"}, 1)],
+    ids=["it was not accepted", "it is queued", "it has begun again"],
+)
+def test_a_requeue_whose_answer_was_lost_is_repeated_unless_it_was_accepted(
+    finalized, later, calls
+):
+    _, asked, pauses = finalized(job_status(), job_status(**later), unanswered=2)
+    assert (asked, pauses) == (REQUEUED * calls, [1.0, 2.0][: max(1, calls - 1)])

@@ -60,7 +60,9 @@ def on_ranks(folder, ranks, size, stops=(), **more):
     ids=["all meet", "ranks are missing", "rank 0 is missing", "a stop", "a stop before rank 0"],
 )
 def test_all_ranks_that_came_get_the_same_verdict(tmp_path, ranks, size, how, wanted):
-    for found in on_ranks(tmp_path, ranks, size, **how).values():
+    verdicts = on_ranks(tmp_path, ranks, size, **how)
+    assert sorted(verdicts) == ranks
+    for found in verdicts.values():
         if wanted is StopRequested:
             assert isinstance(found, StopRequested)
         else:
