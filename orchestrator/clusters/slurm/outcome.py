@@ -66,6 +66,8 @@ from orchestrator.slurm_client import (
 log = logging.getLogger(__name__)
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
+REQUEUED = frozenset({"COMPLETING", "PENDING"})
+"""States of a job after its requeue: it ends first, and waits then."""
 MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
@@ -147,7 +149,8 @@ def _requeue(client: SlurmClient, job: Job, **waits: Any) -> None:
     def requeue() -> None:
         nonlocal answer_lost
         now = queued(client, [job.id]).get(job.id) if answer_lost else None
-        if now is not None and (now.restarts > job.restarts or now.state == "PENDING"):
+        changed = now is not None and now.state != job.state and now.state in REQUEUED
+        if now is not None and (changed or now.restarts > job.restarts):
             return  # it was accepted, though the answer did not come
         try:
             client.check_output("scontrol", "requeue", job.id)

@@ -398,8 +398,8 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
 
 @pytest.mark.parametrize(
     ("later", "calls"),
-    [({}, 3), ({"State": "PENDING"}, 1), ({"RestartCnt": "1"}, 1)],
-    ids=["it was not accepted", "it is queued", "it has begun again"],
+    [({}, 3), ({"State": "COMPLETING"}, 1), ({"State": "PENDING"}, 1), ({"RestartCnt": "1"}, 1)],
+    ids=["it was not accepted", "it ends", "it is queued", "it has begun again"],
 )
 def test_a_requeue_whose_answer_was_lost_is_repeated_unless_it_was_accepted(
     finalized, later, calls
