@@ -318,7 +318,7 @@ class Accumulator:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
 
         Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only. Call
-        `begin_window` before that backward.
+        `begin_window` before that backward, and this after it.
 
         Raises:
             ValueError: the window has an expected weight, which its backward did not divide by.

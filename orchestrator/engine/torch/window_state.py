@@ -80,7 +80,6 @@ class WindowState:
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._stray: int | None = None  # a parameter that an undeclared backward reached
-        self._recorded = False
         # At the window's start, or its first micro-step.
         self._versions: list[int] = []
         self._settings: dict[str, Any] = {}
@@ -151,7 +150,7 @@ class WindowState:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
-        self.open, self._over, self._recorded, self.micro_steps = True, False, False, 0
+        self.open, self._over, self.micro_steps = True, False, 0
         self._broken, self._stray = None, None
         if self._norms:
             self._warn_about_layers()
@@ -205,7 +204,7 @@ class WindowState:
             )
         self.micro_steps += 1
         if recorded:
-            self._recorded = True
+            self._stray = None  # declared by this call
         else:
             self._over, self.at_stake = last, "window"
 
@@ -235,7 +234,7 @@ class WindowState:
                 parameter or a setting of the optimizer was changed in between.
             SilenceError: the transport counted collectives that did not go through our group.
         """
-        if self._stray is not None and not self._recorded and self._broken is None:
+        if self._stray is not None and self._broken is None:
             self._broken = (
                 f"a backward reached {self._names[self._stray]} without the accumulator's "
                 f"knowledge, {_REMEDY}"

@@ -198,6 +198,17 @@ def test_a_backward_run_by_other_code_is_recorded():
     assert torch.equal(recorded[0], usual[0])
 
 
+def test_record_declares_only_the_backwards_before_it():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.begin_window()
+    recorded = _loss(model)
+    recorded.total.backward()
+    ours.record(recorded)
+    _loss(model).total.backward()
+    with pytest.raises(JobError, match="without the accumulator's knowledge"):
+        ours.boundary()
+
+
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_give_the_same_gradient(reentrant):
     from torch.utils.checkpoint import checkpoint
