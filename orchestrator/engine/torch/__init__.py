@@ -7,7 +7,7 @@
 | `buffers` | flat gradient buffers, hooks that fill them, unused parameters |
 | `reducer`, `sharding`, `reproducible` | the three ways to sum buffers over ranks |
 | `start_checks`, `window_checks` | what is refused at the start, and in each window |
-| `group` | collectives and their gradients; ranks as threads |
+| `group` | collectives and their gradients |
 | `transports`, `rendezvous` | process groups (gloo, NCCL, HCCL), and how ranks meet |
 | `engine` | a job's model, data and optimizer on an accumulator; other groups |
 | `model`, `loader`, `state`, `grad_cache` | parts of it: models, batches, files, coupled losses |
@@ -23,11 +23,9 @@ from orchestrator.engine.torch.group import (
     AllReduceMean,
     AllReduceSum,
     BaseGroup,
-    InProcessGroup,
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
-    run_in_threads,
 )
 from orchestrator.engine.torch.model import with_norms
 from orchestrator.engine.torch.rendezvous import form_group
@@ -42,7 +40,6 @@ __all__ = [
     "AllReduceMean",
     "AllReduceSum",
     "BaseGroup",
-    "InProcessGroup",
     "Loss",
     "TorchEngine",
     "TorchGroup",
@@ -50,7 +47,6 @@ __all__ = [
     "all_reduce_mean",
     "all_reduce_sum",
     "form_group",
-    "run_in_threads",
     "versions",
     "with_norms",
 ]

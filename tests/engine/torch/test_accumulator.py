@@ -7,9 +7,10 @@ import torch
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.torch import Accumulator, TorchGroup, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import Wire
+from orchestrator.testing.threads import run_in_threads
 
 WIDTH = 6
 

@@ -15,10 +15,11 @@ from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MOST_SHARES, WeightRange, shares_of
-from orchestrator.engine.torch import Accumulator, TorchEngine, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchEngine
 from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import _run, _windows
 
 STARTING_RANKS, ODD = 3, 1
