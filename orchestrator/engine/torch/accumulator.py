@@ -17,11 +17,11 @@ The path of a gradient:
    (`GradientBuffers`). Hooks (`GradHooks`) count what came. In the last backward of a window they
    call the reduction, which sends a bucket to the other ranks once it is complete.
 2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait
-   (`finish`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
+   (`reduce`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
 3. `_step` decides from these totals (`UpdatePolicy`), multiplies the buffers once by (clip
    factor / weight), and lets the optimizer step on them (`stepping`).
 
-With a sharded optimizer, `finish` leaves each rank with the sum of its segments of the buckets
+With a sharded optimizer, `reduce` leaves each rank with the sum of its segments of the buckets
 alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
 """
 
@@ -52,7 +52,7 @@ from orchestrator.engine.torch.buffers import (
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
-from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
+from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
 from orchestrator.engine.torch.start_checks import (
@@ -75,8 +75,8 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ Choice of the reduction
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
-# a window, `before_backward`, `after_backward`, and `finish` at the boundary. Another one (for
-# parameters that are sharded themselves, say) is a class with these four methods.
+# a window, `before_backward`, `after_backward`, and at the boundary `reduce` and, where the norm is
+# not finite, `non_finite`. Another one is a class with these five methods.
 
 
 _REDUCTIONS = ("fast", "reproducible")
@@ -180,7 +180,7 @@ class Accumulator:
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
-        self._stepping = False  # the optimizer may step now
+        self._may_step = False  # the optimizer may step now
         self._step_guard = _refuse_other_steps(self)
         self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
         self._used = UsedParameters(self.buffers.used, group)
@@ -205,7 +205,7 @@ class Accumulator:
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
-        self._hooks = GradHooks(parameters, self.buffers.expected_versions, self._window.stray)
+        self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.stray)
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -370,7 +370,7 @@ class Accumulator:
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
-            update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
+            update, scale = self._window.update, self.precision.scale
             mark = self.group.mark() if self._window.shared else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
@@ -379,11 +379,11 @@ class Accumulator:
                 mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
                 self._used.flag(mine)
                 self._replicas.write_digest(mine, update, agreed)
-                totals = self._reduction.finish(mine, norm_of_sum)
-                self._window.at_stake = ""  # from here on all ranks know the same
+                totals, summed_norm = self._reduction.reduce(mine)
+                self._window.error_breaks = ""  # from here on all ranks know the same
                 self._replicas.check(totals, update)
             with self.clock.optimize:
-                norm = self._step(update, totals, mine, norm_of_sum.value())
+                norm = self._step(update, totals, mine, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.sent_apart
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
@@ -405,7 +405,7 @@ class Accumulator:
             return report
 
     def _step(
-        self, update: int, totals: Trailer, mine: Trailer, norm_of_sum: float
+        self, update: int, totals: Trailer, mine: Trailer, summed_norm: float
     ) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.
 
@@ -414,16 +414,17 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
-        # What steps: pieces of the weights, or whole ones. Both are `stepping` on `gradients`.
-        summed = self._shard or self._reduction.buffers
         found = self._policy.decide(
-            update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected_weight
-        )
+            update, totals, mine, summed_norm, self._reduction.non_finite,
+            divided_by=self._expected_weight,
+        )  # fmt: skip
         if found is None:
             return None
         norm, factor = found
+        # Holds the summed gradient that this rank's optimizer steps on: its segments, or all of it.
+        local = self._shard or self.buffers
         if factor != 1.0:
-            for gradient in summed.gradients:
+            for gradient in local.flat_grads:
                 gradient.mul_(factor)
         unused = self._used.unused(totals)
         if len(unused) == len(self._used.mine):
@@ -431,20 +432,20 @@ class Accumulator:
                 f"no gradient reached any parameter in update {update}, on any rank: were the "
                 "losses computed by another model, or by a copy of this one?"
             )
-        self._window.at_stake = "accumulator"  # a step may lack memory on one rank alone
-        with summed.stepping(unused):
-            self._stepping = True
+        self._window.error_breaks = "accumulator"  # a step may lack memory on one rank alone
+        with local.stepping(unused):
+            self._may_step = True
             try:
                 self.optimizer.step()
             finally:
-                self._stepping = False
+                self._may_step = False
         self.precision.succeeded()
         if self._shard is not None:
             with self.clock.wait:
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
-        self._window.at_stake = ""
+        self._window.error_breaks = ""
         return norm
 
     # ------------------------------------------------------------------ between windows
@@ -575,7 +576,7 @@ def _refuse_other_steps(accumulator: Accumulator) -> Any:
 
     def before(*_: Any) -> None:
         living = weak()
-        if living is not None and not living._stepping:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if living is not None and not living._may_step:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             raise JobError(
                 "optimizer.step() was called, but the optimizer steps at the boundary: call "
                 "accumulator.boundary() instead, which reduces, divides, clips and steps once"

@@ -291,7 +291,7 @@ class TorchEngine(Engine):
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()
         if self._coupled is not None and self._window is not None:
-            self._coupled.finish(self._window)
+            self._coupled.backward(self._window)
         self._hyperparameters.check("inside a window")
         # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:

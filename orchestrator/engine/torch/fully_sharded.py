@@ -41,7 +41,7 @@ from orchestrator.engine.torch.buffers import (
     local_part,
     shard_like,
 )
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts
+from orchestrator.engine.torch.group import BaseGroup, gather_texts
 from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.sharding import RowReduction
@@ -112,12 +112,12 @@ def join_copies(group: BaseGroup, over: str) -> None:
     nodes = gather_texts(group, spec.node if over == "node" else "all")
     copies = [[n for n, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     group.shard_ranks = tuple(next(ranks for ranks in copies if group.rank in ranks))
-    place = group.shard_ranks.index(group.rank)
-    same = [ranks[place] for ranks in copies]
+    index = group.shard_ranks.index(group.rank)
+    same = [ranks[index] for ranks in copies]
     group.replica_ranks = tuple(same)
     group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
-        store = PrefixStore(f"replicas-{place}", cast("Any", group.store).below)
+        store = PrefixStore(f"replicas-{index}", cast("Any", group.store).below)
         own = replace(spec, rank=same.index(group.rank), size=len(same))
         group.replicas = transport_of(group.transport).form(own, store)
 
@@ -290,24 +290,6 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
     return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
 
 
-class ShardedGradients(GradientBuffers):
-    """Gradient buffers of this rank's shards. `group`: all ranks."""
-
-    def __init__(self, parameters: Named, group: BaseGroup) -> None:
-        super().__init__(parameters)
-        self._group = group
-
-    def non_finite(self) -> list[str]:
-        """Return the parameters whose gradient holds NaN or infinity. Collective."""
-        mine = set(super().non_finite())
-        rows = gather_numbers(self._group, [float(place.name in mine) for place in self.places])
-        return [
-            place.name
-            for place, any_of in zip(self.places, zip(*rows, strict=True), strict=True)
-            if any(any_of)
-        ]
-
-
 class FullyShardedReduction(RowReduction):
     """Sums the shards' gradients over the copies of the model, at the boundary.
 
@@ -322,7 +304,7 @@ class FullyShardedReduction(RowReduction):
         replicas: BaseGroup,
         bucket_bytes: int | None,
     ) -> None:
-        buffers = ShardedGradients(parameters, group)
+        buffers = GradientBuffers(parameters)
         super().__init__(
             buffers,
             replicas,
@@ -336,13 +318,13 @@ class FullyShardedReduction(RowReduction):
         super().begin(leaves)
         self._silent_since = self._replicas.transport_collectives() or 0
 
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
+    def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         if sent := (self._replicas.transport_collectives() or 0) - self._silent_since:
             raise SilenceError(
                 f"{sent} collectives ran between the copies of the model in mid-window: they are "
                 "reduced at the boundary, once"
             )
         mark = self._replicas.mark()
-        totals = super().finish(trailer, norm)
+        totals = super().reduce(trailer)
         self.sent_apart = self._replicas.since(mark)
         return totals

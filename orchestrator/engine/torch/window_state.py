@@ -53,7 +53,7 @@ class WindowState:
         mark: of the group's traffic at the window's start.
         micro_steps: since the window began.
         open: a window has begun and not ended.
-        at_stake: what becomes unusable on this rank if the current call raises: "window",
+        error_breaks: what becomes unusable on this rank if the current call raises: "window",
             "accumulator", or "" where all ranks fail alike.
     """
 
@@ -75,7 +75,7 @@ class WindowState:
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self.update, self.open, self.micro_steps = -1, False, 0
         self._inside: str | None = None  # the call that runs now
-        self.at_stake = ""
+        self.error_breaks = ""
         self._over = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
@@ -107,16 +107,16 @@ class WindowState:
             yield
         except BaseException as error:
             what = f"{type(error).__name__}: {error_text(error)}"
-            if self.at_stake == "window":
+            if self.error_breaks == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
-            elif self.at_stake == "accumulator" and self._group.size > 1:
+            elif self.error_breaks == "accumulator" and self._group.size > 1:
                 self._unusable = (
                     f"update {self.update} failed on this rank, so it may no longer be in step "
                     f"with the others and has to end. What failed was {what}"
                 )
             raise
         finally:
-            self._inside, self.at_stake = None, ""
+            self._inside, self.error_breaks = None, ""
 
     def begin(self, update: int | None, *, implied_by: str | None) -> None:
         """Begin a window, from nothing, and its silence.
@@ -206,7 +206,7 @@ class WindowState:
         if recorded:
             self._stray = None  # declared by this call
         else:
-            self._over, self.at_stake = last, "window"
+            self._over, self.error_breaks = last, "window"
 
     def stray(self, parameter: int) -> None:
         """Note a gradient that comes while no backward of the accumulator runs.
@@ -224,7 +224,7 @@ class WindowState:
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
 
-        If the call fails before `at_stake` is reset, this rank may fail alone, and has to end.
+        If the call fails before `error_breaks` is reset, this rank may fail alone, and has to end.
 
         Returns:
             Numbers, with their names, that have to be the same on all ranks.
@@ -240,7 +240,7 @@ class WindowState:
                 f"knowledge, {_REMEDY}"
             )
         self._refuse_broken()
-        self.open, self._stray, self.at_stake = False, None, "accumulator"
+        self.open, self._stray, self.error_breaks = False, None, "accumulator"
         self._group.silence = None
         self._group.open_windows.discard(self)
         versions = list(map(version_of, self._parameters))
