@@ -64,7 +64,7 @@ from orchestrator.engine.torch.start_checks import (
 )
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
-from orchestrator.engine.torch.window_checks import checked_loss, replicas_of
+from orchestrator.engine.torch.window_checks import checked_loss, replica_checker
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
@@ -174,9 +174,9 @@ class Accumulator:
         named, trained = check_supported(self.model, self.optimizer)
         _refuse_shared(trained)
         self.fully_sharded = _fully_sharded(self.model, trained, group, options)
-        replicas = self.fully_sharded.replicas if self.fully_sharded else group
-        ranks = self.fully_sharded.replica_ranks if self.fully_sharded else range(group.size)
-        check_same_start(group, self.model, named, optimizer, options, replicas, ranks)
+        replicate_group = self.fully_sharded.replicate_group if self.fully_sharded else group
+        ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
+        check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
@@ -189,12 +189,13 @@ class Accumulator:
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
-        self._replicas = replicas_of(() if self.fully_sharded else named, group)
-        self._copies = self._replicas
+        # A trailer's digests are compared over all ranks, which do not hold the same shards.
+        self._window_checker = replica_checker(() if self.fully_sharded else named, group)
+        self._replica_checker = self._window_checker
         if self.fully_sharded:
-            self._copies = replicas_of(named, replicas, ranks)
+            self._replica_checker = replica_checker(named, replicate_group, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
-        silent = options.silent and (not self.fully_sharded or replicas.size > 1)
+        silent = options.silent and (not self.fully_sharded or replicate_group.size > 1)
         options = options.with_options({"silent": silent})
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
@@ -378,10 +379,10 @@ class Accumulator:
             with self.clock.wait:
                 mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
                 self._used.flag(mine)
-                self._replicas.write_digest(mine, update, agreed)
+                self._window_checker.write_digest(mine, update, agreed)
                 totals, summed_norm = self._reduction.reduce(mine)
                 self._window.error_breaks = ""  # from here on all ranks know the same
-                self._replicas.check(totals, update)
+                self._window_checker.check(totals, update)
             with self.clock.optimize:
                 norm = self._step(update, totals, mine, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.sent_apart
@@ -508,7 +509,7 @@ class Accumulator:
         """
         error: ReplicasDiffer | None = None
         try:
-            self._copies.check_all()
+            self._replica_checker.check_all()
         except ReplicasDiffer as found:
             error = found
         if self.fully_sharded is not None:  # only the ranks with the same shards know of it

@@ -1,7 +1,8 @@
 """Models in shards: `fully_shard` (FSDP2) within groups of ranks, this reduction between them.
 
 A model sharded over a mesh of one dimension is one copy, held by all ranks. On a mesh of two
-dimensions, (replicate, shard), each row of ranks holds a copy (HSDP); usually a row is a node.
+dimensions, (replicate, shard), each row of ranks (`shard_ranks`) holds a copy (HSDP), usually a
+node; each column (`replicate_group`) holds the same shards of all copies.
 
 FSDP gathers weights and scatters gradients within a copy, in each micro-step, and adds this rank's
 shards into the flat buffers. Left to itself it would reduce between copies in each backward, too,
@@ -101,9 +102,9 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         raise JobError(f"{type(job).__name__}.shard() did not call fully_shard() on the model")
 
 
-def join_copies(group: BaseGroup, over: str) -> None:
+def form_replicate_group(group: BaseGroup, over: str) -> None:
     """Set a new group's `shard_ranks`, the ranks that hold this rank's copy of the model, and
-    `replicas`, those that hold the same shards of the other copies. Collective.
+    `replicate_group`, those that hold the same shards, one of each copy. Collective.
 
     Args:
         over: see `shard_model`.
@@ -114,12 +115,12 @@ def join_copies(group: BaseGroup, over: str) -> None:
     group.shard_ranks = tuple(next(ranks for ranks in copies if group.rank in ranks))
     index = group.shard_ranks.index(group.rank)
     same = [ranks[index] for ranks in copies]
-    group.replica_ranks = tuple(same)
-    group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
+    group.replicate_ranks = tuple(same)
+    group.replicate_group = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
         store = PrefixStore(f"replicas-{index}", cast("Any", group.store).below)
         own = replace(spec, rank=same.index(group.rank), size=len(same))
-        group.replicas = transport_of(group.transport).form(own, store)
+        group.replicate_group = transport_of(group.transport).form(own, store)
 
 
 def shard_layers(model: Module, mesh: DeviceMesh) -> None:
@@ -149,8 +150,8 @@ class FullySharded:
 
     Attributes:
         shard_ranks: numbers in `group` of the ranks that hold this rank's copy.
-        replicas: the ranks that hold the same shards of the other copies.
-        replica_ranks: their numbers in `group`.
+        replicate_group: the ranks that hold the same shards, one of each copy.
+        replicate_ranks: their numbers in `group`.
 
     Raises:
         ConfigError: a mesh, a wrapper or a torch that cannot be served.
@@ -161,8 +162,8 @@ class FullySharded:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {p.device_mesh for _, p in trained if isinstance(p, DTensor)}
         self.shard_ranks = group.shard_ranks
-        self.replica_ranks = group.replica_ranks or (group.rank,)
-        self.replicas = group.replicas or TorchGroup.alone(device=group.device)
+        self.replicate_ranks = group.replicate_ranks or (group.rank,)
+        self.replicate_group = group.replicate_group or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(
@@ -192,8 +193,8 @@ class FullySharded:
             self.shard_ranks = tuple(map(ranks.index, row.tolist()))
             if mesh.ndim > 1 and mesh.size(0) > 1:
                 column = mesh.mesh[:, mesh.get_local_rank(1)]
-                self.replica_ranks = tuple(map(ranks.index, column.tolist()))
-                self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
+                self.replicate_ranks = tuple(map(ranks.index, column.tolist()))
+                self.replicate_group = TorchGroup.wrap(mesh.get_group(0), device=group.device)
         for module in self._modules:
             self._take_over(module)
 
@@ -221,7 +222,7 @@ class FullySharded:
         """Return the number of this rank's part of a checkpoint: its place in the first copy, -1 in
         the others.
         """
-        return self.shard_ranks.index(self._group.rank) if self.replicas.rank == 0 else -1
+        return self.shard_ranks.index(self._group.rank) if self.replicate_group.rank == 0 else -1
 
     def reshard(self) -> None:
         """Free whole weights after a step: they are those before it."""
@@ -230,7 +231,7 @@ class FullySharded:
 
     def reduction(self, parameters: Named, bucket_bytes: int | None) -> FullyShardedReduction:
         """Build the reduction of the model's trained parameters."""
-        return FullyShardedReduction(parameters, self._group, self.replicas, bucket_bytes)
+        return FullyShardedReduction(parameters, self._group, self.replicate_group, bucket_bytes)
 
     # State is saved as that of a model that is not sharded, so it can be read with any number of
     # ranks, and without any sharding.
@@ -301,30 +302,30 @@ class FullyShardedReduction(RowReduction):
         self,
         parameters: Named,
         group: BaseGroup,
-        replicas: BaseGroup,
+        replicate_group: BaseGroup,
         bucket_bytes: int | None,
     ) -> None:
         buffers = GradientBuffers(parameters)
         super().__init__(
             buffers,
-            replicas,
+            replicate_group,
             bucket_slices(buffers.payloads, bucket_bytes),
             all_ranks=group,
-            norm_counts=replicas.rank == 0,  # its shards are those of the other replicas, too
+            norm_counts=replicate_group.rank == 0,  # others there hold the same shards
         )
-        self._replicas, self._silent_since = replicas, 0
+        self._replicate_group, self._silent_since = replicate_group, 0
 
     def begin(self, leaves: int | None) -> None:
         super().begin(leaves)
-        self._silent_since = self._replicas.transport_collectives() or 0
+        self._silent_since = self._replicate_group.transport_collectives() or 0
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
-        if sent := (self._replicas.transport_collectives() or 0) - self._silent_since:
+        if sent := (self._replicate_group.transport_collectives() or 0) - self._silent_since:
             raise SilenceError(
                 f"{sent} collectives ran between the copies of the model in mid-window: they are "
                 "reduced at the boundary, once"
             )
-        mark = self._replicas.mark()
+        mark = self._replicate_group.mark()
         totals = super().reduce(trailer)
-        self.sent_apart = self._replicas.since(mark)
+        self.sent_apart = self._replicate_group.since(mark)
         return totals

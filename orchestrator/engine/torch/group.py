@@ -106,10 +106,10 @@ class BaseGroup(Group):
         self.store: object = None  # has to live as long as the group
         self.spec: GroupSpec | None = None  # of the rendezvous that formed it
         self.open_windows: WeakSet[Any] = WeakSet()  # `WindowState`s of this rank's accumulators
-        # Of a job's model in shards: see `fully_sharded.join_copies`.
+        # Of a job's model in shards, set by `fully_sharded.form_replicate_group`.
         self.shard_ranks: tuple[int, ...] = ()
-        self.replica_ranks: tuple[int, ...] = ()
-        self.replicas: BaseGroup | None = None
+        self.replicate_ranks: tuple[int, ...] = ()
+        self.replicate_group: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:
         """Return the collectives by the transport's own count, or None when it keeps none."""
@@ -134,8 +134,8 @@ class BaseGroup(Group):
         Args:
             in_window: see `Group._admit`.
         """
-        share = 2 * (self.size - 1) * tensor.nbytes
-        self._admit("all_reduce_sum", share, in_window=in_window)
+        sent = 2 * (self.size - 1) * tensor.nbytes
+        self._admit("all_reduce_sum", sent, in_window=in_window)
         if self.size == 1:
             return ChainedWork()
         flat = flatten(tensor)
@@ -162,8 +162,7 @@ class BaseGroup(Group):
         """
         sizes = self._leading_sizes(tensor.shape, sizes)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        share = (self.size - 1) * out.nbytes
-        self._admit("all_gather", share, in_window=in_window)
+        self._admit("all_gather", (self.size - 1) * out.nbytes, in_window=in_window)
         if self.size == 1:
             return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
@@ -173,11 +172,11 @@ class BaseGroup(Group):
             mine = torch.cat([mine, mine.new_zeros(max(sizes) * reals - mine.numel())])
         parts = [torch.empty_like(mine) for _ in sizes]
         self._start_gather(parts, mine).wait()
-        target, place = flatten(out), 0
+        target, start = flatten(out), 0
         for part, size in zip(parts, sizes, strict=True):
             count = size * reals
-            target[place : place + count].copy_(part[:count])
-            place += count
+            target[start : start + count].copy_(part[:count])
+            start += count
         return out
 
     def gather_in_place_async(self, tensor: Tensor) -> Work:
@@ -204,8 +203,8 @@ class BaseGroup(Group):
                 until `wait()`; the rest of `tensor` is undefined then.
             in_window: see `Group._admit`.
         """
-        share = (self.size - 1) * tensor.nbytes
-        self._admit("reduce_scatter_sum", share, in_window=in_window)
+        sent = (self.size - 1) * tensor.nbytes
+        self._admit("reduce_scatter_sum", sent, in_window=in_window)
         if self.size == 1:
             return ChainedWork(after=lambda: out.copy_(tensor))
         return self._start_reduce_scatter(out, tensor)
@@ -308,15 +307,15 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def to_floats(numbers: Sequence[Any]) -> list[float]:
     """Return numbers, some of them tensors of one, with one transfer from each device."""
-    found, places_on = list(numbers), dict[torch.device, list[int]]()
-    for place, number in enumerate(numbers):
+    found, on_device = list(numbers), dict[torch.device, list[int]]()
+    for index, number in enumerate(numbers):
         if isinstance(number, Tensor) and not number.is_cpu:
-            places_on.setdefault(number.device, []).append(place)
-    for places in places_on.values():
+            on_device.setdefault(number.device, []).append(index)
+    for indices in on_device.values():
         # float64 holds all others exactly; a count above 2**53 is out of reach.
-        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in places])
-        for place, number in zip(places, stacked.tolist(), strict=True):
-            found[place] = number
+        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            found[index] = number
     return list(map(float, found))
 
 
@@ -332,7 +331,7 @@ def to_floats(numbers: Sequence[Any]) -> list[float]:
 # | `all_gather` | (n_r, *) -> (sum n_q, *) | y = concat(x_0 .. x_{R-1}) | block r of sum_q g_q |
 #
 # A loss that every rank computes from the result is counted R times: divide it by R, or sum the
-# parameters' gradients of one rank's share only.
+# parameters' gradients of one rank's part only.
 #
 # Forward and backward are collective: every rank calls both, in the same order. All dtypes
 # (complex included), any strides; neither the input nor the incoming gradient is modified. The

@@ -188,13 +188,13 @@ class TorchGroup(BaseGroup):
             time-out NCCL blocks this thread too, aborts the communicator when the time is up, and
             raises here. Without one its watchdog would end the process with SIGABRT, on every rank
             that only waited.
-        place: see `BaseGroup`.
+        base: arguments of `BaseGroup`.
     """
 
     def __init__(
-        self, process_group: Any, *, wait_timeout_s: float | None = None, **place: Any
+        self, process_group: Any, *, wait_timeout_s: float | None = None, **base: Any
     ) -> None:
-        super().__init__(**place)
+        super().__init__(**base)
         self._group = process_group
         self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
         self._aborted = False
@@ -272,8 +272,8 @@ class TorchGroup(BaseGroup):
         outside, but closes all its connections at the first time-out, which is made here on
         purpose; one peer that lives is enough.
         """
-        if self.replicas is not None:
-            self.replicas.interrupt()
+        if self.replicate_group is not None:
+            self.replicate_group.interrupt()
         if self.transport == "nccl" and self._group is not None:
             self._aborted = True  # before: a wait that the abort ends returns without a result
             self._group.abort()
