@@ -122,7 +122,7 @@ def _reduction_for(
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        buffers = GradientBuffers(parameters, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size, move_weights=True)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
         buffers = GradientBuffers(parameters, pad_to=group.size)
@@ -182,10 +182,10 @@ class Accumulator:
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
         self._may_step = False  # the optimizer may step now
         self._step_guard = _refuse_other_steps(self)
-        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
-        self._used = UsedParameters(self.buffers.used, group)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
+        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
+        self._used = UsedParameters(self.buffers.used, group)
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)

@@ -148,6 +148,17 @@ def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, li
     ]
 
 
+def _move_weights(slots: Sequence[GradientSlot], length: int) -> Tensor:
+    """Move the parameters of a buffer into a tensor of its layout, as views; return the tensor."""
+    first = slots[0].parameter
+    weights = torch.zeros(length, dtype=first.real.dtype, device=first.device)
+    for slot in slots:
+        view = slot.view(weights)
+        view.copy_(slot.parameter.detach())
+        slot.parameter.data = view
+    return weights
+
+
 def bucket_slices(
     payloads: Sequence[Tensor],
     bucket_bytes: int | None,
@@ -202,8 +213,10 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
+        move_weights: also move the parameters into flat buffers, `weights`, and make them views.
 
     Attributes:
+        weights: the parameters' own numbers in the same layout, where they were moved.
         flats: the buffers, padding included. The trailer ends the payload of the last one.
         payloads: their meaningful parts: gradients, in the last one the trailer as well.
         flat_grads: their gradients alone.
@@ -215,12 +228,18 @@ class GradientBuffers:
     """
 
     def __init__(
-        self, parameters: Named, *, metric_count: int | None = None, pad_to: int = 1
+        self,
+        parameters: Named,
+        *,
+        metric_count: int | None = None,
+        pad_to: int = 1,
+        move_weights: bool = False,
     ) -> None:
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
         plans = _buffer_plans(local)
         self.flats: list[Tensor] = []
+        self.weights: list[Tensor] = []
         self._ends: list[tuple[int, int]] = []  # of each one's gradients, and of its payload
         slots: dict[int, GradientSlot] = {}
         for buffer, (device, dtype, members) in enumerate(plans):
@@ -232,9 +251,10 @@ class GradientBuffers:
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)
             self._ends.append((start, length))
-            self.flats.append(
-                torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)
-            )
+            length = -(-length // pad_to) * pad_to
+            if move_weights:  # first, so that the old ones are freed before gradients take memory
+                self.weights.append(_move_weights([slots[n] for n in members], length))
+            self.flats.append(torch.zeros(length, dtype=dtype, device=device))
         self.slots = [slots[number] for number in range(len(parameters))]
         self.parameters = [parameter for _, parameter in parameters]
         self._cut_flats()

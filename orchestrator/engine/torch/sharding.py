@@ -255,22 +255,13 @@ class OptimizerShard:
         self._slices, buffers = reduction.slices, reduction.buffers
         self._slots, self._flats = buffers.slots, buffers.flats
         self.flat_grads = reduction.reduced
-        dtypes = {p.buffer: p.parameter.real.dtype for p in self._slots}
-        weights = [
-            torch.zeros_like(flat, dtype=dtypes[number])
-            for number, flat in enumerate(buffers.flats)
-        ]
-        for slot in self._slots:  # move the parameters
-            view = slot.view(weights[slot.buffer])
-            view.copy_(slot.parameter.detach())
-            slot.parameter.data = view
         self._addresses = [slot.parameter.data_ptr() for slot in self._slots]
-        self._weights = [weights[buffer][start:end] for buffer, start, end in self._slices]
+        self._weights = [buffers.weights[buffer][start:end] for buffer, start, end in self._slices]
         self._pieces = [  # of each parameter; none for many of them
             [
                 Piece.of(
                     start - slot.start,
-                    weights[slot.buffer][start:end].detach(),
+                    buffers.weights[slot.buffer][start:end].detach(),
                     buffers.flats[slot.buffer][start:end],
                 )
                 for start, end in slot.ranges_in(reduction.owned)
