@@ -557,17 +557,24 @@ class Accumulator:
         """Remove the hooks from model and optimizer, so that another accumulator can be built.
 
         Args:
-            release: give the optimizer whole parameters again, where it was in shards, and none of
-                its state; a single rank's was one shard, of all.
+            release: free the gradient, and give the optimizer whole parameters again, where it was
+                in shards, and none of its state; a single rank's was one shard, of all.
         """
+        if self not in _living:
+            return
         _living.discard(self)
         self._window.close()
         self._step_guard.remove()
         self._hooks.remove()
         self.buffers.release()
-        if release and self._shard is not None:
+        if not release:
+            return
+        for parameter in self.buffers.parameters:
+            parameter.grad = None
+        del self._reduction  # whose buffers would take memory beside those of the next accumulator
+        if self._shard is not None:
             self._shard.release()
-        elif release and self.options.shard_optimizer:
+        elif self.options.shard_optimizer:
             self.optimizer.state.clear()
 
 

@@ -335,6 +335,7 @@ class OptimizerShard:
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
         self._optimizer.state.clear()
+        self._pieces, self._weights, self.flat_grads = [], [], []
 
     # -------------------------------------------------------------- state of the whole optimizer
     # Checkpoints do not know of shards. Gathering is collective: ranks exchange what they keep of

@@ -1,6 +1,7 @@
 """The accumulator outside any loop: what it refuses, what it survives, what it counts."""
 
 import math
+import weakref
 
 import pytest
 import torch
@@ -197,6 +198,19 @@ def test_a_backward_run_by_other_code_is_recorded():
     recorded = run_in_threads(2, lambda group: train(group, record=True))
     usual = run_in_threads(2, lambda group: train(group, record=False))
     assert torch.equal(recorded[0], usual[0])
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_released_accumulator_frees_its_gradient(shard_optimizer):
+    def train(group):
+        ours, model = _accumulator(group, shard_optimizer=shard_optimizer)
+        ours.backward(_loss(model))
+        buffers = weakref.ref(ours.buffers)
+        ours.close(release=True)
+        ours.close(release=True)  # as when the next group is lost while it forms
+        return buffers() is None and all(p.grad is None for p in model.parameters())
+
+    assert run_in_threads(2, train) == [True, True]
 
 
 def test_record_declares_only_the_backwards_before_it():
