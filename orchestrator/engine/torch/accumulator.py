@@ -329,7 +329,7 @@ class Accumulator:
             self._next_step("record()", last=False, leaf=None)
             if self.options.reduction != "fast":
                 raise ConfigError(
-                    "record() is for reduction='fast'; with 'reproducible' each chunk's gradient "
+                    "record() is for reduction='fast'; with 'reproducible' each leaf's gradient "
                     "is kept apart, by backward()"
                 )
             row = checked_loss(loss, self.options.metric_names)
