@@ -44,7 +44,7 @@ from orchestrator.engine.torch.buffers import (
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_texts
 from orchestrator.engine.torch.reducer import GradientNorm
-from orchestrator.engine.torch.rendezvous import form_group
+from orchestrator.engine.torch.rendezvous import meet
 from orchestrator.engine.torch.sharding import RowReduction
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import TorchGroup, transport_of
@@ -84,11 +84,12 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         spec = replace(spec, rank=spec.local_rank, size=spec.ranks_per_node)
     if not dist.is_initialized():  # meshes find their process groups in torch's own list alone
         folder.mkdir(mode=0o700, exist_ok=True)
-        ours = form_group(replace(spec, folder=folder, generation=0))
-        alone = spec.size == 1
-        store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.store).below)
-        _stores.append((store, ours))
-        backend = f"cpu:gloo,cuda:{ours.transport}" if group.device.type == "cuda" else "gloo"
+        shared, transport = meet(replace(spec, folder=folder, generation=0))
+        transport_of(transport).prepare(cast("GroupSpec", group.spec))
+        store = HashStore() if shared is None else PrefixStore("torch", shared.below)
+        store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
+        _stores.append((store, shared))
+        backend = f"cpu:gloo,cuda:{transport}" if group.device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=store,
