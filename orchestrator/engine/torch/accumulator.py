@@ -14,11 +14,13 @@ Ranks may have different numbers of micro-steps, and none at all.
 The path of a gradient:
 
 1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count what came. In the last backward of a window they
-   call the reduction, which sends a bucket to the other ranks once it is complete.
-2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait
-   (`reduce`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
-3. `_step` decides from these totals (`UpdatePolicy`), multiplies the buffers once by (clip
+   (`GradientBuffers`). Hooks (`GradHooks`) count gradients. In the last backward of a window they
+   also pass each one to the reduction (`before_backward` returns its function), which sends a
+   bucket to the other ranks once it is complete.
+2. `boundary` checks that only backwards wrote (`GradientBuffers.complete`). The reduction sends
+   the rest, with a trailer of sums and flags, and waits (`reduce`): afterwards the buffers hold the
+   sum over ranks, and all ranks know the same totals and norm.
+3. `_step` decides from these (`UpdatePolicy.decide`), multiplies the buffers once by (clip
    factor / weight), and lets the optimizer step on them (`stepping`).
 
 With a sharded optimizer, `reduce` leaves each rank with the sum of its segments of the buckets
@@ -307,9 +309,9 @@ class Accumulator:
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.shared
-                arrived = self._reduction.before_backward(last=early, leaf=leaf)
+                on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                with self._hooks.expecting(arrived):
+                with self._hooks.expecting(on_gradient):
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 self._reduction.after_backward()
             if self._tracker is not None:
@@ -375,16 +377,17 @@ class Accumulator:
             mark = self.group.mark() if self._window.shared else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
-                mine = Trailer.of_losses(to_floats(self._losses), len(names))
+                trailer = Trailer.of_losses(to_floats(self._losses), len(names))
             with self.clock.wait:
-                mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
-                self._used.flag(mine)
-                self._window_checker.write_digest(mine, update, agreed)
-                totals, summed_norm = self._reduction.reduce(mine)
+                trailer.flags[STOP] = int(stop)
+                trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
+                self._used.flag(trailer)
+                self._window_checker.write_digest(trailer, update, agreed)
+                totals, summed_norm = self._reduction.reduce(trailer)
                 self._window.error_breaks = ""  # from here on all ranks know the same
                 self._window_checker.check(totals, update)
             with self.clock.optimize:
-                norm = self._step(update, totals, mine, summed_norm.value())
+                norm = self._step(update, totals, trailer, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.sent_apart
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
@@ -406,7 +409,7 @@ class Accumulator:
             return report
 
     def _step(
-        self, update: int, totals: Trailer, mine: Trailer, summed_norm: float
+        self, update: int, totals: Trailer, trailer: Trailer, summed_norm: float
     ) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.
 
@@ -416,7 +419,7 @@ class Accumulator:
             The averaged gradient's norm; None where the update is skipped.
         """
         found = self._policy.decide(
-            update, totals, mine, summed_norm, self._reduction.non_finite,
+            update, totals, trailer, summed_norm, self._reduction.non_finite,
             divided_by=self._expected_weight,
         )  # fmt: skip
         if found is None:

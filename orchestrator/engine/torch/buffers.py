@@ -394,7 +394,7 @@ class GradHooks:
 
     Args:
         parameters: the trained ones.
-        counts: by parameter, how many backwards came.
+        counts: `GradientBuffers.hook_counts`; one is added for each gradient.
         stray: called with a parameter's number when its gradient comes while none is expected.
     """
 
@@ -417,9 +417,9 @@ class GradHooks:
         return count
 
     @contextmanager
-    def expecting(self, arrived: Callable[[int], None] | None) -> Generator[None]:
-        """Expect gradients in here; `arrived`, if any, is called with each parameter's number."""
-        self._notify = arrived
+    def expecting(self, on_gradient: Callable[[int], None] | None) -> Generator[None]:
+        """Expect gradients in here; call `on_gradient`, if any, with each parameter's number."""
+        self._notify = on_gradient
         try:
             yield
         finally:

@@ -99,9 +99,9 @@ class FastReduction:
         # Autograd has a thread for each device, whose hooks would send at the same time.
         one_device = len({flat.device for flat in buffers.flats}) == 1
         overlap = overlap and one_device and group.size > 1
-        self._early = self._buckets_before_trailer() if overlap else 0
+        self._early_buckets = self._buckets_before_trailer() if overlap else 0
         self._arrived: set[int] = set()  # parameters whose gradient came in the last backward
-        self._under_way: list[Work] = []
+        self._in_flight: list[Work] = []
 
     def _buckets_before_trailer(self) -> int:
         """Return how many buckets may leave before the boundary, where the trailer is known."""
@@ -113,7 +113,7 @@ class FastReduction:
     def begin(self, leaves: int | None) -> None:
         """Begin a window. `leaves` are for the reproducible reduction."""
         del leaves
-        if self._under_way:
+        if self._in_flight:
             raise RuntimeError(
                 "a window begins while another one's gradients are on their way: after an error in "
                 "the last backward this rank has to end, since the others wait for it"
@@ -130,14 +130,14 @@ class FastReduction:
         """
         del leaf
         self.buffers.check()
-        if not (last and self._early):
+        if not (last and self._early_buckets):
             return None
         self._arrived.clear()
         return self._send_completed
 
     def _send_completed(self, parameter: int) -> None:
         """Send the buckets that a parameter's gradient completes."""
-        sent = len(self._under_way)
+        sent = len(self._in_flight)
         if parameter in self._arrived and any(parameter in one for one in self._members[:sent]):
             name = self.buffers.slots[parameter].name
             raise JobError(
@@ -146,8 +146,8 @@ class FastReduction:
                 "checkpoint(..., use_reentrant=False), or Accumulator(..., overlap=False)"
             )
         self._arrived.add(parameter)
-        while len(self._under_way) < self._early:
-            if not self._members[len(self._under_way)] <= self._arrived:
+        while len(self._in_flight) < self._early_buckets:
+            if not self._members[len(self._in_flight)] <= self._arrived:
                 return
             self._send_next()
 
@@ -180,16 +180,16 @@ class FastReduction:
             The norm of this rank's part of the sum, computed while later buckets still travel.
         """
         norm = GradientNorm()
-        while len(self._under_way) < len(self._buckets):
+        while len(self._in_flight) < len(self._buckets):
             self._send_next()
-        under_way = zip(self._under_way, self.reduced, strict=True)
-        for number, (work, gradient) in enumerate(under_way, start=1):
+        in_flight = zip(self._in_flight, self.reduced, strict=True)
+        for number, (work, gradient) in enumerate(in_flight, start=1):
             with for_others("bucket %d of %d of the gradient", number, len(self._buckets)):
                 work.wait()
             norm.add(gradient)
-        self._under_way.clear()
+        self._in_flight.clear()
         return norm
 
     def _send_next(self) -> None:
-        bucket = self._buckets[len(self._under_way)]
-        self._under_way.append(self._group.all_reduce_sum_async(bucket, in_window=True))
+        bucket = self._buckets[len(self._in_flight)]
+        self._in_flight.append(self._group.all_reduce_sum_async(bucket, in_window=True))

@@ -177,10 +177,10 @@ class ShardedReduction(RowReduction):
         super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
 
     def _send_next(self) -> None:
-        number = len(self._under_way)
+        number = len(self._in_flight)
         buffer, start, end = self.owned[number]
         segment, bucket = self.buffers.flats[buffer][start:end], self._buckets[number]
-        self._under_way.append(
+        self._in_flight.append(
             self._group.reduce_scatter_sum_async(segment, bucket, in_window=True)
         )
 

@@ -69,14 +69,14 @@ class WindowState:
         known = {id(parameter) for _, parameter in trained}
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
-        self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._frozen = [(name, p) for name, p in named if id(p) not in known]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
         self._norms = batch_norms_of(model) if options.warn_about_layers else {}
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self.update, self.open, self.micro_steps = -1, False, 0
-        self._inside: str | None = None  # the call that runs now
+        self._running_call: str | None = None  # the call that runs now
         self.error_breaks = ""
-        self._over = False  # this rank's last micro-step was there
+        self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._stray: int | None = None  # a parameter that an undeclared backward reached
@@ -95,14 +95,14 @@ class WindowState:
         Raises:
             JobError: one runs, or none may any more.
         """
-        if self._inside is not None:
+        if self._running_call is not None:
             raise JobError(
-                f"{call} was called while {self._inside} of the same accumulator ran, from another "
-                "thread or a hook; one call at a time"
+                f"{call} was called while {self._running_call} of the same accumulator ran, from "
+                "another thread or a hook; one call at a time"
             )
         if self._unusable is not None:
             raise JobError(self._unusable)
-        self._inside = call
+        self._running_call = call
         try:
             yield
         except BaseException as error:
@@ -116,7 +116,7 @@ class WindowState:
                 )
             raise
         finally:
-            self._inside, self.error_breaks = None, ""
+            self._running_call, self.error_breaks = None, ""
 
     def begin(self, update: int | None, *, implied_by: str | None) -> None:
         """Begin a window, from nothing, and its silence.
@@ -140,7 +140,7 @@ class WindowState:
                 f"({self.micro_steps} micro-steps counted), which would be lost; call boundary() "
                 f"first"
             )
-        for name, parameter in self._others:
+        for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise JobError(
                     f"parameter {name} began to require gradients after the accumulator was built; "
@@ -150,7 +150,7 @@ class WindowState:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
-        self.open, self._over, self.micro_steps = True, False, 0
+        self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._stray = None, None
         if self._norms:
             self._warn_about_layers()
@@ -196,7 +196,7 @@ class WindowState:
         self._refuse_broken()
         if not self._settings:
             self._settings = self._settings_now()
-        if self._over and not recorded:
+        if self._last_done and not recorded:
             raise JobError(
                 f"backward() came after the micro-step of update {self.update} that was marked "
                 "last=True, whose gradients may be with the other ranks already: last=True belongs "
@@ -206,7 +206,7 @@ class WindowState:
         if recorded:
             self._stray = None  # declared by this call
         else:
-            self._over, self.error_breaks = last, "window"
+            self._last_done, self.error_breaks = last, "window"
 
     def stray(self, parameter: int) -> None:
         """Note a gradient that comes while no backward of the accumulator runs.
@@ -214,7 +214,7 @@ class WindowState:
         Raises:
             JobError: it came after this rank's last micro-step.
         """
-        if self.open and self._over:
+        if self.open and self._last_done:
             raise JobError(
                 f"a backward reached {self._names[parameter]} after the micro-step of update "
                 f"{self.update} that was marked last=True, {_REMEDY}"
