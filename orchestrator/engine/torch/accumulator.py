@@ -563,7 +563,7 @@ class Accumulator:
             release: free the gradient, and give the optimizer whole parameters again, where it was
                 in shards, and none of its state; a single rank's was one shard, of all.
         """
-        if self not in _living:
+        if self not in _living:  # closed already, when a group was lost while it formed
             return
         _living.discard(self)
         self._window.close()

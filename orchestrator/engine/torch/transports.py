@@ -705,7 +705,8 @@ class Hccl(_ProcessGroupTransport):
 
     @classmethod
     def prepare(cls, spec: GroupSpec) -> None:
-        torch.get_device_module("npu").set_device(cls.device(spec.local_rank))
+        device = cls.device(spec.local_rank)  # first, as it makes torch know the module
+        torch.get_device_module("npu").set_device(device)
 
     @classmethod
     def connect(cls, spec: GroupSpec, store: Store) -> Any:
