@@ -23,11 +23,11 @@ if TYPE_CHECKING:
         all_gather,
         all_reduce_mean,
         all_reduce_sum,
-        run_in_threads,
     )
     from orchestrator.errors import ConfigError, DataError, JobError, OrchestratorError
     from orchestrator.job import Job, Loss
     from orchestrator.plan.order import Shards
+    from orchestrator.testing.threads import run_in_threads
 
 __version__ = "0.1.0"
 __all__ = [
@@ -56,6 +56,7 @@ _HOMES = {
     "Job": "job", "Loss": "job", "current_run": "client.run",
     "ConfigError": "errors", "DataError": "errors", "JobError": "errors",
     "OrchestratorError": "errors", "Shards": "plan.order", "ShardedDataset": "data",
+    "run_in_threads": "testing.threads",
 }  # fmt: skip
 
 

@@ -250,7 +250,7 @@ def _any_job(config: Config) -> Iterator[str]:
     if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
         yield (
             "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
-            "chunk, the unit of work; try accumulation.micro_batch=16"
+            "leaf, the unit of work; try accumulation.micro_batch=16"
         )
     for name in stated(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ():
         yield (

@@ -151,7 +151,7 @@ class Group(ABC):
         self.transport = transport
         self.counters = Counters()
         self.silence: str | None = None
-        self._share = 0  # bytes on the wire times R: exact where the quotient is not whole
+        self._total_bytes = 0  # of all ranks together: a whole number
 
     @abstractmethod
     def all_reduce_sum(self, tensor: Tensor) -> None:
@@ -179,21 +179,21 @@ class Group(ABC):
 
     def mark(self) -> Mark:
         """Return the current counts, for `since`."""
-        return self.counters.collectives, self._share
+        return self.counters.collectives, self._total_bytes
 
     def since(self, mark: Mark) -> Counters:
         """Return the traffic since `mark`; bytes on the wire are rounded up once."""
-        collectives, share = mark
+        collectives, total_bytes = mark
         return Counters(
             collectives=self.counters.collectives - collectives,
-            bytes_on_wire=-(-(self._share - share) // self.size),
+            bytes_on_wire=-(-(self._total_bytes - total_bytes) // self.size),
         )
 
-    def _admit(self, operation: str, share: int, *, in_window: bool = False) -> None:
+    def _admit(self, operation: str, total_bytes: int, *, in_window: bool = False) -> None:
         """Check that a collective may run now, and count it; a lone rank sends nothing.
 
         Args:
-            share: bytes that all ranks together have to send for it.
+            total_bytes: what all ranks together have to send for it.
             in_window: it is the engine's own, which silence is not for.
 
         Raises:
@@ -207,9 +207,9 @@ class Group(ABC):
             )
         if self.size == 1:
             return
-        self._share += share
+        self._total_bytes += total_bytes
         self.counters.collectives += 1
-        self.counters.bytes_on_wire = -(-self._share // self.size)
+        self.counters.bytes_on_wire = -(-self._total_bytes // self.size)
 
     def _leading_sizes(self, shape: Sequence[int], sizes: Sequence[int] | None) -> tuple[int, ...]:
         """Return the leading sizes of all ranks' tensors, this one's being of `shape`.

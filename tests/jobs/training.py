@@ -3,8 +3,9 @@
 import copy
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import TorchEngine, run_in_threads
+from orchestrator.engine.torch import TorchEngine
 from orchestrator.plan.split import split_leaves, split_window
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import _run
 
 

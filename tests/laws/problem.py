@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.torch import Accumulator, run_in_threads
+from orchestrator.engine.torch import Accumulator
+from orchestrator.testing.threads import run_in_threads
 
 TOKENS, WIDTH, LONGEST = 7, 4, 5
 

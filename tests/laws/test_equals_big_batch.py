@@ -8,7 +8,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from orchestrator import Loss
-from orchestrator.engine.torch import Accumulator, run_in_threads
+from orchestrator.engine.torch import Accumulator
+from orchestrator.testing.threads import run_in_threads
 from tests.laws.problem import Problem, big_batch, difference, split
 from tests.laws.strategies import cuts
 

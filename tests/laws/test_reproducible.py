@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator import Loss
-from orchestrator.engine.torch import Accumulator, run_in_threads
+from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.model import seed_everything
 from orchestrator.engine.torch.reproducible import (
     are_siblings,
@@ -18,6 +18,7 @@ from orchestrator.engine.torch.reproducible import (
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
 from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.threads import run_in_threads
 
 LEAF = 3
 

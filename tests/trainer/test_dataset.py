@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.engine.torch import run_in_threads
 from orchestrator.errors import JobError
+from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
 
 

@@ -102,10 +102,10 @@ class Hyperparameters:
         for group, name in sorted(found.keys() | self._kept.keys()):
             before, after = (held.get((group, name)) for held in (self._kept, found))
             if before != after and not (jobs_turn and name not in RATES):
-                raise JobError(self._told(group, name, before, after, when))
+                raise JobError(self._refusal(group, name, before, after, when))
         self._kept = found
 
-    def _told(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
+    def _refusal(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
         changed = (
             f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
             f"{after!r:.40} {when}, behind the engine's back"

@@ -2,8 +2,8 @@
 
 Ranks start alike and apply the same update, so they stay alike; unless something changes weights on
 one of them only. Nothing would show that: gradients are averaged, the loss goes on falling, and
-rank 0's weights are saved for all ranks. So a digest of one *share* of the weights travels with
-each boundary's reduction (`Trailer.add_digest`), another share in each update, and all of
+rank 0's weights are saved for all ranks. So a digest of one *partition* of the weights travels with
+each boundary's reduction (`Trailer.add_digest`), another partition in each update, and all of
 them are compared before a checkpoint and at the end. Where digests differ, all ranks raise the same
 error, which takes one collective more.
 
@@ -22,11 +22,11 @@ from orchestrator.engine.common.boundary import DIGEST_BITS, Trailer
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.plan_warnings import named_ranks
 
-MOST_SHARES = 32
+MAX_PARTITIONS = 32
 """In so many updates at most all weights are looked at: 0.04 ns of an update for each number."""
 
-LEAST_SHARE, EACH_PIECE = 256 * 1024, 32 * 1024
-"""Bytes of a share at the least; overhead of a piece, in bytes."""
+MIN_PARTITION_BYTES, EACH_PIECE = 256 * 1024, 32 * 1024
+"""Bytes of a partition at the least; overhead of a piece, in bytes."""
 
 LARGEST_PIECE = 2**16
 """Numbers of a piece at the most, so that what is computed from it stays in the cache."""
@@ -44,15 +44,15 @@ class WeightRange:
     end: int
 
 
-def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[WeightRange]]:
-    """Return the model's pieces, in at most `MOST_SHARES` shares of nearly equal work, in their
-    order.
+def partition_weights(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[WeightRange]]:
+    """Cut the model into pieces, in their order, in at most `MAX_PARTITIONS` partitions of nearly
+    equal work.
 
     Args:
         sizes: numbers of each parameter.
         itemsizes: bytes of one of them.
 
-    >>> [len(share) for share in shares_of([100, 2**20], [4, 4])]
+    >>> [len(partition) for partition in partition_weights([100, 2**20], [4, 4])]
     [2, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1, 1]
     """
     pieces = [
@@ -61,15 +61,15 @@ def shares_of(sizes: Sequence[int], itemsizes: Sequence[int]) -> list[list[Weigh
         for start in range(0, size, LARGEST_PIECE)
     ]
     costs = [EACH_PIECE + (piece.end - piece.start) * itemsize for piece, itemsize in pieces]
-    share = max(LEAST_SHARE, -(-sum(costs) // MOST_SHARES))
-    shares: list[list[WeightRange]] = [[]]
+    largest = max(MIN_PARTITION_BYTES, -(-sum(costs) // MAX_PARTITIONS))
+    partitions: list[list[WeightRange]] = [[]]
     reached = 0
     for (piece, _), cost in zip(pieces, costs, strict=True):
-        if reached >= share * len(shares):
-            shares.append([])
-        shares[-1].append(piece)
+        if reached >= largest * len(partitions):
+            partitions.append([])
+        partitions[-1].append(piece)
         reached += cost
-    return shares
+    return partitions
 
 
 def folded(values: Sequence[Any], bits: int = VALUE_BITS) -> int:
@@ -78,12 +78,12 @@ def folded(values: Sequence[Any], bits: int = VALUE_BITS) -> int:
     return int.from_bytes(digest, "little") >> (64 - bits)
 
 
-class Replicas:
+class ReplicaChecker:
     """Detects weights that differ between ranks.
 
     Args:
         names: of the parameters.
-        sizes, itemsizes: see `shares_of`.
+        sizes, itemsizes: see `partition_weights`.
         digests: gives a number of up to 64 bits for each of some pieces, of the weights as they
             are now; any change of a piece changes its number.
         gather: every rank's numbers, a row for each rank; collective.
@@ -108,15 +108,15 @@ class Replicas:
         self._joint_digests = joint_digests or digests
         self._names, self._digests, self._gather, self._ranks = names, digests, gather, ranks
         self._numbers = numbers or range(ranks)
-        self._shares = shares_of(sizes, itemsizes)
+        self._partitions = partition_weights(sizes, itemsizes)
         self._update = -1  # the latest
-        self._alike: list[int | None] = [None] * len(self._shares)  # last before which update
+        self._alike: list[int | None] = [None] * len(self._partitions)  # last before which update
         self._agreed: Mapping[str, float] = {}
 
     def write_digest(
         self, trailer: Trailer, update: int, agreed: Mapping[str, float] | None = None
     ) -> None:
-        """Put this rank's digest of the update's share into what travels. Not collective.
+        """Put this rank's digest of the update's partition into what travels. Not collective.
 
         Args:
             trailer: that of this rank.
@@ -126,7 +126,7 @@ class Replicas:
         """
         self._update, self._agreed = update, agreed or {}
         if self._ranks > 1:
-            digests = self._joint_digests(self._shares[update % len(self._shares)])
+            digests = self._joint_digests(self._partitions[update % len(self._partitions)])
             values = [*map(float, self._agreed.values()), *digests]
             trailer.add_digest(folded(values, DIGEST_BITS))
 
@@ -138,13 +138,15 @@ class Replicas:
                 names ranks, the first parameter, and since when.
             JobError: on all ranks, when `agreed` numbers of this window differ.
         """
-        place = update % len(self._shares)
+        index = update % len(self._partitions)
         if totals.digests_agree(self._ranks):
-            self._alike[place] = update
+            self._alike[index] = update
             return
         if self._agreed:
             self._check_agreed(update)
-        raise self._error(self._shares[place], self._alike[place], f"the step of update {update}")
+        raise self._error(
+            self._partitions[index], self._alike[index], f"the step of update {update}"
+        )
 
     def check_all(self) -> None:
         """Compare all weights now, between two windows. Collective.
@@ -154,12 +156,14 @@ class Replicas:
         """
         if self._ranks == 1:
             return
-        digests = [folded(self._digests(share)) for share in self._shares]
+        digests = [folded(self._digests(partition)) for partition in self._partitions]
         rows = self._gather([float(digest) for digest in digests])
-        for place, share in enumerate(self._shares):
-            if any(row[place] != rows[0][place] for row in rows):
-                raise self._error(share, self._alike[place], f"the end of update {self._update}")
-        self._alike = [self._update + 1] * len(self._shares)
+        for index, partition in enumerate(self._partitions):
+            if any(row[index] != rows[0][index] for row in rows):
+                raise self._error(
+                    partition, self._alike[index], f"the end of update {self._update}"
+                )
+        self._alike = [self._update + 1] * len(self._partitions)
 
     def _check_agreed(self, update: int) -> None:
         rows = self._gather(list(self._agreed.values()))

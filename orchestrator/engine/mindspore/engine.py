@@ -41,7 +41,7 @@ from orchestrator.engine.mindspore.model import (
     build_optimizer,
     check_same_weights,
     hyperparameters_of,
-    replicas_of,
+    replica_checker,
     seed_everything,
     set_rate,
     state_of,
@@ -220,7 +220,7 @@ class MindSporeEngine(Engine):
             precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
-        self._replicas = replicas_of(self._model, self.gather, group.size)
+        self._replica_checker = replica_checker(self._model, self.gather, group.size)
         self._policy = UpdatePolicy(settings, precision, self.gather)
         self._step = self._accumulator.step_with(self._optimizer)
         floats = np.float64 if settings.precision == "float64" else None
@@ -261,14 +261,14 @@ class MindSporeEngine(Engine):
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
             trailer = Trailer.of_losses(losses, len(self._names))
             trailer.flags[STOP] = int(stop)
-            self._replicas.write_digest(trailer, update)
+            self._replica_checker.write_digest(trailer, update)
         self._group.silence = None
         with self._clock.wait:
             gradients, numbers = self._accumulator.reduce(trailer.numbers())
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
             totals = Trailer.of(numbers)
-            self._replicas.check(totals, update)
+            self._replica_checker.check(totals, update)
             norm = self._apply(update, totals, trailer, gradients)
         self._hyperparameters.keep()
         if norm is not None:
@@ -341,7 +341,7 @@ class MindSporeEngine(Engine):
         return checked_figures(figures, self._job)
 
     def check_replicas(self) -> None:
-        self._replicas.check_all()
+        self._replica_checker.check_all()
 
     def optimizer_used(self) -> dict[str, Any]:
         """Describe the optimizer: its class, where it is from, and its groups of parameters."""

@@ -23,7 +23,7 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.micro_steps import derived_seed
-from orchestrator.engine.common.replicas import Replicas, WeightRange
+from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
@@ -227,9 +227,9 @@ class Precision(LossScale):
 # ------------------------------------------------------------------ Weights digest
 
 
-def replicas_of(
+def replica_checker(
     model: nn.Cell, gather: Callable[[Sequence[float]], list[list[float]]], ranks: int
-) -> Replicas:
+) -> ReplicaChecker:
     """Return the detector of a model's parameters that differ between ranks. Not collective.
 
     The running statistics of batch norms are parameters here, too, and every rank has its own.
@@ -253,7 +253,7 @@ def replicas_of(
             found.append(int.from_bytes(hashlib.sha256(data).digest()[:8], "little"))
         return found
 
-    return Replicas(
+    return ReplicaChecker(
         [parameter.name for parameter in parameters],
         [int(parameter.size) for parameter in parameters],
         [int(parameter.itemsize) for parameter in parameters],

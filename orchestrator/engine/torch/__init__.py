@@ -6,8 +6,9 @@
 | `window_state` | which call is legal when, in a window and in `run.windows` |
 | `buffers` | flat gradient buffers, hooks that fill them, unused parameters |
 | `reducer`, `sharding`, `reproducible` | the three ways to sum buffers over ranks |
+| `fully_sharded` | models of FSDP2, whose shards are summed over copies of the model |
 | `start_checks`, `window_checks` | what is refused at the start, and in each window |
-| `group` | collectives and their gradients; ranks as threads |
+| `group`, `collectives` | groups of ranks; collectives inside a model, with their gradients |
 | `transports`, `rendezvous` | process groups (gloo, NCCL, HCCL), and how ranks meet |
 | `engine` | a job's model, data and optimizer on an accumulator; other groups |
 | `model`, `loader`, `state`, `grad_cache` | parts of it: models, batches, files, coupled losses |
@@ -17,18 +18,16 @@ from __future__ import annotations
 
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.engine.torch.group import (
+from orchestrator.engine.torch.collectives import (
     AllGather,
     AllReduceMean,
     AllReduceSum,
-    BaseGroup,
-    InProcessGroup,
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
-    run_in_threads,
 )
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.model import with_norms
 from orchestrator.engine.torch.rendezvous import form_group
 from orchestrator.engine.torch.start_checks import versions
@@ -42,7 +41,6 @@ __all__ = [
     "AllReduceMean",
     "AllReduceSum",
     "BaseGroup",
-    "InProcessGroup",
     "Loss",
     "TorchEngine",
     "TorchGroup",
@@ -50,7 +48,6 @@ __all__ = [
     "all_reduce_mean",
     "all_reduce_sum",
     "form_group",
-    "run_in_threads",
     "versions",
     "with_norms",
 ]

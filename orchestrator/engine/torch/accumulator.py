@@ -14,14 +14,16 @@ Ranks may have different numbers of micro-steps, and none at all.
 The path of a gradient:
 
 1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count what came. In the last backward of a window they
-   call the reduction, which sends a bucket to the other ranks once it is complete.
-2. `boundary` has the reduction send the rest, with a trailer of sums and flags, and wait
-   (`finish`): afterwards the buffers hold the sum over ranks, and all ranks know the same totals.
-3. `_step` decides from these totals (`UpdatePolicy`), multiplies the buffers once by (clip
+   (`GradientBuffers`). Hooks (`GradHooks`) count gradients. In the last backward of a window they
+   also pass each one to the reduction (`before_backward` returns its function), which sends a
+   bucket to the other ranks once it is complete.
+2. `boundary` checks that only backwards wrote (`GradientBuffers.complete`). The reduction sends
+   the rest, with a trailer of sums and flags, and waits (`reduce`): afterwards the buffers hold the
+   sum over ranks, and all ranks know the same totals and norm.
+3. `_step` decides from these (`UpdatePolicy.decide`), multiplies the buffers once by (clip
    factor / weight), and lets the optimizer step on them (`stepping`).
 
-With a sharded optimizer, `finish` leaves each rank with the sum of its segments of the buckets
+With a sharded optimizer, `reduce` leaves each rank with the sum of its segments of the buckets
 alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
 """
 
@@ -52,7 +54,7 @@ from orchestrator.engine.torch.buffers import (
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
-from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
+from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
 from orchestrator.engine.torch.start_checks import (
@@ -64,7 +66,7 @@ from orchestrator.engine.torch.start_checks import (
 )
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
-from orchestrator.engine.torch.window_checks import checked_loss, replicas_of
+from orchestrator.engine.torch.window_checks import checked_loss, replica_checker
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
@@ -75,8 +77,8 @@ if TYPE_CHECKING:
 
 # ------------------------------------------------------------------ Choice of the reduction
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
-# a window, `before_backward`, `after_backward`, and `finish` at the boundary. Another one (for
-# parameters that are sharded themselves, say) is a class with these four methods.
+# a window, `before_backward`, `after_backward`, and at the boundary `reduce` and, where the norm is
+# not finite, `non_finite`. Another one is a class with these five methods.
 
 
 _REDUCTIONS = ("fast", "reproducible")
@@ -122,7 +124,7 @@ def _reduction_for(
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
-        buffers = GradientBuffers(parameters, pad_to=group.size)
+        buffers = GradientBuffers(parameters, pad_to=group.size, move_weights=True)
         return ShardedReduction(buffers, group, bucket_bytes, overlap=overlap)
     if reduction == "reproducible":
         buffers = GradientBuffers(parameters, pad_to=group.size)
@@ -174,27 +176,28 @@ class Accumulator:
         named, trained = check_supported(self.model, self.optimizer)
         _refuse_shared(trained)
         self.fully_sharded = _fully_sharded(self.model, trained, group, options)
-        replicas = self.fully_sharded.replicas if self.fully_sharded else group
-        ranks = self.fully_sharded.replica_ranks if self.fully_sharded else range(group.size)
-        check_same_start(group, self.model, named, optimizer, options, replicas, ranks)
+        replicate_group = self.fully_sharded.replicate_group if self.fully_sharded else group
+        ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
+        check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
         self.precision = Precision(options.precision, trained[0][1].device)
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
-        self._stepping = False  # the optimizer may step now
+        self._may_step = False  # the optimizer may step now
         self._step_guard = _refuse_other_steps(self)
-        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
-        self._used = UsedParameters(self.buffers.used, group)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
+        self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
+        self._used = UsedParameters(self.buffers.used, group)
         self._shard = None
         if isinstance(self._reduction, ShardedReduction):
             self._shard = OptimizerShard(optimizer, self._reduction, group)
-        self._replicas = replicas_of(() if self.fully_sharded else named, group)
-        self._copies = self._replicas
+        # A trailer's digests are compared over all ranks, which do not hold the same shards.
+        self._window_checker = replica_checker(() if self.fully_sharded else named, group)
+        self._replica_checker = self._window_checker
         if self.fully_sharded:
-            self._copies = replicas_of(named, replicas, ranks)
+            self._replica_checker = replica_checker(named, replicate_group, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
-        silent = options.silent and (not self.fully_sharded or replicas.size > 1)
+        silent = options.silent and (not self.fully_sharded or replicate_group.size > 1)
         options = options.with_options({"silent": silent})
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
@@ -205,7 +208,7 @@ class Accumulator:
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
-        self._hooks = GradHooks(parameters, self.buffers.expected_versions, self._window.stray)
+        self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.stray)
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -306,9 +309,9 @@ class Accumulator:
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.shared
-                arrived = self._reduction.before_backward(last=early, leaf=leaf)
+                on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                with self._hooks.expecting(arrived):
+                with self._hooks.expecting(on_gradient):
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 self._reduction.after_backward()
             if self._tracker is not None:
@@ -318,7 +321,7 @@ class Accumulator:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
 
         Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only. Call
-        `begin_window` before that backward.
+        `begin_window` before that backward, and this after it.
 
         Raises:
             ValueError: the window has an expected weight, which its backward did not divide by.
@@ -328,7 +331,7 @@ class Accumulator:
             self._next_step("record()", last=False, leaf=None)
             if self.options.reduction != "fast":
                 raise ConfigError(
-                    "record() is for reduction='fast'; with 'reproducible' each chunk's gradient "
+                    "record() is for reduction='fast'; with 'reproducible' each leaf's gradient "
                     "is kept apart, by backward()"
                 )
             row = checked_loss(loss, self.options.metric_names)
@@ -370,20 +373,21 @@ class Accumulator:
             elif not self._window.open:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
-            update, scale, norm_of_sum = self._window.update, self.precision.scale, GradientNorm()
+            update, scale = self._window.update, self.precision.scale
             mark = self.group.mark() if self._window.shared else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
-                mine = Trailer.of_losses(to_floats(self._losses), len(names))
+                trailer = Trailer.of_losses(to_floats(self._losses), len(names))
             with self.clock.wait:
-                mine.flags[STOP], mine.flags[NEWCOMERS] = int(stop), int(self.newcomers_wait)
-                self._used.flag(mine)
-                self._replicas.write_digest(mine, update, agreed)
-                totals = self._reduction.finish(mine, norm_of_sum)
-                self._window.at_stake = ""  # from here on all ranks know the same
-                self._replicas.check(totals, update)
+                trailer.flags[STOP] = int(stop)
+                trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
+                self._used.flag(trailer)
+                self._window_checker.write_digest(trailer, update, agreed)
+                totals, summed_norm = self._reduction.reduce(trailer)
+                self._window.error_breaks = ""  # from here on all ranks know the same
+                self._window_checker.check(totals, update)
             with self.clock.optimize:
-                norm = self._step(update, totals, mine, norm_of_sum.value())
+                norm = self._step(update, totals, trailer, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.sent_apart
             shared: dict[str, Any] = totals.report(names)
             seconds: dict[str, Any] = self.clock.seconds()
@@ -405,7 +409,7 @@ class Accumulator:
             return report
 
     def _step(
-        self, update: int, totals: Trailer, mine: Trailer, norm_of_sum: float
+        self, update: int, totals: Trailer, trailer: Trailer, summed_norm: float
     ) -> float | None:
         """Average and clip the summed gradient, and let the optimizer step.
 
@@ -414,16 +418,17 @@ class Accumulator:
         Returns:
             The averaged gradient's norm; None where the update is skipped.
         """
-        # What steps: pieces of the weights, or whole ones. Both are `stepping` on `gradients`.
-        summed = self._shard or self._reduction.buffers
         found = self._policy.decide(
-            update, totals, mine, norm_of_sum, summed.non_finite, divided_by=self._expected_weight
-        )
+            update, totals, trailer, summed_norm, self._reduction.non_finite,
+            divided_by=self._expected_weight,
+        )  # fmt: skip
         if found is None:
             return None
         norm, factor = found
+        # Holds the summed gradient that this rank's optimizer steps on: its segments, or all of it.
+        local = self._shard or self.buffers
         if factor != 1.0:
-            for gradient in summed.gradients:
+            for gradient in local.flat_grads:
                 gradient.mul_(factor)
         unused = self._used.unused(totals)
         if len(unused) == len(self._used.mine):
@@ -431,20 +436,20 @@ class Accumulator:
                 f"no gradient reached any parameter in update {update}, on any rank: were the "
                 "losses computed by another model, or by a copy of this one?"
             )
-        self._window.at_stake = "accumulator"  # a step may lack memory on one rank alone
-        with summed.stepping(unused):
-            self._stepping = True
+        self._window.error_breaks = "accumulator"  # a step may lack memory on one rank alone
+        with local.stepping(unused):
+            self._may_step = True
             try:
                 self.optimizer.step()
             finally:
-                self._stepping = False
+                self._may_step = False
         self.precision.succeeded()
         if self._shard is not None:
             with self.clock.wait:
                 self._shard.gather_weights()
         if self.fully_sharded is not None:
             self.fully_sharded.reshard()
-        self._window.at_stake = ""
+        self._window.error_breaks = ""
         return norm
 
     # ------------------------------------------------------------------ between windows
@@ -507,7 +512,7 @@ class Accumulator:
         """
         error: ReplicasDiffer | None = None
         try:
-            self._copies.check_all()
+            self._replica_checker.check_all()
         except ReplicasDiffer as found:
             error = found
         if self.fully_sharded is not None:  # only the ranks with the same shards know of it
@@ -555,17 +560,24 @@ class Accumulator:
         """Remove the hooks from model and optimizer, so that another accumulator can be built.
 
         Args:
-            release: give the optimizer whole parameters again, where it was in shards, and none of
-                its state; a single rank's was one shard, of all.
+            release: free the gradient, and give the optimizer whole parameters again, where it was
+                in shards, and none of its state; a single rank's was one shard, of all.
         """
+        if self not in _living:  # closed already, when a group was lost while it formed
+            return
         _living.discard(self)
         self._window.close()
         self._step_guard.remove()
         self._hooks.remove()
         self.buffers.release()
-        if release and self._shard is not None:
+        if not release:
+            return
+        for parameter in self.buffers.parameters:
+            parameter.grad = None
+        del self._reduction  # whose buffers would take memory beside those of the next accumulator
+        if self._shard is not None:
             self._shard.release()
-        elif release and self.options.shard_optimizer:
+        elif self.options.shard_optimizer:
             self.optimizer.state.clear()
 
 
@@ -575,7 +587,7 @@ def _refuse_other_steps(accumulator: Accumulator) -> Any:
 
     def before(*_: Any) -> None:
         living = weak()
-        if living is not None and not living._stepping:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+        if living is not None and not living._may_step:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
             raise JobError(
                 "optimizer.step() was called, but the optimizer steps at the boundary: call "
                 "accumulator.boundary() instead, which reduces, divides, clips and steps once"

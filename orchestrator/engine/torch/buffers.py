@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from operator import attrgetter, is_, ne, or_
@@ -33,13 +33,20 @@ _SUMMED = (torch.float32, torch.float64)  # dtypes of sums, which hold a trailer
 
 @dataclass(frozen=True, slots=True)
 class GradientSlot:
-    """Place of a parameter's gradient: `count` real numbers of buffer `buffer` from `start`."""
+    """Position of a parameter's gradient: `count` real numbers of buffer `buffer` from `start`."""
 
     name: str
     parameter: Tensor
     buffer: int
     start: int
     count: int
+
+    def ranges_in(self, slices: Iterable[Slice]) -> Iterator[tuple[int, int]]:
+        """Yield start and end in the buffer of its numbers in each slice that holds some."""
+        for buffer, start, end in slices:
+            first, last = max(start, self.start), min(end, self.start + self.count)
+            if buffer == self.buffer and first < last:
+                yield first, last
 
     def view(self, flat: Tensor, start: int | None = None) -> Tensor:
         """Return the parameter's numbers in `flat`, a buffer or a tensor laid out like it, in the
@@ -141,6 +148,17 @@ def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, li
     ]
 
 
+def _move_weights(slots: Sequence[GradientSlot], length: int) -> Tensor:
+    """Move the parameters of a buffer into a tensor of its layout, as views; return the tensor."""
+    first = slots[0].parameter
+    weights = torch.zeros(length, dtype=first.real.dtype, device=first.device)
+    for slot in slots:
+        view = slot.view(weights)
+        view.copy_(slot.parameter.detach())
+        slot.parameter.data = view
+    return weights
+
+
 def bucket_slices(
     payloads: Sequence[Tensor],
     bucket_bytes: int | None,
@@ -195,43 +213,52 @@ class GradientBuffers:
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
             gradient and stays zero.
+        move_weights: also move the parameters into flat buffers, `weights`, and make them views.
 
     Attributes:
+        weights: the parameters' own numbers in the same layout, where they were moved.
         flats: the buffers, padding included. The trailer ends the payload of the last one.
         payloads: their meaningful parts: gradients, in the last one the trailer as well.
-        gradients: their gradients alone.
-        parameters, places, views: one for each, in the order of `parameters`.
+        flat_grads: their gradients alone.
+        parameters, slots, views: one for each, in the order of `parameters`.
         trailer: the trailer's numbers.
-        expected_versions: the version that each view has if only backwards wrote to it; hooks count
-            here.
+        hook_counts: of each view the version at the window's start, plus one for each gradient that
+            a hook has seen since: its version now, if only backwards wrote to it.
         used: 1 for each parameter that got a gradient, as of the latest `complete`.
     """
 
     def __init__(
-        self, parameters: Named, *, metric_count: int | None = None, pad_to: int = 1
+        self,
+        parameters: Named,
+        *,
+        metric_count: int | None = None,
+        pad_to: int = 1,
+        move_weights: bool = False,
     ) -> None:
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
         plans = _buffer_plans(local)
         self.flats: list[Tensor] = []
+        self.weights: list[Tensor] = []
         self._ends: list[tuple[int, int]] = []  # of each one's gradients, and of its payload
-        places: dict[int, GradientSlot] = {}
+        slots: dict[int, GradientSlot] = {}
         for buffer, (device, dtype, members) in enumerate(plans):
             start = 0
             for number in members:
                 name, parameter = local[number]
                 count = real_numbers(parameter)
-                places[number] = GradientSlot(name, parameter, buffer, start, count)
+                slots[number] = GradientSlot(name, parameter, buffer, start, count)
                 start += count
             length = start + (trailer if buffer == len(plans) - 1 else 0)
             self._ends.append((start, length))
-            self.flats.append(
-                torch.zeros(-(-length // pad_to) * pad_to, dtype=dtype, device=device)
-            )
-        self.places = [places[number] for number in range(len(parameters))]
+            length = -(-length // pad_to) * pad_to
+            if move_weights:  # first, so that the old ones are freed before gradients take memory
+                self.weights.append(_move_weights([slots[n] for n in members], length))
+            self.flats.append(torch.zeros(length, dtype=dtype, device=device))
+        self.slots = [slots[number] for number in range(len(parameters))]
         self.parameters = [parameter for _, parameter in parameters]
         self._cut_flats()
-        self.expected_versions = [0] * len(parameters)
+        self.hook_counts = [0] * len(parameters)
         self.used = bytearray(len(parameters))
         self._at_begin: list[int] = []
         self._narrow = [
@@ -245,15 +272,15 @@ class GradientBuffers:
     def _cut_flats(self) -> None:
         ends = list(zip(self.flats, self._ends, strict=True))
         self.payloads = [flat[:end] for flat, (_, end) in ends]
-        self.gradients = [flat[:end] for flat, (end, _) in ends]
+        self.flat_grads = [flat[:end] for flat, (end, _) in ends]
         self.trailer = self.payloads[-1][self._ends[-1][0] :]
         # A view by `.data` has a version of its own, which writing in the flat buffer leaves alone.
-        self.views = [place.view(self.flats[place.buffer]).data for place in self.places]
-        self._gradients = list(map(as_sharded, self.views, self.parameters))
+        self.views = [slot.view(self.flats[slot.buffer]).data for slot in self.slots]
+        self._grads = list(map(as_sharded, self.views, self.parameters))
         self._addresses = [view.data_ptr() for view in self.views]
 
     def clone_layout(self) -> GradientBuffers:
-        """Return further buffers of the same layout, zero. `expected_versions` and `used` are
+        """Return further buffers of the same layout, zero. `hook_counts` and `used` are
         shared, since gradients go to one set of buffers at a time.
         """
         other = copy.copy(self)
@@ -266,12 +293,12 @@ class GradientBuffers:
         for flat in self.flats:
             flat.zero_()
         self._at_begin = list(map(version_of, self.views))
-        self.expected_versions[:] = self._at_begin
+        self.hook_counts[:] = self._at_begin
         self.attach()
 
     def attach(self) -> None:
         """Set every `.grad` to its view of the buffers."""
-        for parameter, gradient in zip(self.parameters, self._gradients, strict=True):
+        for parameter, gradient in zip(self.parameters, self._grads, strict=True):
             parameter.grad = gradient
 
     def check(self) -> None:
@@ -283,11 +310,11 @@ class GradientBuffers:
         Raises:
             JobError: something else wrote there.
         """
-        if not all(map(is_, map(_GRADIENT, self.parameters), self._gradients)):
+        if not all(map(is_, map(_GRADIENT, self.parameters), self._grads)):
             for number, parameter in enumerate(self.parameters):
-                self._take(number, parameter, self._gradients[number])
-        if list(map(version_of, self.views)) != self.expected_versions:
-            versions = zip(self.views, self.expected_versions, strict=True)
+                self._take(number, parameter, self._grads[number])
+        if list(map(version_of, self.views)) != self.hook_counts:
+            versions = zip(self.views, self.hook_counts, strict=True)
             raise self._foreign_write(
                 next(n for n, (v, due) in enumerate(versions) if version_of(v) != due)
             )
@@ -295,10 +322,10 @@ class GradientBuffers:
     def _take(self, number: int, parameter: Tensor, gradient: Tensor) -> None:
         found, view = parameter.grad, self.views[number]
         if found is not None and found is not gradient:
-            if found.requires_grad or self.expected_versions[number] == version_of(view):
+            if found.requires_grad or self.hook_counts[number] == version_of(view):
                 raise self._foreign_write(number)
             view.add_(local_part(found))
-            self.expected_versions[number] = version_of(view)
+            self.hook_counts[number] = version_of(view)
         parameter.grad = gradient
 
     def complete(self) -> None:
@@ -313,10 +340,10 @@ class GradientBuffers:
             raise self._foreign_write(
                 next(n for n, now in enumerate(addresses) if now != self._addresses[n])
             )
-        self.used[:] = bytes(map(or_, self.used, map(ne, self.expected_versions, self._at_begin)))
+        self.used[:] = bytes(map(or_, self.used, map(ne, self.hook_counts, self._at_begin)))
 
     def _foreign_write(self, number: int) -> JobError:
-        name, gradient = self.places[number].name, self.parameters[number].grad
+        name, gradient = self.slots[number].name, self.parameters[number].grad
         if gradient is not None and gradient.requires_grad:
             return JobError(
                 f"the gradient of {name} carries a graph: accumulate by plain backward(); for "
@@ -336,7 +363,7 @@ class GradientBuffers:
         It sees gradients of its parameters' dtype, rounded once from the sum.
         """
         for number in self._narrow:
-            self.parameters[number].grad = self._gradients[number].to(self.parameters[number].dtype)
+            self.parameters[number].grad = self._grads[number].to(self.parameters[number].dtype)
         for number in unused:
             self.parameters[number].grad = None
         yield
@@ -351,8 +378,8 @@ class GradientBuffers:
     def non_finite(self) -> list[str]:
         """Return the parameters whose gradient holds NaN or infinity. Not collective."""
         return [
-            place.name
-            for place, view in zip(self.places, self.views, strict=True)
+            slot.name
+            for slot, view in zip(self.slots, self.views, strict=True)
             if not bool(torch.isfinite(view).all())
         ]
 
@@ -367,7 +394,7 @@ class GradHooks:
 
     Args:
         parameters: the trained ones.
-        counts: by parameter, how many backwards came.
+        counts: `GradientBuffers.hook_counts`; one is added for each gradient.
         stray: called with a parameter's number when its gradient comes while none is expected.
     """
 
@@ -390,9 +417,9 @@ class GradHooks:
         return count
 
     @contextmanager
-    def expecting(self, arrived: Callable[[int], None] | None) -> Generator[None]:
-        """Expect gradients in here; `arrived`, if any, is called with each parameter's number."""
-        self._notify = arrived
+    def expecting(self, on_gradient: Callable[[int], None] | None) -> Generator[None]:
+        """Expect gradients in here; call `on_gradient`, if any, with each parameter's number."""
+        self._notify = on_gradient
         try:
             yield
         finally:

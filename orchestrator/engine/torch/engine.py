@@ -150,10 +150,10 @@ class TorchEngine(Engine):
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
         self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
         if settings.shard_model != "none":
-            from orchestrator.engine.torch.fully_sharded import join_copies, shard_model
+            from orchestrator.engine.torch.fully_sharded import form_replicate_group, shard_model
 
             shard_model(job, self.model, group, settings.shard_model)
-            join_copies(group, settings.shard_model)
+            form_replicate_group(group, settings.shard_model)
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # warns for the run.
         how = {"overlap": not talks, "silent": not talks, "warn_about_layers": False}
@@ -229,11 +229,11 @@ class TorchEngine(Engine):
         self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        with self._within_copy("a micro-step"):
+        with self._translated_errors("a micro-step"):
             self._micro_step(batch, micro_batch)
 
     @contextmanager
-    def _within_copy(self, what: str) -> Generator[None]:
+    def _translated_errors(self, what: str) -> Generator[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
         if not self.shard_ranks:
             yield
@@ -291,7 +291,7 @@ class TorchEngine(Engine):
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()
         if self._coupled is not None and self._window is not None:
-            self._coupled.finish(self._window)
+            self._coupled.backward(self._window)
         self._hyperparameters.check("inside a window")
         # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:
@@ -318,7 +318,7 @@ class TorchEngine(Engine):
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
-        with self._within_copy("the evaluation"), in_evaluation(self.model), torch.no_grad():
+        with self._translated_errors("the evaluation"), in_evaluation(self.model), torch.no_grad():
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         if self._sharded is not None:
             self._sharded.reshard()  # the optimizer steps shards
@@ -379,7 +379,7 @@ class TorchEngine(Engine):
         load_weights(self.model, path)
 
     def weights_sha256(self) -> str:
-        with self._within_copy("the digest of the weights"):
+        with self._translated_errors("the digest of the weights"):
             return weights_sha256(self.model, keep=not self.shard_ranks or self._group.rank == 0)
 
     def extra_collectives(self) -> int:
@@ -506,10 +506,10 @@ class TorchEngine(Engine):
         Raises:
             StateLost: on all ranks; of some shards no rank has applied the newest update.
         """
-        from orchestrator.engine.torch.fully_sharded import join_copies
+        from orchestrator.engine.torch.fully_sharded import form_replicate_group
 
-        join_copies(group, self._settings.shard_model)
-        among = cast("BaseGroup", group.replicas)
+        form_replicate_group(group, self._settings.shard_model)
+        among = cast("BaseGroup", group.replicate_group)
         applied = [int(row[0]) for row in gather_numbers(among, [updates])]
         rows = gather_numbers(group, [max(applied)])
         if lost := [rank for rank, row in enumerate(rows) if row[0] < newest]:

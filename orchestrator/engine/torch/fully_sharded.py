@@ -1,7 +1,8 @@
 """Models in shards: `fully_shard` (FSDP2) within groups of ranks, this reduction between them.
 
 A model sharded over a mesh of one dimension is one copy, held by all ranks. On a mesh of two
-dimensions, (replicate, shard), each row of ranks holds a copy (HSDP); usually a row is a node.
+dimensions, (replicate, shard), each row of ranks (`shard_ranks`) holds a copy (HSDP), usually a
+node; each column (`replicate_group`) holds the same shards of all copies.
 
 FSDP gathers weights and scatters gradients within a copy, in each micro-step, and adds this rank's
 shards into the flat buffers. Left to itself it would reduce between copies in each backward, too,
@@ -41,9 +42,9 @@ from orchestrator.engine.torch.buffers import (
     local_part,
     shard_like,
 )
-from orchestrator.engine.torch.group import BaseGroup, gather_numbers, gather_texts
+from orchestrator.engine.torch.group import BaseGroup, gather_texts
 from orchestrator.engine.torch.reducer import GradientNorm
-from orchestrator.engine.torch.rendezvous import form_group
+from orchestrator.engine.torch.rendezvous import meet
 from orchestrator.engine.torch.sharding import RowReduction
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import TorchGroup, transport_of
@@ -83,11 +84,13 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         spec = replace(spec, rank=spec.local_rank, size=spec.ranks_per_node)
     if not dist.is_initialized():  # meshes find their process groups in torch's own list alone
         folder.mkdir(mode=0o700, exist_ok=True)
-        ours = form_group(replace(spec, folder=folder, generation=0))
-        alone = spec.size == 1
-        store = HashStore() if alone else PrefixStore("torch", cast("Any", ours.store).below)
-        _stores.append((store, ours))
-        backend = f"cpu:gloo,cuda:{ours.transport}" if group.device.type == "cuda" else "gloo"
+        shared, transport = meet(replace(spec, folder=folder, generation=0))
+        # A process that replaces a lost one has formed no group yet, which would have done it.
+        transport_of(transport).prepare(cast("GroupSpec", group.spec))
+        store = HashStore() if shared is None else PrefixStore("torch", shared.below)
+        store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
+        _stores.append((store, shared))
+        backend = f"cpu:gloo,cuda:{transport}" if group.device.type == "cuda" else "gloo"
         dist.init_process_group(
             backend,
             store=store,
@@ -101,9 +104,9 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         raise JobError(f"{type(job).__name__}.shard() did not call fully_shard() on the model")
 
 
-def join_copies(group: BaseGroup, over: str) -> None:
+def form_replicate_group(group: BaseGroup, over: str) -> None:
     """Set a new group's `shard_ranks`, the ranks that hold this rank's copy of the model, and
-    `replicas`, those that hold the same shards of the other copies. Collective.
+    `replicate_group`, those that hold the same shards, one of each copy. Collective.
 
     Args:
         over: see `shard_model`.
@@ -112,14 +115,14 @@ def join_copies(group: BaseGroup, over: str) -> None:
     nodes = gather_texts(group, spec.node if over == "node" else "all")
     copies = [[n for n, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     group.shard_ranks = tuple(next(ranks for ranks in copies if group.rank in ranks))
-    place = group.shard_ranks.index(group.rank)
-    same = [ranks[place] for ranks in copies]
-    group.replica_ranks = tuple(same)
-    group.replicas = TorchGroup.alone(transport=group.transport, device=group.device)
+    index = group.shard_ranks.index(group.rank)
+    same = [ranks[index] for ranks in copies]
+    group.replicate_ranks = tuple(same)
+    group.replicate_group = TorchGroup.alone(transport=group.transport, device=group.device)
     if len(same) > 1:
-        store = PrefixStore(f"replicas-{place}", cast("Any", group.store).below)
+        store = PrefixStore(f"replicas-{index}", cast("Any", group.store).below)
         own = replace(spec, rank=same.index(group.rank), size=len(same))
-        group.replicas = transport_of(group.transport).form(own, store)
+        group.replicate_group = transport_of(group.transport).form(own, store)
 
 
 def shard_layers(model: Module, mesh: DeviceMesh) -> None:
@@ -149,8 +152,8 @@ class FullySharded:
 
     Attributes:
         shard_ranks: numbers in `group` of the ranks that hold this rank's copy.
-        replicas: the ranks that hold the same shards of the other copies.
-        replica_ranks: their numbers in `group`.
+        replicate_group: the ranks that hold the same shards, one of each copy.
+        replicate_ranks: their numbers in `group`.
 
     Raises:
         ConfigError: a mesh, a wrapper or a torch that cannot be served.
@@ -161,8 +164,8 @@ class FullySharded:
         self._modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
         meshes = {p.device_mesh for _, p in trained if isinstance(p, DTensor)}
         self.shard_ranks = group.shard_ranks
-        self.replica_ranks = group.replica_ranks or (group.rank,)
-        self.replicas = group.replicas or TorchGroup.alone(device=group.device)
+        self.replicate_ranks = group.replicate_ranks or (group.rank,)
+        self.replicate_group = group.replicate_group or TorchGroup.alone(device=group.device)
         for name, parameter in trained:
             if not isinstance(parameter, DTensor):
                 raise ConfigError(
@@ -192,8 +195,8 @@ class FullySharded:
             self.shard_ranks = tuple(map(ranks.index, row.tolist()))
             if mesh.ndim > 1 and mesh.size(0) > 1:
                 column = mesh.mesh[:, mesh.get_local_rank(1)]
-                self.replica_ranks = tuple(map(ranks.index, column.tolist()))
-                self.replicas = TorchGroup.wrap(mesh.get_group(0), device=group.device)
+                self.replicate_ranks = tuple(map(ranks.index, column.tolist()))
+                self.replicate_group = TorchGroup.wrap(mesh.get_group(0), device=group.device)
         for module in self._modules:
             self._take_over(module)
 
@@ -221,7 +224,7 @@ class FullySharded:
         """Return the number of this rank's part of a checkpoint: its place in the first copy, -1 in
         the others.
         """
-        return self.shard_ranks.index(self._group.rank) if self.replicas.rank == 0 else -1
+        return self.shard_ranks.index(self._group.rank) if self.replicate_group.rank == 0 else -1
 
     def reshard(self) -> None:
         """Free whole weights after a step: they are those before it."""
@@ -230,7 +233,7 @@ class FullySharded:
 
     def reduction(self, parameters: Named, bucket_bytes: int | None) -> FullyShardedReduction:
         """Build the reduction of the model's trained parameters."""
-        return FullyShardedReduction(parameters, self._group, self.replicas, bucket_bytes)
+        return FullyShardedReduction(parameters, self._group, self.replicate_group, bucket_bytes)
 
     # State is saved as that of a model that is not sharded, so it can be read with any number of
     # ranks, and without any sharding.
@@ -290,24 +293,6 @@ def _whole(tensor: Tensor, *, keep: bool) -> Tensor:
     return found.clone() if found.data_ptr() == local_part(tensor).data_ptr() else found
 
 
-class ShardedGradients(GradientBuffers):
-    """Gradient buffers of this rank's shards. `group`: all ranks."""
-
-    def __init__(self, parameters: Named, group: BaseGroup) -> None:
-        super().__init__(parameters)
-        self._group = group
-
-    def non_finite(self) -> list[str]:
-        """Return the parameters whose gradient holds NaN or infinity. Collective."""
-        mine = set(super().non_finite())
-        rows = gather_numbers(self._group, [float(place.name in mine) for place in self.places])
-        return [
-            place.name
-            for place, any_of in zip(self.places, zip(*rows, strict=True), strict=True)
-            if any(any_of)
-        ]
-
-
 class FullyShardedReduction(RowReduction):
     """Sums the shards' gradients over the copies of the model, at the boundary.
 
@@ -319,30 +304,30 @@ class FullyShardedReduction(RowReduction):
         self,
         parameters: Named,
         group: BaseGroup,
-        replicas: BaseGroup,
+        replicate_group: BaseGroup,
         bucket_bytes: int | None,
     ) -> None:
-        buffers = ShardedGradients(parameters, group)
+        buffers = GradientBuffers(parameters)
         super().__init__(
             buffers,
-            replicas,
+            replicate_group,
             bucket_slices(buffers.payloads, bucket_bytes),
             all_ranks=group,
-            norm_counts=replicas.rank == 0,  # its shards are those of the other replicas, too
+            norm_counts=replicate_group.rank == 0,  # others there hold the same shards
         )
-        self._replicas, self._silent_since = replicas, 0
+        self._replicate_group, self._silent_since = replicate_group, 0
 
     def begin(self, leaves: int | None) -> None:
         super().begin(leaves)
-        self._silent_since = self._replicas.transport_collectives() or 0
+        self._silent_since = self._replicate_group.transport_collectives() or 0
 
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        if sent := (self._replicas.transport_collectives() or 0) - self._silent_since:
+    def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
+        if sent := (self._replicate_group.transport_collectives() or 0) - self._silent_since:
             raise SilenceError(
                 f"{sent} collectives ran between the copies of the model in mid-window: they are "
                 "reduced at the boundary, once"
             )
-        mark = self._replicas.mark()
-        totals = super().finish(trailer, norm)
-        self.sent_apart = self._replicas.since(mark)
+        mark = self._replicate_group.mark()
+        totals = super().reduce(trailer)
+        self.sent_apart = self._replicate_group.since(mark)
         return totals

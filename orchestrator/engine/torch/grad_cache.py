@@ -122,7 +122,7 @@ class CoupledWindows:
             _, rows = self._embed(batch, micro_batch)
         self._kept.append((batch, micro_batch, rows))
 
-    def finish(self, window: Window) -> None:
+    def backward(self, window: Window) -> None:
         """Gather, compute the loss, send its gradient back through every micro-batch. Collective.
 
         Raises:

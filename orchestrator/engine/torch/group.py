@@ -1,23 +1,19 @@
-"""Groups over torch tensors: collectives, their gradients, and ranks as threads."""
+"""Groups over torch tensors."""
 
 from __future__ import annotations
 
 import math
-import threading
 from abc import abstractmethod
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
 
 from orchestrator.engine.api import Group, GroupSpec
-from orchestrator.errors import PeerLost
 
 version_of = attrgetter("_version")
 """Return how often a tensor was written in place. torch has no public name for it."""
@@ -109,10 +105,10 @@ class BaseGroup(Group):
         self.store: object = None  # has to live as long as the group
         self.spec: GroupSpec | None = None  # of the rendezvous that formed it
         self.open_windows: WeakSet[Any] = WeakSet()  # `WindowState`s of this rank's accumulators
-        # Of a job's model in shards: see `fully_sharded.join_copies`.
+        # Of a job's model in shards, set by `fully_sharded.form_replicate_group`.
         self.shard_ranks: tuple[int, ...] = ()
-        self.replica_ranks: tuple[int, ...] = ()
-        self.replicas: BaseGroup | None = None
+        self.replicate_ranks: tuple[int, ...] = ()
+        self.replicate_group: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:
         """Return the collectives by the transport's own count, or None when it keeps none."""
@@ -137,8 +133,8 @@ class BaseGroup(Group):
         Args:
             in_window: see `Group._admit`.
         """
-        share = 2 * (self.size - 1) * tensor.nbytes
-        self._admit("all_reduce_sum", share, in_window=in_window)
+        sent = 2 * (self.size - 1) * tensor.nbytes
+        self._admit("all_reduce_sum", sent, in_window=in_window)
         if self.size == 1:
             return ChainedWork()
         flat = flatten(tensor)
@@ -165,8 +161,7 @@ class BaseGroup(Group):
         """
         sizes = self._leading_sizes(tensor.shape, sizes)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
-        share = (self.size - 1) * out.nbytes
-        self._admit("all_gather", share, in_window=in_window)
+        self._admit("all_gather", (self.size - 1) * out.nbytes, in_window=in_window)
         if self.size == 1:
             return out.copy_(tensor)
         # Transports gather equal parts, so shorter ones travel padded to the longest.
@@ -176,11 +171,11 @@ class BaseGroup(Group):
             mine = torch.cat([mine, mine.new_zeros(max(sizes) * reals - mine.numel())])
         parts = [torch.empty_like(mine) for _ in sizes]
         self._start_gather(parts, mine).wait()
-        target, place = flatten(out), 0
+        target, start = flatten(out), 0
         for part, size in zip(parts, sizes, strict=True):
             count = size * reals
-            target[place : place + count].copy_(part[:count])
-            place += count
+            target[start : start + count].copy_(part[:count])
+            start += count
         return out
 
     def gather_in_place_async(self, tensor: Tensor) -> Work:
@@ -207,8 +202,8 @@ class BaseGroup(Group):
                 until `wait()`; the rest of `tensor` is undefined then.
             in_window: see `Group._admit`.
         """
-        share = (self.size - 1) * tensor.nbytes
-        self._admit("reduce_scatter_sum", share, in_window=in_window)
+        sent = (self.size - 1) * tensor.nbytes
+        self._admit("reduce_scatter_sum", sent, in_window=in_window)
         if self.size == 1:
             return ChainedWork(after=lambda: out.copy_(tensor))
         return self._start_reduce_scatter(out, tensor)
@@ -311,294 +306,13 @@ def bytes_of(tensor: Tensor) -> Tensor:
 
 def to_floats(numbers: Sequence[Any]) -> list[float]:
     """Return numbers, some of them tensors of one, with one transfer from each device."""
-    found, places_on = list(numbers), dict[torch.device, list[int]]()
-    for place, number in enumerate(numbers):
+    found, on_device = list(numbers), dict[torch.device, list[int]]()
+    for index, number in enumerate(numbers):
         if isinstance(number, Tensor) and not number.is_cpu:
-            places_on.setdefault(number.device, []).append(place)
-    for places in places_on.values():
+            on_device.setdefault(number.device, []).append(index)
+    for indices in on_device.values():
         # float64 holds all others exactly; a count above 2**53 is out of reach.
-        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in places])
-        for place, number in zip(places, stacked.tolist(), strict=True):
-            found[place] = number
+        stacked = torch.stack([found[n].reshape(()).to(torch.float64) for n in indices])
+        for index, number in zip(indices, stacked.tolist(), strict=True):
+            found[index] = number
     return list(map(float, found))
-
-
-# ------------------------------------------------------------------ Differentiable collectives
-# Their backward is the true adjoint.
-# The gradient that flows back is that of the *sum of all ranks' losses*, sum_q l_q. With g_q =
-# dl_q/dy_q, what rank q's own loss sends back:
-#
-# | function | shapes | forward, on every rank | backward, on rank r |
-# |---|---|---|---|
-# | `all_reduce_sum` | (*) -> (*) | y = sum_q x_q | sum_q g_q |
-# | `all_reduce_mean` | (*) -> (*) | y = 1/R sum_q x_q | 1/R sum_q g_q |
-# | `all_gather` | (n_r, *) -> (sum n_q, *) | y = concat(x_0 .. x_{R-1}) | block r of sum_q g_q |
-#
-# A loss that every rank computes from the result is counted R times: divide it by R, or sum the
-# parameters' gradients of one rank's share only.
-#
-# Forward and backward are collective: every rank calls both, in the same order. All dtypes
-# (complex included), any strides; neither the input nor the incoming gradient is modified. The
-# backward is made of these same functions, so it can be differentiated again. An adjoint A*
-# satisfies sum_r <A x, u>_r = sum_r <x, A* u>_r; tests check just that.
-
-
-# Tensors of autograd's contexts and `Function.apply` have no types in torch.
-# pyright: reportUntypedFunctionDecorator=false
-
-
-class AllReduceSum(Function):
-    """y = sum_q x_q; its own adjoint. Use `all_reduce_sum`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: BaseGroup) -> Tensor:
-        """Shape (*) -> (*)."""
-        ctx.group = group
-        y = x.clone(memory_format=torch.contiguous_format)
-        group.all_reduce_sum(y)
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        """sum_q g_q."""
-        return all_reduce_sum(grad_outputs[0], ctx.group), None
-
-
-class AllReduceMean(Function):
-    """y = 1/R sum_q x_q; its own adjoint. Use `all_reduce_mean`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: BaseGroup) -> Tensor:
-        """Shape (*) -> (*)."""
-        return AllReduceSum.forward(ctx, x, group).div_(group.size)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None]:
-        """1/R sum_q g_q."""
-        return all_reduce_mean(grad_outputs[0], ctx.group), None
-
-
-class AllGather(Function):
-    """y = concat(x_0 .. x_{R-1}) along axis 0. Use `all_gather`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: BaseGroup, sizes: Sequence[int] | None) -> Tensor:
-        """Shape (n_r, *) -> (sum n_q, *)."""
-        gathered = group.all_gather(x, sizes)
-        ctx.group, ctx.sizes = group, sizes or (x.shape[0],) * group.size
-        return gathered
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        """Block r of sum_q g_q."""
-        return _Blocks.apply(grad_outputs[0], ctx.group, ctx.sizes), None, None
-
-
-class _Blocks(Function):
-    """x = block r of sum_q g_q, the adjoint of `AllGather`, whose adjoint is `AllGather` again."""
-
-    @staticmethod
-    def forward(ctx: Any, g: Tensor, group: BaseGroup, sizes: Sequence[int]) -> Tensor:
-        """Shape (sum n_q, *) -> (n_r, *)."""
-        ctx.group, ctx.sizes = group, sizes
-        whole = g.clone(memory_format=torch.contiguous_format)
-        if g.numel() and min(sizes) == max(sizes):
-            block = g.new_empty((sizes[group.rank], *g.shape[1:]))
-            group.reduce_scatter_sum_async(flatten(block), flatten(whole)).wait()
-            return block
-        group.all_reduce_sum(whole)  # transports scatter equal blocks only
-        first = sum(sizes[: group.rank])
-        return whole[first : first + sizes[group.rank]].clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Any) -> tuple[Tensor, None, None]:
-        """Return the ranks' gradients, concatenated."""
-        return all_gather(grad_outputs[0], ctx.group, ctx.sizes), None, None
-
-
-def all_reduce_sum(x: Tensor, group: BaseGroup) -> Tensor:
-    """Return the sum of the ranks' `x`, as a new tensor. Same shape (*) and dtype on all ranks.
-
-    Backward: sum_q g_q (an all-reduce). Collective in both directions.
-    """
-    return AllReduceSum.apply(x, group)
-
-
-def all_reduce_mean(x: Tensor, group: BaseGroup) -> Tensor:
-    """Return the mean of the ranks' `x`, as a new tensor. Same shape (*) and floating dtype on all
-    ranks.
-
-    Backward: 1/R sum_q g_q (an all-reduce). Collective in both directions.
-    """
-    return AllReduceMean.apply(x, group)
-
-
-def all_gather(x: Tensor, group: BaseGroup, sizes: Sequence[int] | None = None) -> Tensor:
-    """Return the ranks' `x` one after the other along axis 0, as a new tensor: (n_r, *) -> (sum
-    n_q, *).
-
-    Backward: block r of sum_q g_q. Collective in both directions.
-
-    Args:
-        x: this rank's block; all axes but the first agree between ranks.
-        group: the ranks.
-        sizes: the R leading sizes where they differ; None when all are equal.
-
-    Raises:
-        ValueError: `x` has no axis 0, or is not of the size that `sizes` says.
-    """
-    return AllGather.apply(x, group, sizes)
-
-
-# ------------------------------------------------------------------ Ranks as threads
-# For tests, notebooks and users' tests. Results are exact (sums run in rank order), hundreds of
-# ranks are cheap, and global state behaves as between processes: only one rank runs at a time, and
-# it yields only inside a collective. So torch's global random generator belongs to one rank between
-# two collectives.
-
-
-T = TypeVar("T")
-_STACK_BYTES = 1 << 20  # hundreds of threads are cheap when their stacks are
-
-
-class InProcessGroup(BaseGroup):
-    """One thread's view of the group; make them with `run_in_threads`."""
-
-    def __init__(self, hub: _Hub, rank: int) -> None:
-        super().__init__(rank=rank, size=hub.size, transport="threads")
-        self._hub, self._called = hub, 0
-
-    def transport_collectives(self) -> int | None:
-        """Return the collectives that this rank has started."""
-        return self._called
-
-    def _start(self, operation: str, give: Any, finish: Callable[[dict[int, Any]], object]) -> Work:
-        if isinstance(give, Tensor):  # a copy, as ranks that finish early overwrite theirs
-            operation, give = f"{operation} of {give.numel()} {give.dtype}", give.clone()
-        number, self._called = self._called, self._called + 1
-        self._hub.post(number, self.rank, operation, give)
-        return ChainedWork(after=lambda: finish(self._hub.await_all(number)))
-
-    def _start_sum(self, flat: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            total = given[0].clone()
-            for rank in range(1, self.size):
-                total += given[rank]
-            flat.copy_(total)
-
-        return self._start("all_reduce_sum", flat, finish)
-
-    def _start_reduce_scatter(self, out: Tensor, tensor: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            sum_into(out, [given[rank].chunk(self.size)[self.rank] for rank in range(self.size)])
-
-        return self._start("reduce_scatter_sum", tensor, finish)
-
-    def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            for rank, part in enumerate(parts):
-                part.copy_(given[rank])
-
-        return self._start("all_gather", flat, finish)
-
-    def _start_exchange(
-        self, received: Tensor, sent: Tensor, receive_counts: list[int], send_counts: list[int]
-    ) -> Work:
-        def finish(given: dict[int, Any]) -> None:
-            received.copy_(torch.cat([given[rank][self.rank] for rank in range(self.size)]))
-
-        del receive_counts
-        return self._start("all_to_all", sent.clone().split(send_counts), finish)
-
-    def _start_broadcast(self, flat: Tensor, source: int) -> Work:
-        return self._start(
-            f"broadcast from {source}", flat, lambda given: flat.copy_(given[source])
-        )
-
-    def _start_barrier(self) -> Work:
-        return self._start("barrier", None, lambda _: None)
-
-
-class _Hub:
-    """State shared by the threads: the turn, and the collectives in flight."""
-
-    def __init__(self, size: int) -> None:
-        self.size = size
-        self.turn = threading.Condition()  # its lock is the turn: who holds it runs
-        self._calls: dict[int, tuple[str, dict[int, Any]]] = {}  # what each rank gave, by number
-        self._left: Counter[int] = Counter()  # ranks that have taken the result
-        self._lost: str | None = None
-        self._ended: set[int] = set()
-
-    def post(self, number: int, rank: int, operation: str, give: Any) -> None:
-        called, given = self._calls.setdefault(number, (operation, {}))
-        if called != operation:
-            self.lose(f"rank {rank} called {operation} where another called {called}")
-            raise AssertionError(self._lost)
-        given[rank] = give
-        if len(given) == self.size:
-            self.turn.notify_all()
-
-    def await_all(self, number: int) -> dict[int, Any]:
-        operation, given = self._calls[number]
-        while len(given) < self.size:
-            if gone := sorted(self._ended - given.keys()):
-                self.lose(f"rank {gone[0]} ended without calling it")
-            if self._lost is not None:
-                raise PeerLost(f"a peer was lost during {operation}: {self._lost}")
-            self.turn.wait()
-        self._left[number] += 1
-        if self._left[number] == self.size:
-            del self._calls[number], self._left[number]
-        return given
-
-    def lose(self, why: str) -> None:
-        self._lost = self._lost or why
-        self.turn.notify_all()
-
-    def end(self, rank: int) -> None:
-        self._ended.add(rank)
-        self.turn.notify_all()
-
-
-def run_in_threads(size: int, function: Callable[[InProcessGroup], T]) -> list[T]:
-    """Call `function(group)` on `size` ranks at once and give the results in rank order.
-
-    A rank that raises is lost to the others: their next collective raises `PeerLost`, as it does
-    between processes. The first error that is not such a consequence is raised here.
-
-    >>> def add_up(group):
-    ...     number = torch.tensor([float(group.rank)])
-    ...     group.all_reduce_sum(number)
-    ...     return number.item()
-    >>> run_in_threads(4, add_up)
-    [6.0, 6.0, 6.0, 6.0]
-    """
-    hub = _Hub(size)
-    results: dict[int, T] = {}
-    errors: dict[int, BaseException] = {}
-
-    def run_rank(rank: int) -> None:
-        with hub.turn:
-            try:
-                results[rank] = function(InProcessGroup(hub, rank))
-                hub.end(rank)
-            except BaseException as error:  # noqa: BLE001  # raised again in the caller's thread
-                errors[rank] = error
-                hub.lose(f"rank {rank} ended with {type(error).__name__}: {error}")
-
-    before = threading.stack_size(_STACK_BYTES if size > 16 else 0)
-    try:
-        threads = [
-            threading.Thread(target=run_rank, args=(rank,), daemon=True) for rank in range(size)
-        ]
-        for thread in threads:
-            thread.start()
-    finally:
-        threading.stack_size(before)
-    for thread in threads:
-        thread.join()
-    causes = [error for error in errors.values() if not isinstance(error, PeerLost)]
-    for error in (*causes, *errors.values()):
-        raise error
-    return [results[rank] for rank in range(size)]

@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, those of all devices included.
+    """Seed Python's, NumPy's and torch's global generators, as `seed_torch` does.
 
     Args:
         seed: 64 bits. NumPy's legacy generator takes them as two words.
@@ -41,11 +41,11 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed as `torch.manual_seed` does, which takes longer.
+    """Seed torch's generators of the CPU and of the current device alone: a rank computes on one.
 
-    That seeds every kind of device that torch knows of; for an unused one it keeps the
-    stack as text for a message, which reads the size and date of every source file on it: some 30
-    file operations a call, several hundred a second in training.
+    `torch.manual_seed` seeds every device of every kind that torch knows of, and takes longer: for
+    an unused kind it keeps the stack as text for a message, which reads the size and date of every
+    source file on it: some 30 file operations a call, several hundred a second in training.
     """
     torch.default_generator.manual_seed(seed)
     # A loader's worker computes on no device, and would wake one up only to seed it.

@@ -16,7 +16,7 @@ from orchestrator.engine.torch.buffers import GradientBuffers, Slice
 from orchestrator.engine.torch.group import BaseGroup, Work, to_floats
 from orchestrator.errors import JobError
 
-_CHUNK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
+_BLOCK = 4096  # numbers summed in the gradient's own dtype before float64 takes over
 _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 
 
@@ -24,7 +24,7 @@ _MANTISSA_BITS = {torch.float32: 24, torch.float64: 53}
 class GradientNorm:
     """The 2-norm of numbers that come in flat pieces, computed as they come.
 
-    Norms of chunks are added up in float64: as exact as float64 throughout, at a float32's price.
+    Norms of blocks are added up in float64: as exact as float64 throughout, at a float32's price.
     The pieces are kept until `value`, since they may have to be looked at again.
     """
 
@@ -34,10 +34,10 @@ class GradientNorm:
     def add(self, piece: Tensor) -> None:
         """Take in a flat piece, on its device; nothing is waited for."""
         self._pieces.append(piece)
-        whole = piece.numel() // _CHUNK * _CHUNK
+        whole = piece.numel() // _BLOCK * _BLOCK
         if whole:
-            chunks = torch.linalg.vector_norm(piece[:whole].view(-1, _CHUNK), dim=1)
-            self._norms.append(torch.linalg.vector_norm(chunks, dtype=torch.float64))
+            blocks = torch.linalg.vector_norm(piece[:whole].view(-1, _BLOCK), dim=1)
+            self._norms.append(torch.linalg.vector_norm(blocks, dtype=torch.float64))
         self._norms.append(torch.linalg.vector_norm(piece[whole:], dtype=torch.float64))
 
     def value(self) -> float:
@@ -69,8 +69,8 @@ class FastReduction:
 
     Attributes:
         buffers_made: sets of gradient buffers that exist.
-        gradients: the summed gradient in each bucket, as far as this rank has it; without trailer
-            and padding.
+        reduced: the part of each bucket that holds the summed gradient after `reduce`; without
+            trailer and padding.
         sent_apart: the last window's traffic on other groups than the accumulator's.
     """
 
@@ -90,36 +90,30 @@ class FastReduction:
         self.owned = slices if owned is None else owned
         self._limb_bits = limb_bits(_MANTISSA_BITS[buffers.trailer.dtype], group.size)
         self._buckets = [buffers.flats[buffer][start:end] for buffer, start, end in slices]
-        self.gradients = [buffers.gradients[buffer][start:end] for buffer, start, end in self.owned]
+        self.reduced = [buffers.flat_grads[buffer][start:end] for buffer, start, end in self.owned]
         # The parameters with numbers in each bucket.
         self._members = [
-            {
-                number
-                for number, place in enumerate(buffers.places)
-                if buffer == place.buffer
-                and start < place.start + place.count
-                and place.start < end
-            }
-            for buffer, start, end in slices
+            {number for number, slot in enumerate(buffers.slots) if any(slot.ranges_in([bucket]))}
+            for bucket in slices
         ]
         # Autograd has a thread for each device, whose hooks would send at the same time.
         one_device = len({flat.device for flat in buffers.flats}) == 1
         overlap = overlap and one_device and group.size > 1
-        self._early = self._buckets_before_trailer() if overlap else 0
+        self._early_buckets = self._buckets_before_trailer() if overlap else 0
         self._arrived: set[int] = set()  # parameters whose gradient came in the last backward
-        self._under_way: list[Work] = []
+        self._in_flight: list[Work] = []
 
     def _buckets_before_trailer(self) -> int:
         """Return how many buckets may leave before the boundary, where the trailer is known."""
         if not self.buffers.trailer.numel():
             return len(self.slices)
-        last, gradients = len(self.buffers.flats) - 1, self.buffers.gradients[-1].numel()
-        return sum(buffer < last or end <= gradients for buffer, _, end in self.slices)
+        last, numbers = len(self.buffers.flats) - 1, self.buffers.flat_grads[-1].numel()
+        return sum(buffer < last or end <= numbers for buffer, _, end in self.slices)
 
     def begin(self, leaves: int | None) -> None:
         """Begin a window. `leaves` are for the reproducible reduction."""
         del leaves
-        if self._under_way:
+        if self._in_flight:
             raise RuntimeError(
                 "a window begins while another one's gradients are on their way: after an error in "
                 "the last backward this rank has to end, since the others wait for it"
@@ -136,24 +130,24 @@ class FastReduction:
         """
         del leaf
         self.buffers.check()
-        if not (last and self._early):
+        if not (last and self._early_buckets):
             return None
         self._arrived.clear()
         return self._send_completed
 
     def _send_completed(self, parameter: int) -> None:
         """Send the buckets that a parameter's gradient completes."""
-        sent = len(self._under_way)
+        sent = len(self._in_flight)
         if parameter in self._arrived and any(parameter in one for one in self._members[:sent]):
-            name = self.buffers.places[parameter].name
+            name = self.buffers.slots[parameter].name
             raise JobError(
                 f"the gradient of {name} grew after it was sent: one backward reached it "
                 "twice, as with reentrant activation checkpoints around shared parameters. Use "
                 "checkpoint(..., use_reentrant=False), or Accumulator(..., overlap=False)"
             )
         self._arrived.add(parameter)
-        while len(self._under_way) < self._early:
-            if not self._members[len(self._under_way)] <= self._arrived:
+        while len(self._in_flight) < self._early_buckets:
+            if not self._members[len(self._in_flight)] <= self._arrived:
                 return
             self._send_next()
 
@@ -161,31 +155,41 @@ class FastReduction:
         """Check what the backward wrote. Buckets that are not ready leave at the boundary."""
         self.buffers.check()
 
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        """Send the rest, wait for all sums, and return the summed trailer. Collective.
+    def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
+        """Send the rest, and wait for all sums. Collective.
 
-        Args:
-            norm: takes in the summed gradient of each bucket while later ones still travel.
+        Returns:
+            The sums of the ranks' trailers, and the norm of the summed gradient.
 
         Raises:
             PeerLost: a rank went away.
         """
-        place = self.buffers.trailer
-        place.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=place.dtype))
-        self._sum_buckets(norm)
-        return Trailer.of(place.tolist(), self._limb_bits)
+        numbers = self.buffers.trailer
+        numbers.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=numbers.dtype))
+        norm = self._reduce_buckets()
+        return Trailer.of(numbers.tolist(), self._limb_bits), norm
 
-    def _sum_buckets(self, norm: GradientNorm) -> None:
-        """Send what has not left yet, and wait for all sums."""
-        while len(self._under_way) < len(self._buckets):
+    def non_finite(self) -> list[str]:
+        """Return the parameters whose summed gradient holds NaN or infinity. Not collective."""
+        return self.buffers.non_finite()
+
+    def _reduce_buckets(self) -> GradientNorm:
+        """Send the buckets that have not left yet, and wait for all sums.
+
+        Returns:
+            The norm of this rank's part of the sum, computed while later buckets still travel.
+        """
+        norm = GradientNorm()
+        while len(self._in_flight) < len(self._buckets):
             self._send_next()
-        under_way = zip(self._under_way, self.gradients, strict=True)
-        for number, (work, gradients) in enumerate(under_way, start=1):
+        in_flight = zip(self._in_flight, self.reduced, strict=True)
+        for number, (work, gradient) in enumerate(in_flight, start=1):
             with for_others("bucket %d of %d of the gradient", number, len(self._buckets)):
                 work.wait()
-            norm.add(gradients)
-        self._under_way.clear()
+            norm.add(gradient)
+        self._in_flight.clear()
+        return norm
 
     def _send_next(self) -> None:
-        bucket = self._buckets[len(self._under_way)]
-        self._under_way.append(self._group.all_reduce_sum_async(bucket, in_window=True))
+        bucket = self._buckets[len(self._in_flight)]
+        self._in_flight.append(self._group.all_reduce_sum_async(bucket, in_window=True))

@@ -252,8 +252,11 @@ def await_verdict(
     return verdict
 
 
-def form_group(spec: GroupSpec) -> BaseGroup:
-    """Form one generation of a group. Collective; every rank gets a group, or the same error.
+def meet(spec: GroupSpec) -> tuple[SecretStore | None, str]:
+    """Wait for all ranks of a group. Collective; every rank returns, or gets the same error.
+
+    Returns:
+        A store that these ranks share, None for a lone one, and the transport that rank 0 chose.
 
     Raises:
         RendezvousError: ranks are missing after `spec.timeout_s` (their numbers are in the
@@ -265,11 +268,7 @@ def form_group(spec: GroupSpec) -> BaseGroup:
     if spec.size == 1:
         if spec.stop_requested():
             raise StopRequested("the run was asked to stop before it began")
-        transport = choose([me])
-        device = transport_of(transport).device(spec.local_rank)
-        alone = TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
-        alone.spec = spec
-        return alone
+        return None, choose([me])
     until = time.monotonic() + spec.timeout_s
     if spec.rank == 0:
         store = host(spec)
@@ -278,7 +277,22 @@ def form_group(spec: GroupSpec) -> BaseGroup:
         store = join(spec, until)
         verdict = await_verdict(spec, store, me, until)
     raise_for_verdict(spec, verdict)
-    transport = str(verdict["transport"])
+    return store, str(verdict["transport"])
+
+
+def form_group(spec: GroupSpec) -> BaseGroup:
+    """Form one generation of a group. Collective; every rank gets a group, or the same error.
+
+    Raises:
+        RendezvousError: see `meet`; or ranks that met cannot connect.
+        StopRequested, TransportError: see `meet`.
+    """
+    store, transport = meet(spec)
+    if store is None:
+        device = transport_of(transport).device(spec.local_rank)
+        alone = TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
+        alone.spec = spec
+        return alone
     with TRANSPORTS.wrap_errors(transport, "to form a group"):
         try:
             below = PrefixStore(f"group-{spec.generation}", store.below)

@@ -136,7 +136,7 @@ class ReproducibleReduction:
 
     Attributes:
         buffers: the leaf's gradient during a backward, to which `.grad` is attached; the sum after
-            `finish`.
+            `reduce`.
         buffers_made: sets of gradient buffers that exist.
     """
 
@@ -212,11 +212,11 @@ class ReproducibleReduction:
             node = _Node((left.leaves[0], node.leaves[1]), left.buffers)
         self._stack.append(node)
 
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        """Sum over ranks along the tree, and return the summed trailer. Collective.
+    def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
+        """Sum over ranks along the tree. Collective.
 
-        Args:
-            norm: takes in the summed gradient.
+        Returns:
+            The sums of the ranks' trailers, and the norm of the summed gradient.
 
         Raises:
             PlanError: on all ranks alike, when the ranks' leaves are not each of the update's once.
@@ -236,11 +236,16 @@ class ReproducibleReduction:
             self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))
         else:
             self._use(self._stack.pop().buffers)
-        for gradient in self.buffers.gradients:
+        norm = GradientNorm()
+        for gradient in self.buffers.flat_grads:
             norm.add(gradient)
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
         totals = [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
-        return Trailer.of(totals, WIDE)
+        return Trailer.of(totals, WIDE), norm
+
+    def non_finite(self) -> list[str]:
+        """Return the parameters whose summed gradient holds NaN or infinity. Not collective."""
+        return self.buffers.non_finite()
 
     def _numbered(self, rows: list[list[float]]) -> tuple[int, list[Range]]:
         """Return the update's leaves, and those of each rank; this rank's nodes are folded with

@@ -124,21 +124,30 @@ class RowReduction(FastReduction):
         super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
         self._all_ranks, self._norm_counts = all_ranks, norm_counts
 
-    def finish(self, trailer: Trailer, norm: GradientNorm) -> Trailer:
-        """Send the rest, wait for this rank's sums, exchange rows. Collective.
-
-        Args:
-            norm: takes in the norms of the ranks' parts, whose norm is the gradient's.
-        """
-        own = GradientNorm()
-        self._sum_buckets(own)
+    def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
+        """Send the rest, wait for this rank's sums, exchange rows. Collective."""
+        own = self._reduce_buckets()
         row = [*trailer.numbers(WIDE), own.value() if self._norm_counts else 0.0]
         rows = self._all_ranks.all_gather(
             torch.tensor([row], dtype=torch.float64, device=self._all_ranks.device)
         )
+        norm = GradientNorm()  # that of the ranks' norms
         norm.add(rows[:, -1])
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE)
+        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE), norm
+
+    def non_finite(self) -> list[str]:
+        """Return the parameters whose summed gradient holds NaN or infinity. Collective."""
+        found = [
+            sum(
+                not bool(self.buffers.flats[slot.buffer][start:end].isfinite().all())
+                for start, end in slot.ranges_in(self.owned)
+            )
+            for slot in self.buffers.slots
+        ]
+        counts = torch.tensor(found, dtype=torch.int32, device=self._all_ranks.device)
+        self._all_ranks.all_reduce_sum(counts)
+        return [self.buffers.slots[n].name for n, count in enumerate(counts.tolist()) if count]
 
 
 class ShardedReduction(RowReduction):
@@ -168,10 +177,10 @@ class ShardedReduction(RowReduction):
         super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
 
     def _send_next(self) -> None:
-        number = len(self._under_way)
+        number = len(self._in_flight)
         buffer, start, end = self.owned[number]
         segment, bucket = self.buffers.flats[buffer][start:end], self._buckets[number]
-        self._under_way.append(
+        self._in_flight.append(
             self._group.reduce_scatter_sum_async(segment, bucket, in_window=True)
         )
 
@@ -238,36 +247,29 @@ class OptimizerShard:
         group: the ranks, two or more.
 
     Attributes:
-        gradients: this rank's segments of the summed gradient, flat, padding left out.
+        flat_grads: this rank's segments of the summed gradient, padding left out.
     """
 
     def __init__(self, optimizer: Optimizer, reduction: ShardedReduction, group: BaseGroup) -> None:
         self._optimizer, self._group = optimizer, group
         self._slices, buffers = reduction.slices, reduction.buffers
-        self._places, self._flats = buffers.places, buffers.flats
-        self.gradients = reduction.gradients
-        dtypes = {p.buffer: p.parameter.real.dtype for p in self._places}
-        weights = [
-            torch.zeros_like(flat, dtype=dtypes[number])
-            for number, flat in enumerate(buffers.flats)
-        ]
-        for place in self._places:  # move the parameters
-            view = place.view(weights[place.buffer])
-            view.copy_(place.parameter.detach())
-            place.parameter.data = view
-        self._addresses = [place.parameter.data_ptr() for place in self._places]
-        self._weights = [weights[buffer][start:end] for buffer, start, end in self._slices]
+        self._slots, self._flats = buffers.slots, buffers.flats
+        self.flat_grads = reduction.reduced
+        self._addresses = [slot.parameter.data_ptr() for slot in self._slots]
+        self._weights = [buffers.weights[buffer][start:end] for buffer, start, end in self._slices]
         self._pieces = [  # of each parameter; none for many of them
             [
-                Piece.of(a - place.start, weights[buffer][a:b].detach(), buffers.flats[buffer][a:b])
-                for buffer, first, last in reduction.owned
-                for a, b in [(max(first, place.start), min(last, place.start + place.count))]
-                if buffer == place.buffer and a < b
+                Piece.of(
+                    start - slot.start,
+                    buffers.weights[slot.buffer][start:end].detach(),
+                    buffers.flats[slot.buffer][start:end],
+                )
+                for start, end in slot.ranges_in(reduction.owned)
             ]
-            for place in self._places
+            for slot in self._slots
         ]
         self._whole = [list(g["params"]) for g in optimizer.param_groups]
-        numbers = {id(place.parameter): number for number, place in enumerate(self._places)}
+        numbers = {id(slot.parameter): number for number, slot in enumerate(self._slots)}
         # The numbers of the parameters in each group, None for those that are not trained.
         self._groups = [[numbers.get(id(p)) for p in params] for params in self._whole]
         for g, mine in zip(optimizer.param_groups, self._groups, strict=True):
@@ -303,10 +305,10 @@ class OptimizerShard:
         Raises:
             JobError: a parameter is no longer where its pieces are.
         """
-        for place, address in zip(self._places, self._addresses, strict=True):
-            if place.parameter.data_ptr() != address:
+        for slot, address in zip(self._slots, self._addresses, strict=True):
+            if slot.parameter.data_ptr() != address:
                 raise JobError(
-                    f"parameter {place.name} was given other memory after the accumulator was "
+                    f"parameter {slot.name} was given other memory after the accumulator was "
                     "built, by model.to(...) say; with engine.shard_optimizer=true it has to stay"
                 )
         left_alone = set(unused)
@@ -315,21 +317,11 @@ class OptimizerShard:
                 piece.begin_step()
                 piece.weight.grad = None if number in left_alone else piece.gradient
         yield
-        for place, pieces in zip(self._places, self._pieces, strict=True):
-            place.parameter.grad = None
+        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+            slot.parameter.grad = None
             for piece in pieces:
                 piece.weight.grad = None
                 piece.end_step()
-
-    def non_finite(self) -> list[str]:
-        """Return the names of the parameters whose gradient holds NaN or infinity. Collective."""
-        mine = [
-            sum(not bool(torch.isfinite(piece.gradient).all()) for piece in pieces)
-            for pieces in self._pieces
-        ]
-        counts = torch.tensor(mine, dtype=torch.int32, device=self._group.device)
-        self._group.all_reduce_sum(counts)
-        return [self._places[n].name for n, count in enumerate(counts.tolist()) if count]
 
     def gather_weights(self) -> None:
         """Give every rank the weights that their owners have stepped. Collective."""
@@ -343,6 +335,7 @@ class OptimizerShard:
         for group, parameters in zip(self._optimizer.param_groups, self._whole, strict=True):
             group["params"] = parameters
         self._optimizer.state.clear()
+        self._pieces, self._weights, self.flat_grads = [], [], []
 
     # -------------------------------------------------------------- state of the whole optimizer
     # Checkpoints do not know of shards. Gathering is collective: ranks exchange what they keep of
@@ -407,7 +400,7 @@ class OptimizerShard:
             for number, saved_as in zip(numbers, group["params"], strict=True):
                 if number is None or not self._pieces[number]:
                     continue
-                state = _flat_state(self._places[number], saved["state"].get(saved_as) or {})
+                state = _flat_state(self._slots[number], saved["state"].get(saved_as) or {})
                 for piece in self._pieces[number]:
                     if state:
                         end = piece.start + piece.weight.numel()
@@ -445,7 +438,7 @@ class OptimizerShard:
         layout: Layout = {}
         for text in gather_texts(group, json.dumps(mine)):
             for number, held in json.loads(text).items():
-                buffer = self._places[int(number)].buffer
+                buffer = self._slots[int(number)].buffer
                 kept: dict[str, Any] = {}
                 for key, (dtype, value) in held.items():
                     if not dtype:
@@ -465,11 +458,11 @@ class OptimizerShard:
     def _buckets(self, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
         """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
         held: list[tuple[int, Tensor]] = []
-        for place, pieces in zip(self._places, self._pieces, strict=True):
-            for piece in pieces if place.buffer == kind.buffer else ():
+        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+            for piece in pieces if slot.buffer == kind.buffer else ():
                 value = self._state_of(piece).get(kind.key)
                 if isinstance(value, Tensor) and value.dtype == getattr(torch, kind.dtype):
-                    held.append((place.start + piece.start, value))
+                    held.append((slot.start + piece.start, value))
         for buffer, start, end in self._slices:
             if buffer == kind.buffer:
                 bucket = kind.zeros(end - start, self._flats[buffer].device)
@@ -488,7 +481,7 @@ class OptimizerShard:
             for number in numbers:
                 if number in layout:
                     states[index] = {
-                        key: self._places[number].view(whole[v]) if isinstance(v, _Kind) else v
+                        key: self._slots[number].view(whole[v]) if isinstance(v, _Kind) else v
                         for key, v in layout[number].items()
                     }
                 index += 1
@@ -504,18 +497,18 @@ def _is_elementwise(key: str, value: Any) -> bool:
     return isinstance(value, Tensor) and key not in SCALARS
 
 
-def _flat_state(place: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
+def _flat_state(slot: GradientSlot, state: Mapping[str, Any]) -> dict[str, Any]:
     """Return a parameter's state, elementwise tensors as they lie in a flat buffer."""
-    found, parameter = dict(state), place.parameter
+    found, parameter = dict(state), slot.parameter
     for key, value in state.items():
         if not _is_elementwise(key, value):
             continue
         if value.shape != parameter.shape or value.is_complex() != parameter.is_complex():
             raise ValueError(
-                f"the saved state of {place.name} is of shape {tuple(value.shape)}, but the "
+                f"the saved state of {slot.name} is of shape {tuple(value.shape)}, but the "
                 f"parameter is of {tuple(parameter.shape)}"
             )
         dtype = value.real.dtype if value.is_complex() else value.dtype
-        found[key] = torch.empty(place.count, dtype=dtype, device=value.device)
-        place.view(found[key], 0).copy_(value)
+        found[key] = torch.empty(slot.count, dtype=dtype, device=value.device)
+        slot.view(found[key], 0).copy_(value)
     return found

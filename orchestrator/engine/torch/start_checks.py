@@ -284,15 +284,15 @@ def check_same_start(
     named: Named,
     optimizer: Optimizer,
     options: AccumulationOptions,
-    replicas: BaseGroup,
-    replica_ranks: Sequence[int],
+    replicate_group: BaseGroup,
+    replicate_ranks: Sequence[int],
 ) -> None:
     """Check that all ranks begin with the same. Collective.
 
     Args:
         group: the ranks; alone, nothing is done.
-        replicas: those whose numbers are the same: all, unless the model is sharded.
-        replica_ranks: their numbers in `group`.
+        replicate_group: those whose numbers are the same: all, unless the model is sharded.
+        replicate_ranks: their numbers in `group`.
         model: its buffers are looked at, too, where it is a module.
         named: its parameters, trained or not.
         optimizer: with its groups and its state.
@@ -320,7 +320,7 @@ def check_same_start(
     if options.broadcast:
         check_same_traits(group, shapes)
         broadcast_tensors(group, [tensor for _, tensor in whole])
-        broadcast_tensors(replicas, [tensor for _, tensor in shards])
+        broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
     for_all = [*shapes, *_numbers(whole), *_optimizer_settings(optimizer, named)]
     of_replicas = [*_numbers(shards), *_optimizer_state(optimizer, named)]
     if not shards:
@@ -329,7 +329,7 @@ def check_same_start(
     check_same_traits(group, for_all)
     error: JobError | None = None
     try:
-        check_same_traits(replicas, of_replicas, replica_ranks)
+        check_same_traits(replicate_group, of_replicas, replicate_ranks)
     except JobError as found:
         error = found
     odd = ranks_where(group, error is not None)

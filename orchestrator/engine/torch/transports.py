@@ -188,13 +188,13 @@ class TorchGroup(BaseGroup):
             time-out NCCL blocks this thread too, aborts the communicator when the time is up, and
             raises here. Without one its watchdog would end the process with SIGABRT, on every rank
             that only waited.
-        place: see `BaseGroup`.
+        base: arguments of `BaseGroup`.
     """
 
     def __init__(
-        self, process_group: Any, *, wait_timeout_s: float | None = None, **place: Any
+        self, process_group: Any, *, wait_timeout_s: float | None = None, **base: Any
     ) -> None:
-        super().__init__(**place)
+        super().__init__(**base)
         self._group = process_group
         self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
         self._aborted = False
@@ -272,8 +272,8 @@ class TorchGroup(BaseGroup):
         outside, but closes all its connections at the first time-out, which is made here on
         purpose; one peer that lives is enough.
         """
-        if self.replicas is not None:
-            self.replicas.interrupt()
+        if self.replicate_group is not None:
+            self.replicate_group.interrupt()
         if self.transport == "nccl" and self._group is not None:
             self._aborted = True  # before: a wait that the abort ends returns without a result
             self._group.abort()
@@ -522,6 +522,10 @@ class Transport(ABC):
         return torch.device("cpu")
 
     @classmethod
+    def prepare(cls, spec: GroupSpec) -> None:
+        """Prepare this process for groups of the transport, those of torch itself included."""
+
+    @classmethod
     @abstractmethod
     def form(cls, spec: GroupSpec, store: Store) -> BaseGroup:
         """Form the group of ranks that have all arrived. Collective.
@@ -598,7 +602,7 @@ class _ProcessGroupTransport(Transport):
 
     @classmethod
     @abstractmethod
-    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+    def connect(cls, spec: GroupSpec, store: Store) -> Any:
         """Form the process group object."""
 
     @classmethod
@@ -607,7 +611,8 @@ class _ProcessGroupTransport(Transport):
         # NCCL and HCCL exchange addresses over it at their first collective, for which a rank may
         # be late by as long as it takes to build its data.
         store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
-        process_group = cls.connect(spec, store, device)
+        cls.prepare(spec)
+        process_group = cls.connect(spec, store)
         # It stays until the end of the process. To destroy a gloo group blocks until the time-out
         # of its pending operations, on every rank that was not a neighbour of the one that died; a
         # rank that lost its peers has to end at once.
@@ -627,8 +632,7 @@ class Gloo(_ProcessGroupTransport):
     """gloo on CPUs. Listens only at `spec.address`."""
 
     @classmethod
-    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
-        del device
+    def connect(cls, spec: GroupSpec, store: Store) -> Any:
         gloo: Any = dist.ProcessGroupGloo
         options = gloo._Options()
         options._devices = [gloo.create_device(hostname=spec.address)]
@@ -661,20 +665,23 @@ class Nccl(_ProcessGroupTransport):
         return torch.device("cuda", gpu_index(local_rank) or 0)
 
     @classmethod
-    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
-        torch.cuda.set_device(device)
+    def prepare(cls, spec: GroupSpec) -> None:
+        torch.cuda.set_device(cls.device(spec.local_rank))
         if spec.survive:  # else its watchdog ends this process too, when it sees a peer's end
             os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
         # After a time-out its watchdog writes there which collectives each rank had begun.
         for variable in ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE"):
             os.environ.setdefault(variable, str(spec.folder / "nccl_trace_rank_"))
+
+    @classmethod
+    def connect(cls, spec: GroupSpec, store: Store) -> Any:
         nccl: Any = getattr(dist, "ProcessGroupNCCL")  # noqa: B009  # absent from builds for CPUs
         options = nccl.Options()
         options._timeout = _watchdog_timeout(spec)
         group = nccl(store, spec.rank, spec.size, options)
         # It would connect at the first collective. Now all ranks are here, so a wrong network
         # interface, or two ranks on one GPU, is an error of the start and named as one.
-        group.eager_connect_single_device(device)
+        group.eager_connect_single_device(cls.device(spec.local_rank))
         return group
 
 
@@ -697,10 +704,14 @@ class Hccl(_ProcessGroupTransport):
         return torch.device("npu", local_rank)
 
     @classmethod
-    def connect(cls, spec: GroupSpec, store: Store, device: torch.device) -> Any:
+    def prepare(cls, spec: GroupSpec) -> None:
+        device = cls.device(spec.local_rank)  # first, as it makes torch know the module
+        torch.get_device_module("npu").set_device(device)
+
+    @classmethod
+    def connect(cls, spec: GroupSpec, store: Store) -> Any:
         # The constructor is the one that torch_npu registers.
         npu: Any = importlib.import_module("torch_npu")
-        torch.get_device_module("npu").set_device(device)
         return npu._C._distributed_c10d.ProcessGroupHCCL(
             store, spec.rank, spec.size, _watchdog_timeout(spec)
         )

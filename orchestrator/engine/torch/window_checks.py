@@ -13,10 +13,10 @@ from torch import Tensor
 from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.common.replicas import (
     LARGEST_PIECE,
-    Replicas,
+    ReplicaChecker,
     WeightRange,
     folded,
-    shares_of,
+    partition_weights,
 )
 from orchestrator.engine.torch.buffers import Named, local_part
 from orchestrator.engine.torch.group import BaseGroup, flatten, gather_numbers
@@ -148,18 +148,20 @@ def digests_of(
 
 def tensor_digest(tensor: Tensor) -> int:
     """Return a digest of all numbers of a tensor of any dtype, by one wait for its device."""
-    whole = shares_of([tensor.numel()], [tensor.element_size()])
-    return folded(digests_of([tensor], [piece for share in whole for piece in share]))
+    whole = partition_weights([tensor.numel()], [tensor.element_size()])
+    return folded(digests_of([tensor], [piece for partition in whole for piece in partition]))
 
 
-def replicas_of(named: Named, group: BaseGroup, numbers: Sequence[int] | None = None) -> Replicas:
+def replica_checker(
+    named: Named, group: BaseGroup, numbers: Sequence[int] | None = None
+) -> ReplicaChecker:
     """Return the detector of parameters, trained or not, that differ between ranks.
 
     Args:
         numbers: of the group's ranks, for messages, where they are a part of all.
     """
     parameters = [local_part(parameter) for _, parameter in named]
-    return Replicas(
+    return ReplicaChecker(
         [name for name, _ in named],
         [parameter.numel() for parameter in parameters],
         [parameter.element_size() for parameter in parameters],

@@ -53,7 +53,7 @@ class WindowState:
         mark: of the group's traffic at the window's start.
         micro_steps: since the window began.
         open: a window has begun and not ended.
-        at_stake: what becomes unusable on this rank if the current call raises: "window",
+        error_breaks: what becomes unusable on this rank if the current call raises: "window",
             "accumulator", or "" where all ranks fail alike.
     """
 
@@ -69,18 +69,17 @@ class WindowState:
         known = {id(parameter) for _, parameter in trained}
         self._names = [name for name, _ in trained]
         self._parameters = [parameter for _, parameter in trained]
-        self._others = [(name, p) for name, p in named if id(p) not in known]
+        self._frozen = [(name, p) for name, p in named if id(p) not in known]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
         self._norms = batch_norms_of(model) if options.warn_about_layers else {}
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self.update, self.open, self.micro_steps = -1, False, 0
-        self._inside: str | None = None  # the call that runs now
-        self.at_stake = ""
-        self._over = False  # this rank's last micro-step was there
+        self._running_call: str | None = None  # the call that runs now
+        self.error_breaks = ""
+        self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._stray: int | None = None  # a parameter that an undeclared backward reached
-        self._recorded = False
         # At the window's start, or its first micro-step.
         self._versions: list[int] = []
         self._settings: dict[str, Any] = {}
@@ -96,28 +95,28 @@ class WindowState:
         Raises:
             JobError: one runs, or none may any more.
         """
-        if self._inside is not None:
+        if self._running_call is not None:
             raise JobError(
-                f"{call} was called while {self._inside} of the same accumulator ran, from another "
-                "thread or a hook; one call at a time"
+                f"{call} was called while {self._running_call} of the same accumulator ran, from "
+                "another thread or a hook; one call at a time"
             )
         if self._unusable is not None:
             raise JobError(self._unusable)
-        self._inside = call
+        self._running_call = call
         try:
             yield
         except BaseException as error:
             what = f"{type(error).__name__}: {error_text(error)}"
-            if self.at_stake == "window":
+            if self.error_breaks == "window":
                 self._broken = f"one failed with {what.partition(chr(10))[0]}"
-            elif self.at_stake == "accumulator" and self._group.size > 1:
+            elif self.error_breaks == "accumulator" and self._group.size > 1:
                 self._unusable = (
                     f"update {self.update} failed on this rank, so it may no longer be in step "
                     f"with the others and has to end. What failed was {what}"
                 )
             raise
         finally:
-            self._inside, self.at_stake = None, ""
+            self._running_call, self.error_breaks = None, ""
 
     def begin(self, update: int | None, *, implied_by: str | None) -> None:
         """Begin a window, from nothing, and its silence.
@@ -141,7 +140,7 @@ class WindowState:
                 f"({self.micro_steps} micro-steps counted), which would be lost; call boundary() "
                 f"first"
             )
-        for name, parameter in self._others:
+        for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise JobError(
                     f"parameter {name} began to require gradients after the accumulator was built; "
@@ -151,7 +150,7 @@ class WindowState:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
-        self.open, self._over, self._recorded, self.micro_steps = True, False, False, 0
+        self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._stray = None, None
         if self._norms:
             self._warn_about_layers()
@@ -197,7 +196,7 @@ class WindowState:
         self._refuse_broken()
         if not self._settings:
             self._settings = self._settings_now()
-        if self._over and not recorded:
+        if self._last_done and not recorded:
             raise JobError(
                 f"backward() came after the micro-step of update {self.update} that was marked "
                 "last=True, whose gradients may be with the other ranks already: last=True belongs "
@@ -205,9 +204,9 @@ class WindowState:
             )
         self.micro_steps += 1
         if recorded:
-            self._recorded = True
+            self._stray = None  # declared by this call
         else:
-            self._over, self.at_stake = last, "window"
+            self._last_done, self.error_breaks = last, "window"
 
     def stray(self, parameter: int) -> None:
         """Note a gradient that comes while no backward of the accumulator runs.
@@ -215,7 +214,7 @@ class WindowState:
         Raises:
             JobError: it came after this rank's last micro-step.
         """
-        if self.open and self._over:
+        if self.open and self._last_done:
             raise JobError(
                 f"a backward reached {self._names[parameter]} after the micro-step of update "
                 f"{self.update} that was marked last=True, {_REMEDY}"
@@ -225,7 +224,7 @@ class WindowState:
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
 
-        If the call fails before `at_stake` is reset, this rank may fail alone, and has to end.
+        If the call fails before `error_breaks` is reset, this rank may fail alone, and has to end.
 
         Returns:
             Numbers, with their names, that have to be the same on all ranks.
@@ -235,13 +234,13 @@ class WindowState:
                 parameter or a setting of the optimizer was changed in between.
             SilenceError: the transport counted collectives that did not go through our group.
         """
-        if self._stray is not None and not self._recorded and self._broken is None:
+        if self._stray is not None and self._broken is None:
             self._broken = (
                 f"a backward reached {self._names[self._stray]} without the accumulator's "
                 f"knowledge, {_REMEDY}"
             )
         self._refuse_broken()
-        self.open, self._stray, self.at_stake = False, None, "accumulator"
+        self.open, self._stray, self.error_breaks = False, None, "accumulator"
         self._group.silence = None
         self._group.open_windows.discard(self)
         versions = list(map(version_of, self._parameters))

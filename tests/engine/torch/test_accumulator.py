@@ -1,15 +1,17 @@
 """The accumulator outside any loop: what it refuses, what it survives, what it counts."""
 
 import math
+import weakref
 
 import pytest
 import torch
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.torch import Accumulator, TorchGroup, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import Wire
+from orchestrator.testing.threads import run_in_threads
 
 WIDTH = 6
 
@@ -196,6 +198,30 @@ def test_a_backward_run_by_other_code_is_recorded():
     recorded = run_in_threads(2, lambda group: train(group, record=True))
     usual = run_in_threads(2, lambda group: train(group, record=False))
     assert torch.equal(recorded[0], usual[0])
+
+
+@pytest.mark.parametrize("shard_optimizer", [False, True])
+def test_a_released_accumulator_frees_its_gradient(shard_optimizer):
+    def train(group):
+        ours, model = _accumulator(group, shard_optimizer=shard_optimizer)
+        ours.backward(_loss(model))
+        buffers = weakref.ref(ours.buffers)
+        ours.close(release=True)
+        ours.close(release=True)  # as when the next group is lost while it forms
+        return buffers() is None and all(p.grad is None for p in model.parameters())
+
+    assert run_in_threads(2, train) == [True, True]
+
+
+def test_record_declares_only_the_backwards_before_it():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.begin_window()
+    recorded = _loss(model)
+    recorded.total.backward()
+    ours.record(recorded)
+    _loss(model).total.backward()
+    with pytest.raises(JobError, match="without the accumulator's knowledge"):
+        ours.boundary()
 
 
 @pytest.mark.parametrize("reentrant", [True, False])

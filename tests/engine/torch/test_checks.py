@@ -14,11 +14,12 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
-from orchestrator.engine.common.replicas import MOST_SHARES, WeightRange, shares_of
-from orchestrator.engine.torch import Accumulator, TorchEngine, run_in_threads
+from orchestrator.engine.common.replicas import MAX_PARTITIONS, WeightRange, partition_weights
+from orchestrator.engine.torch import Accumulator, TorchEngine
 from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import _run, _windows
 
 STARTING_RANKS, ODD = 3, 1
@@ -257,7 +258,7 @@ def test_a_change_in_a_larger_net_is_found_within_so_many_updates_as_there_are_s
     results = _trained(lambda rank: Drifts(rank, nudge, after=0, width=2**17), 40)
     sentence, done = results[0]
     assert len(set(results)) == 1
-    assert 1 <= done <= MOST_SHARES
+    assert 1 <= done <= MAX_PARTITIONS
     assert "rank 1" in sentence
     assert "0.weight" in sentence
 
@@ -319,10 +320,10 @@ def test_any_change_in_a_piece_changes_the_joint_digest(sizes, dtype, data):
 
 @given(st.lists(st.integers(0, 10**6), min_size=1, max_size=40), st.sampled_from([2, 4, 8]))
 def test_shares_are_every_number_once_in_order_and_not_too_many(sizes, itemsize):
-    shares = shares_of(sizes, [itemsize] * len(sizes))
-    pieces = [piece for share in shares for piece in share]
-    assert len(shares) <= MOST_SHARES
-    assert all(shares) or not pieces
+    partitions = partition_weights(sizes, [itemsize] * len(sizes))
+    pieces = [piece for partition in partitions for piece in partition]
+    assert len(partitions) <= MAX_PARTITIONS
+    assert all(partitions) or not pieces
     for number, size in enumerate(sizes):
         spans = [(piece.start, piece.end) for piece in pieces if piece.number == number]
         assert [place for span in spans for place in span] == sorted(

@@ -19,17 +19,18 @@ from orchestrator.engine.torch import (
     form_group,
     group,
     rendezvous,
-    run_in_threads,
     transports,
     window_checks,
 )
 from orchestrator.errors import PeerLost, TransportError
+from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
+from orchestrator.testing.threads import run_in_threads
 
 # ------------------------------------------------------------------ Results that come late
 
 
-class LateGroup(group.InProcessGroup):
+class LateGroup(threads.InProcessGroup):
     """Overwrites a collective's tensors until it is waited for, as a busy device might."""
 
     def _late(self, work, *tensors):
@@ -82,7 +83,7 @@ def _trained(ranks, **options):
 )  # fmt: skip
 def test_nothing_is_read_before_its_wait_nor_written_while_under_way(options, monkeypatch):
     wanted = _trained(2, **options)
-    monkeypatch.setattr(group, "InProcessGroup", LateGroup)
+    monkeypatch.setattr(threads, "InProcessGroup", LateGroup)
     for found, right in zip(_trained(2, **options), wanted, strict=True):
         assert torch.equal(found, right)
 

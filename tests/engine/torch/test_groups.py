@@ -23,12 +23,12 @@ from orchestrator.engine.torch import (
     all_gather,
     all_reduce_mean,
     all_reduce_sum,
-    run_in_threads,
 )
 from orchestrator.engine.torch.group import sum_into
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
 from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.threads import run_in_threads
 from orchestrator.testing.transports import all_checks
 from slurm.polling import first_true
 from tests.helpers import ROOT

@@ -15,9 +15,10 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import FIRST_SCALE
-from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup, run_in_threads
+from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
+from orchestrator.testing.threads import run_in_threads
 from tests.jobs.training import train
 from tests.laws.problem import difference
 

@@ -13,18 +13,13 @@ from torch import nn, optim
 from jobs.contrastive import Contrastive
 from jobs.jepa import Jepa
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import (
-    Accumulator,
-    Loss,
-    TorchEngine,
-    TorchGroup,
-    run_in_threads,
-)
+from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
 from orchestrator.engine.torch.sharding import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.split import assign
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.processes import run_ranks
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
 from tests.jobs.training import train
 from tests.laws.problem import difference

@@ -12,7 +12,7 @@ from safetensors import safe_open
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup, run_in_threads
+from orchestrator.engine.torch import TorchEngine, TorchGroup
 from orchestrator.engine.torch.state import (
     OPTIMIZER,
     SMALL,
@@ -26,6 +26,7 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
 )
 from orchestrator.errors import JobError, RunFolderError
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import Curve
 from tests.engine.torch.test_survival import train, window
 

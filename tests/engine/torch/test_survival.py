@@ -10,10 +10,10 @@ import pytest
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
-from orchestrator.engine.torch import run_in_threads
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
+from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.test_engine import Curve, _run
 
 SETTINGS = EngineSettings(

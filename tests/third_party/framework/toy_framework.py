@@ -15,7 +15,7 @@ from orchestrator.engine.api import BoundaryReport, Engine, Framework
 from orchestrator.engine.common.boundary import STOP, LossScale, Trailer, UpdatePolicy
 from orchestrator.engine.common.job_checks import check_fits, check_metric_names, checked_figures
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.common.replicas import Replicas
+from orchestrator.engine.common.replicas import ReplicaChecker
 from orchestrator.errors import ConfigError
 
 ONLY = {"reduction": "fast", "precision": "float32",
@@ -59,7 +59,7 @@ class NumpyEngine(Engine):
         self._losses, self._clock, self._window = [], Clock(), None
         self._policy = UpdatePolicy(settings, LossScale(scales=False), self.gather)
         sizes = [array.size for array in self._model.values()]
-        self._replicas = Replicas(
+        self._replica_checker = ReplicaChecker(
             [*self._model], sizes, [4] * len(sizes), digests=self._digests, gather=self.gather,
             ranks=group.size,
         )  # fmt: skip
@@ -101,14 +101,14 @@ class NumpyEngine(Engine):
         window, self._window = self._window, None
         trailer = Trailer.of_losses(self._losses, len(self._names))
         trailer.flags[STOP] = int(stop)
-        self._replicas.write_digest(trailer, window.update)
+        self._replica_checker.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
         with self._clock.wait:
             self._group.silence = None
             self._group.all_reduce_sum(flat)
         gradient, sums = np.split(flat, [self.parameter_count()])
         totals = Trailer.of(sums.tolist())
-        self._replicas.check(totals, window.update)
+        self._replica_checker.check(totals, window.update)
         stepped = None
         with self._clock.optimize:
             norm = float(np.linalg.norm(gradient))
@@ -150,7 +150,7 @@ class NumpyEngine(Engine):
         return checked_figures(self._job.evaluate(self._model), self._job)
 
     def check_replicas(self):
-        self._replicas.check_all()
+        self._replica_checker.check_all()
 
     def optimizer_used(self):
         return {"class": "SGD with momentum", "from": "toy_framework", "groups": []}
