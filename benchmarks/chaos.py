@@ -113,13 +113,13 @@ def body(data: dict[str, Any]) -> str:
     """Return the page."""
     wrong = [f"- {line}" for line in data["wrong"]] or ["None was otherwise."]
     share = data["all"]["scheduler_s"]
-    said = (
+    waits = (
         f"Between a departure and the next attempt's first process the scheduler took "
         f"{_cell(share)} s of that."
         if share
         else ""
     )
-    return "\n\n".join([NOTE, table(data), said, "Not as undisturbed:", "\n".join(wrong)])
+    return "\n\n".join([NOTE, table(data), waits, "Not as undisturbed:", "\n".join(wrong)])
 
 
 def main(*, quick: bool, seed: int = 0, faults: int = 40) -> None:

@@ -62,7 +62,7 @@ class Machine:
 
     @property
     def shared(self) -> bool:
-        """Whether ranks share a GPU."""
+        """Return True if ranks share a GPU."""
         return self.gpus and self.ranks > torch.cuda.device_count()
 
     @property
@@ -224,7 +224,7 @@ def conformance(machine: Machine) -> str:
 
 def exactness(machine: Machine) -> str:
     """Uneven and idle ranks take the step of one big batch."""
-    said: list[str] = []
+    parts: list[str] = []
     bounds = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
     bounds |= {"float16": 5e-2} if machine.gpus else {}
     device = "cuda" if machine.gpus else "cpu"
@@ -234,8 +234,8 @@ def exactness(machine: Machine) -> str:
             found = machine.on_ranks(_Trained(precision, options))
             off = max(_farthest(weights, wanted) for weights, _ in found)
             _expect(off <= bound, f"{precision} {options}: off by {off:.1e}, at most {bound:g}")
-            said.append(f"{precision}{' sharded' if options else ''} {off:.0e}")
-    return ", ".join(said)
+            parts.append(f"{precision}{' sharded' if options else ''} {off:.0e}")
+    return ", ".join(parts)
 
 
 @dataclass(frozen=True)
@@ -425,11 +425,11 @@ def fully_sharded(machine: Machine) -> str:
     shapes: list[tuple[int, ...]] = [(machine.ranks,)]
     if machine.ranks % 2 == 0 and machine.ranks > 2:
         shapes.append((2, machine.ranks // 2))
-    said: list[str] = []
+    parts: list[str] = []
     for shape in shapes:
         off = max(machine.on_ranks(_fully_sharded, str(machine.folder), shape))
-        said.append(_expect(off <= 1e-9, f"mesh {shape} {off:.0e}"))
-    return ", ".join(said)
+        parts.append(_expect(off <= 1e-9, f"mesh {shape} {off:.0e}"))
+    return ", ".join(parts)
 
 
 def _timed(group: BaseGroup, ddp: bool) -> float:
@@ -500,8 +500,8 @@ def _bandwidth(group: BaseGroup, mib: int) -> float:
 def bandwidth(machine: Machine) -> str:
     """Report the bus bandwidth of an all-reduce."""
     sizes = (1, 16, 256, 1024) if machine.gpus else (1, 16)
-    said = [f"{mib} MiB: {max(machine.on_ranks(_bandwidth, mib)):.1f} GB/s" for mib in sizes]
-    return ", ".join(said)
+    parts = [f"{mib} MiB: {max(machine.on_ranks(_bandwidth, mib)):.1f} GB/s" for mib in sizes]
+    return ", ".join(parts)
 
 
 CHECKS = (

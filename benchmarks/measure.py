@@ -66,7 +66,7 @@ def turns(names: Sequence[str], repetitions: int) -> list[list[str]]:
     count = len(names)
     strides = [stride for stride in range(1, count + 1) if gcd(stride, count) == 1]
     return [
-        [names[(turn + place * strides[turn % len(strides)]) % count] for place in range(count)]
+        [names[(turn + index * strides[turn % len(strides)]) % count] for index in range(count)]
         for turn in range(repetitions)
     ]
 

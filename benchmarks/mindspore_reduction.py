@@ -47,7 +47,7 @@ def rank_main(folder: Path, rank: int, repetitions: int) -> None:
             from mindspore import Parameter, ParameterTuple
 
             self.held = ParameterTuple(
-                Parameter(ops.ones(shape), name=f"p{place}") for place, shape in enumerate(shapes)
+                Parameter(ops.ones(shape), name=f"p{index}") for index, shape in enumerate(shapes)
             )
 
         def construct(self, x: Tensor) -> Tensor:

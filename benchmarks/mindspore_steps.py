@@ -41,7 +41,7 @@ def net() -> nn.Cell:
 def samples() -> list[tuple[np.ndarray, np.int32]]:
     draw = np.random.default_rng(0)
     pixels = draw.uniform(size=(STEPS * SIZE, LAYERS[0])).astype(np.float32)
-    return [(row, np.int32(place % LAYERS[-1])) for place, row in enumerate(pixels)]
+    return [(row, np.int32(index % LAYERS[-1])) for index, row in enumerate(pixels)]
 
 
 def batches() -> list[tuple[Tensor, Tensor]]:

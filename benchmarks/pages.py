@@ -33,14 +33,14 @@ def table(part: Result) -> str:
     figures = part["figures"]
     head = [f"{name} | quartiles | ratio" for name in figures]
     lines = [f"| contender | {' | '.join(head)} |", "|---|" + "---:|" * 3 * len(figures)]
-    for place, row in enumerate(next(iter(figures.values()))):
+    for index, row in enumerate(next(iter(figures.values()))):
         cells = [row["name"]]
         for rows in figures.values():
-            spread = rows[place]["spread"]
+            spread = rows[index]["spread"]
             cells += [
                 f"{spread['median']:.3g}",
                 f"{spread['q1']:.3g} to {spread['q3']:.3g}",
-                f"{rows[place]['ratio']['median']:.2f}",
+                f"{rows[index]['ratio']['median']:.2f}",
             ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)

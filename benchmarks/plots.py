@@ -47,15 +47,15 @@ def write() -> None:
 
 def time(data: Row) -> Any:
     """Plot the ratio of an update's seconds to the reference's over K; quartiles as bands."""
-    nets, places = distinct(data["times"], "net"), []
+    nets, columns = distinct(data["times"], "net"), []
     for link in distinct(data["times"], "link"):
-        places += [(link, ranks) for ranks in distinct(data["times"], "ranks")]
+        columns += [(link, ranks) for ranks in distinct(data["times"], "ranks")]
     figure, panels = plt.subplots(
-        len(nets), len(places), sharex="col", squeeze=False,
-        figsize=(2.6 * len(places) + 1.6, 2.2 * len(nets) + 0.4),
+        len(nets), len(columns), sharex="col", squeeze=False,
+        figsize=(2.6 * len(columns) + 1.6, 2.2 * len(nets) + 0.4),
     )  # fmt: skip
     for line, net in enumerate(nets):
-        for column, (link, ranks) in enumerate(places):
+        for column, (link, ranks) in enumerate(columns):
             axes = panels[line][column]
             rows = select(data["times"], net=net, link=link, ranks=ranks)
             for name, style in _LINES.items():

@@ -79,11 +79,11 @@ def losses(
     records: list[dict[str, Any]], kills: list[tuple[float, int]]
 ) -> Iterator[dict[str, Any]]:
     """Return the seconds that each kill cost."""
-    changes = [(place, one) for place, one in enumerate(records) if "survived" in one]
-    for (killed, rank), (place, change) in zip(kills, changes, strict=True):
-        redone = next(one for one in records[place:] if "loss" in one)
+    changes = [(index, one) for index, one in enumerate(records) if "survived" in one]
+    for (killed, rank), (index, change) in zip(kills, changes, strict=True):
+        redone = next(one for one in records[index:] if "loss" in one)
         back = redone["time"] - redone["update_s"]
-        began = next(one["time"] for one in reversed(records[:place]) if "loss" in one)
+        began = next(one["time"] for one in reversed(records[:index]) if "loss" in one)
         formed = change["survived"]["seconds"]
         yield {
             "rank": rank, "noticed": max(0.0, back - formed - killed), "back": back - killed,

@@ -135,8 +135,8 @@ def replica(lighthouse: str, number: int, folder: Path) -> None:
             began, before = time.time(), manager.current_step()
             optimizer.zero_grad()
             for step in range(MICRO_STEPS):
-                place = ((before * REPLICAS + number) * MICRO_STEPS + step) * MICRO_BATCH % SAMPLES
-                loss_of(model, data[place : place + MICRO_BATCH]).backward()
+                first = ((before * REPLICAS + number) * MICRO_STEPS + step) * MICRO_BATCH % SAMPLES
+                loss_of(model, data[first : first + MICRO_BATCH]).backward()
             # Its DistributedDataParallel (0.2.0) ends on an assertion here when a peer is lost.
             gradient = parameters_to_vector([w.grad for w in weights if w.grad is not None])
             manager.allreduce(gradient).wait()

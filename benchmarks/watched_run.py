@@ -56,9 +56,9 @@ class WatchedRun:
 
     def end(self) -> dict[str, Any]:
         """Return its result. Raises `RuntimeError` where it failed."""
-        said, _ = self._process.communicate(timeout=600)
+        output, _ = self._process.communicate(timeout=600)
         if self._process.returncode:
-            raise RuntimeError(said)
+            raise RuntimeError(output)
         return json.loads((self._run / "result.json").read_text())
 
     def close(self) -> None:

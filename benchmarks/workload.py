@@ -19,7 +19,7 @@ from jobs.language_model import Transformer
 from jobs.python_source import Paragraphs
 
 Batch = tuple[Tensor, Tensor]
-"""Inputs, and targets as class numbers of shape (samples,) or (samples * places,)."""
+"""Inputs, and targets as class numbers of shape (samples,) or (samples * positions,)."""
 
 _WIDTH, _LAYERS, _SAMPLES = 1024, 8, 32
 _CONTEXT, _SEQUENCES = 64, 4
@@ -75,7 +75,7 @@ def _drawn(number: int) -> Batch:
 @lru_cache(maxsize=1)
 def _text() -> Tensor:
     pieces = Paragraphs(4096, 128)
-    return torch.cat([pieces[place] for place in range(len(pieces))]).long()
+    return torch.cat([pieces[index] for index in range(len(pieces))]).long()
 
 
 def _read(number: int) -> Batch:
@@ -83,8 +83,8 @@ def _read(number: int) -> Batch:
     text = _text()
     rows = (len(text) - 1) // _CONTEXT
     first = torch.arange(number * _SEQUENCES, (number + 1) * _SEQUENCES) * 7919 % rows * _CONTEXT
-    places = first[:, None] + torch.arange(_CONTEXT)
-    return text[places], text[places + 1].flatten()
+    indices = first[:, None] + torch.arange(_CONTEXT)
+    return text[indices], text[indices + 1].flatten()
 
 
 def _digits(number: int) -> Batch:

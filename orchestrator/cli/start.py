@@ -96,7 +96,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         coupled=facts.coupled,
     )
     plan = Plan.of(config, known)
-    cluster_of(config).refuse(plan, facts.framework)
+    cluster_of(config).refuse(facts.framework)
     return plan
 
 

@@ -20,7 +20,6 @@ from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.rules import Survival, planned_survival, with_survival
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
-from orchestrator.plan.plan import Plan
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
@@ -118,8 +117,8 @@ class Cluster(ABC):
         """Return the configuration with the effective `run.survive`."""
         return with_survival(self.config, on=self.survival.on)
 
-    def refuse(self, plan: Plan, framework: str | None) -> None:  # nothing, by default
-        """Raise a `UsageError` for a plan that could never run there; asks nothing."""
+    def refuse(self, framework: str | None) -> None:  # nothing, by default
+        """Raise a `UsageError` for a run that could never run there; contacts nothing."""
 
     def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # likewise
         """Refuse settings that only the run's folder vouches for. Raises `ClusterError`.

@@ -92,6 +92,15 @@ def share_gpus(
     return [blocks[node % len(blocks)] for node in range(nodes)]
 
 
+def share_gpu_over_nccl(node: str) -> dict[str, str]:
+    """Return variables with which NCCL accepts ranks of several simulated nodes on one GPU.
+
+    NCCL refuses a GPU to two ranks of one host; with a HOSTID each node is a host. They are
+    connected over loopback.
+    """
+    return {"NCCL_HOSTID": node, "NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo"}
+
+
 def _groups() -> Iterator[Path]:
     """Return this process's version-2 control group and its parents; none elsewhere."""
     for line in _read(Path("/proc/self/cgroup")).splitlines():

@@ -139,15 +139,15 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
 
-def interrupt_refusals(transport: str, *, talks: bool, asked: bool) -> Iterator[str]:
+def interrupt_refusals(transport: str, *, talks: bool, stated: bool) -> Iterator[str]:
     """Yield why collectives of torch that wait for a lost rank cannot be interrupted.
 
     Args:
         transport: "auto" if it is not known yet.
         talks: the job's loss calls collectives.
-        asked: run.survive=true is stated.
+        stated: run.survive=true is stated.
     """
-    if transport == "nccl" and not asked:
+    if transport == "nccl" and not stated:
         yield (
             "over NCCL a loss is survived only if run.survive=true is stated, since that has run "
             f"on a single GPU only; or use {RESTARTS}"
@@ -163,8 +163,8 @@ def interrupt_refusals(transport: str, *, talks: bool, asked: bool) -> Iterator[
 
 def _survive_on_torch(config: Config, *, talks: bool = False) -> Iterator[str]:
     on_gpus = config.transport == "auto" and gpu_count(config.cluster.gpus_per_node)
-    transport, asked = "nccl" if on_gpus else config.transport, bool(config.run.survive)
-    yield from interrupt_refusals(transport, talks=talks, asked=asked)
+    transport, stated = "nccl" if on_gpus else config.transport, bool(config.run.survive)
+    yield from interrupt_refusals(transport, talks=talks, stated=stated)
     if config.engine.shard_model == "all":
         yield (
             f"{SURVIVE} engine.shard_model=all, where a lost rank takes its shards along; try "

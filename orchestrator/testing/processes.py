@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from orchestrator.clusters.machine import share_gpu_over_nccl
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch.rendezvous import form_group
 
@@ -59,9 +60,8 @@ def _be(
     torch.set_num_threads(1)
     try:
         given = made()
-        if given.transport == "nccl":  # which lets ranks of one host share no GPU
-            os.environ |= {"NCCL_HOSTID": given.node, "NCCL_NET": "Socket"}
-            os.environ["NCCL_SOCKET_IFNAME"] = "lo"
+        if given.transport == "nccl":
+            os.environ |= share_gpu_over_nccl(given.node)
         group = form_group(given)
         results.put((rank, function(group, *arguments), None))
         group.close()

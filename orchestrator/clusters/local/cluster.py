@@ -26,13 +26,12 @@ from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import fork
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
-from orchestrator.clusters.machine import share_gpus, visible_gpus
+from orchestrator.clusters.machine import share_gpu_over_nccl, share_gpus, visible_gpus
 from orchestrator.clusters.request import Share
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
-from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import AttemptOutcome, outcome_from_json, read_outcome
@@ -65,9 +64,7 @@ def build_environment(request: Request, index: int, names: Sequence[str]) -> dic
     if gpus is not None:
         environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
     if find_shared_gpus(request):
-        # NCCL refuses a GPU to two ranks of one host; with a HOSTID each node is a host.
-        loopback = {"NCCL_NET": "Socket", "NCCL_SOCKET_IFNAME": "lo", "NCCL_IB_DISABLE": "1"}
-        environment = {**loopback, "NCCL_HOSTID": names[index], **environment}
+        environment = {**share_gpu_over_nccl(names[index]), **environment}
     return environment
 
 
@@ -183,7 +180,7 @@ class LocalHandle(Handle):
 class LocalCluster(Cluster):
     """Simulated nodes on this machine."""
 
-    def refuse(self, plan: Plan, framework: str | None) -> None:
+    def refuse(self, framework: str | None) -> None:
         """Refuse a run that this machine cannot run.
 
         Raises:
@@ -193,7 +190,6 @@ class LocalCluster(Cluster):
         """
         check_installed(framework)
         check_tracker(self.config.tracker.kind)
-        del plan
         gpus, width = len(visible_gpus(os.environ)), self.config.cluster.ranks_per_node
         if self.config.transport == "nccl" and gpus < width:
             on_cpus = "mccl" if framework == "mindspore" else "gloo"

@@ -149,8 +149,7 @@ def _requeue(client: SlurmClient, job: Job, **waits: Any) -> None:
     def requeue() -> None:
         nonlocal answer_lost
         now = queued(client, [job.id]).get(job.id) if answer_lost else None
-        changed = now is not None and now.state != job.state and now.state in REQUEUED
-        if now is not None and (changed or now.restarts > job.restarts):
+        if now and (now.restarts > job.restarts or now.state in REQUEUED - {job.state}):
             return  # it was accepted, though the answer did not come
         try:
             client.check_output("scontrol", "requeue", job.id)

@@ -23,10 +23,10 @@ from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.plan_warnings import named_ranks
 
 MAX_PARTITIONS = 32
-"""In so many updates at most all weights are looked at: 0.04 ns of an update for each number."""
+"""All weights are compared within so many updates."""
 
 MIN_PARTITION_BYTES, EACH_PIECE = 256 * 1024, 32 * 1024
-"""Bytes of a partition at the least; overhead of a piece, in bytes."""
+"""Smallest partition; overhead of a piece. In bytes."""
 
 LARGEST_PIECE = 2**16
 """Numbers of a piece at the most, so that what is computed from it stays in the cache."""

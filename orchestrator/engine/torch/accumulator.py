@@ -574,7 +574,7 @@ class Accumulator:
             return
         for parameter in self.buffers.parameters:
             parameter.grad = None
-        del self._reduction  # whose buffers would take memory beside those of the next accumulator
+        del self._reduction  # frees its buffers before the next accumulator builds its own
         if self._shard is not None:
             self._shard.release()
         elif self.options.shard_optimizer:

@@ -136,7 +136,7 @@ class TorchEngine(Engine):
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
         talks = bool(getattr(job, "talks_in_window", False))
-        refusal = next(interrupt_refusals(group.transport, talks=talks, asked=True), None)
+        refusal = next(interrupt_refusals(group.transport, talks=talks, stated=True), None)
         if settings.survive and refusal:
             raise ConfigError(refusal)
         self._job, self._settings, self._group = job, settings, group

@@ -51,7 +51,7 @@ def test_a_node_with_too_few_gpus_for_its_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     config = compose(["job=digits", "cluster.ranks_per_node=2", "transport=nccl"])
     with pytest.raises(TransportError, match="each of the 2 ranks of a node, but this machine has"):
-        cluster_of(config).refuse(None, "torch")
+        cluster_of(config).refuse("torch")
 
 
 def test_gpus_of_amd_are_counted_without_the_processors_in_the_drivers_list(monkeypatch, tmp_path):
