@@ -1,4 +1,4 @@
-"""Breaking the cluster on purpose, each way as it happens in a real one; `up()` mends all of it.
+"""Faults of the cluster for tests, each as it happens on a real one; `up()` repairs all of them.
 
 What follows each of them (who is signalled, after how long a job is requeued) is in README.md.
 """

@@ -1,4 +1,4 @@
-"""Calling SLURM's own commands (sinfo, scontrol, sacctmgr …) against one cluster."""
+"""Client commands of SLURM (sinfo, scontrol, sacctmgr …), run against one cluster."""
 
 import subprocess
 

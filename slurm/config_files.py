@@ -1,4 +1,4 @@
-"""The text of every configuration file, from one frozen value; nothing here touches a disk.
+"""Text of every configuration file, from one frozen value; no function here writes a file.
 
 Settings were found by trying on SLURM 22.05; each one that is not obvious says why it is there.
 """

@@ -1,4 +1,4 @@
-"""The daemons of one cluster in the order in which they start, as values."""
+"""Daemons of one cluster as values, in the order in which they start."""
 
 from pathlib import Path
 
@@ -38,7 +38,7 @@ def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
             f"--log-error={at.log_file(DATABASE)}",
         ]
         commands[ACCOUNTING] = ["slurmdbd", "-D"]
-    # Told not to recover where there is nothing yet: else it waits for, and warns of, every file.
+    # `-c`: no recovery without saved state: slurmctld would wait for, and warn of, every file.
     fresh = [] if (at.controller_state / "clustername").exists() else ["-c"]
     commands[CONTROLLER] = ["slurmctld", "-D", "-f", str(at.slurm_conf), *fresh]
     for node in spec.node_names:
@@ -47,11 +47,11 @@ def daemons(spec: ClusterSpec, at: Layout) -> dict[str, Daemon]:
         "PATH": search_path(),
         "HOME": str(Path.home()),
         "SLURM_CONF": str(at.slurm_conf),
-        # The client library's way to say which socket "localhost" is.
+        # For the client library: the socket behind "localhost".
         "MYSQL_UNIX_PORT": str(at.database_socket),
     }
     # A slurmd runs in its spool folder, and its step daemons inherit that: they overwrite their
-    # command line and the first part of their environment, so it is how they are told apart.
+    # command line and the first part of their environment, so the folder identifies them.
     folders = {node_daemon_name(node): at.spool(node) for node in spec.node_names}
     return {
         name: Daemon(

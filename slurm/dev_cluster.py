@@ -1,6 +1,6 @@
 """Development cluster: bring up, take down, status, delete.
 
-Any number live side by side, told apart by name; nothing but the folder `state` belongs to one.
+Any number can run at once under different names; the folder `state` holds all of one cluster.
 """
 
 import shutil
@@ -32,7 +32,12 @@ _REPORT_SECONDS = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Status:
-    """`daemons`: pid, or None where one is missing. `nodes`: as sinfo spells their state."""
+    """State of a cluster.
+
+    Attributes:
+        daemons: pid of each daemon; None where one is missing.
+        nodes: state of each node as sinfo spells it.
+    """
 
     name: str
     slurm_conf: Path
@@ -57,10 +62,12 @@ class DevCluster:
         base: Path | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`nodes` and `accounting` count when it is next brought up.
+        """Describe a cluster; nothing starts before `up`.
 
-        `base`: the folder of all clusters, see `slurm.layout.base_folder`.
-        `say` is told what takes long (installing packages).
+        Args:
+            nodes, accounting: of the next start.
+            base: the folder of all clusters, see `slurm.layout.base_folder`.
+            say: called with a line before each slow step (installing packages).
         """
         self.name = name
         self.layout = layout(name, base)

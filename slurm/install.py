@@ -1,8 +1,8 @@
-"""Which programs the cluster needs, and how they (and those of tests) get onto a Debian machine.
+"""Installation of the programs that the cluster and its tests need, on a Debian machine.
 
-Nothing is installed that is there already, and no service is left running or enabled: the
-cluster starts its own daemons in its own folder. Without root, or on another system, the person
-is told once and completely what to ask for.
+Programs on PATH are not installed again, and no service is left running or enabled: the cluster
+starts its own daemons in its own folder. Without root, or on another system, one message lists
+everything to request from an administrator.
 """
 
 import contextlib
@@ -137,8 +137,8 @@ def _apt(*arguments: str) -> None:
 def _no_service_starts() -> Generator[None, None, None]:
     """Keep Debian from starting each service that it installs, by policy-rc.d.
 
-    The administrator's own file, if there is one, is back afterwards; also when an earlier run
-    was killed in between, which is why the saved copy is never overwritten.
+    The administrator's own file, if any, is restored afterwards, also after an earlier run that
+    was killed in between: a saved copy is never overwritten.
     """
     if _POLICY.exists() and not _POLICY_SAVED.exists():
         _POLICY.rename(_POLICY_SAVED)
@@ -154,10 +154,7 @@ def _no_service_starts() -> Generator[None, None, None]:
 
 
 def _disable_services(installed: list[str]) -> None:
-    """Disable the packages' services, which systemd would start at the next boot.
-
-    Only services that were not there before this run are touched.
-    """
+    """Disable the services of packages that this run installed; systemd starts them at boot."""
     services = [s for package in installed for s in _SERVICES.get(package, ())]
     if not services or not Path("/run/systemd/system").is_dir():
         return

@@ -45,7 +45,7 @@ class Task:
 
 @dataclass(frozen=True, kw_only=True)
 class NodeProcesses:
-    """What runs on one node; each rank may have several processes (a shell and its children)."""
+    """Processes on one node; a rank may have several (a shell and its children)."""
 
     slurmd: int | None
     step_daemons: tuple[StepDaemon, ...]

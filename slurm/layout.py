@@ -1,4 +1,4 @@
-"""Where everything of one cluster lies: the one place that spells folder and file names.
+"""Paths of one cluster: the only module that spells folder and file names.
 
 ~/.orchestrator/slurm-dev/<name>/
     etc/    slurm.conf and the other configuration (written anew at each start)
@@ -29,7 +29,7 @@ _LONGEST_ROOT = 107 - len("/spool/") - 28
 
 @dataclass(frozen=True)
 class Layout:
-    """The files of one cluster below its folder `root`."""
+    """Paths of one cluster's files, below its folder `root`."""
 
     root: Path
 

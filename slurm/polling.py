@@ -1,4 +1,4 @@
-"""Waiting for a condition with a deadline: the only way this package waits for anything."""
+"""Wait for a condition with a deadline; all waits of this package go through here."""
 
 import time
 from collections.abc import Callable

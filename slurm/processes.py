@@ -1,8 +1,8 @@
-"""Starting daemons that outlive us, recognising them again, and ending them by pid.
+"""Daemons that outlive this process: start, identify, signal and end them by pid.
 
-A pid in a file proves nothing: the machine may have restarted, and the pid may be somebody
-else's. A process is ours only if it runs the program that we started *and* its environment names
-our slurm.conf. Nothing is ever signalled on other grounds.
+A pid in a file proves nothing: after a restart of the machine it may be another user's. A process
+is ours only if it runs the program that we started *and* its environment names our slurm.conf. No
+other process is ever signalled.
 """
 
 import os
@@ -28,7 +28,7 @@ _RECORD_AND_BECOME = 'echo $$ >"$0.new" && mv "$0.new" "$0" && exec "$@"'
 
 @dataclass(frozen=True, kw_only=True)
 class Daemon:
-    """One daemon: how it is started, and by what it is known again."""
+    """Command, environment and files of one daemon; the first two identify its process."""
 
     name: str
     argv: tuple[str, ...]

@@ -1,4 +1,4 @@
-"""Starting one daemon and knowing when it is ready; its accounting; making nodes take jobs."""
+"""Start a daemon and wait until it is ready; register accounts; make nodes take jobs."""
 
 import shutil
 import socket

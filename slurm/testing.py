@@ -1,4 +1,4 @@
-"""The cluster for tests: brought up for a while, and left as it was found.
+"""Development cluster for tests: brought up for their duration, and left as it was found.
 
 In a conftest.py:
 
