@@ -187,15 +187,15 @@ class Agent:
 
     def _handle_signals(self) -> None:
         """Handle stop signals here only; workers ignore them and receive a message."""
+
+        def note_stop(number: int, _: Any) -> None:
+            self._stop = signal.Signals(number).name
+
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in STOP_SIGNALS:
-            signal.signal(number, self._on_stop_signal)
+            signal.signal(number, note_stop)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, (*STOP_SIGNALS, signal.SIGCHLD))
-
-    def _on_stop_signal(self, number: int, frame: Any) -> None:
-        del frame
-        self._stop = signal.Signals(number).name
 
     def _drain(self) -> None:
         os.read(self._pipe[0], 4096)

@@ -274,7 +274,9 @@ class Coordinator:
         elif kind == "ready":
             worker.awaits_newcomers = event["generation"], event["updates"]
         elif kind == "saving":
-            self._wait_for_checkpoint(worker.rank)
+            ending = self._give_up_at is not None and not self._survives_losses
+            if ending and self._saving is None:
+                self._saving, self._give_up_at = worker.rank, self._clock() + SAVE_S
 
     def _check_unresponsive(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
@@ -381,10 +383,6 @@ class Coordinator:
             self._command(None, "keep positions", stacks=False)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
-
-    def _wait_for_checkpoint(self, rank: int) -> None:
-        if self._give_up_at is not None and self._saving is None and not self._survives_losses:
-            self._saving, self._give_up_at = rank, self._clock() + SAVE_S
 
     def _give_up(
         self, worker: WorkerState, cause: str, lines: Iterable[str] = (), *, stalled: bool = False
@@ -612,24 +610,22 @@ class Coordinator:
     def _node_of(self, member: int) -> int:
         return self._spec.node_of(rank_of(member, self._spec.ranks))
 
-    def _newcomers(self) -> list[int]:
-        taken = {rank_of(member, self._spec.ranks) for member in self._members}
-        waiting = {
-            worker.rank for worker in self.workers.values()
-            if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
-        }  # fmt: skip
-        return [
-            self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
-        ]
-
     def _grow(self, now: float) -> None:
         """Admit new workers at a boundary, once every member waits there for them.
 
         If they died meanwhile, the same members continue.
         """
-        newcomers = self._newcomers()
         if self._lost_members or self._generation < 0:
             return
+        taken = {rank_of(member, self._spec.ranks) for member in self._members}
+        waiting = {
+            worker.rank
+            for worker in self.workers.values()
+            if worker.wants_to_join and worker.state == "alive" and worker.rank not in taken
+        }
+        newcomers = [
+            self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
+        ]
         announce = newcomers and not self._announced_newcomers
         if announce and now - self._looked_for_room > ROOM_S:
             self._looked_for_room = now
@@ -677,7 +673,10 @@ class Coordinator:
             return
         if self._restart_at:
             return
-        if self._is_evicted():  # the attempt goes on elsewhere, and its outcome is theirs to write
+        nodes = {self._node_of(member) for member in self._members}
+        out_of_reach = self._generation > 0 and all(self.agents[index].lost for index in nodes)
+        if out_of_reach and nodes - self._closed_ports(nodes):
+            # Some of the members may live: the attempt goes on there, and its outcome is theirs.
             log.info("the other nodes continue without this one; its agent ends")
             for agent in self.agents.values():
                 if not agent.lost:  # a lost one that has connected again may hold the members
@@ -693,13 +692,6 @@ class Coordinator:
         except OSError as error:  # a full disk: the agents' output informs the launcher
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
-
-    def _is_evicted(self) -> bool:
-        """Return whether all members are on nodes that this one cannot reach, and some may live."""
-        nodes = {self._node_of(member) for member in self._members}
-        if self._generation < 1 or not all(self.agents[index].lost for index in nodes):
-            return False
-        return bool(nodes - self._closed_ports(nodes))
 
     def _describe_loss(self, culprit: Culprit | None) -> str | None:
         """Describe a loss that is not the job's fault, which a scheduler restarts; else None."""

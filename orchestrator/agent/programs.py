@@ -153,7 +153,10 @@ class RankProgram:
         The process that calls `should_stop` gets it, or the whole program if none does: workers of
         a loader would end by it before the update is done, and the training with them.
         """
-        handler = self._stop_handler()
+        # The process that calls `should_stop`, while it lives.
+        handler = read_number(str(self._handler_file(self._rank)))
+        if handler not in self._processes() or state_of(handler) in "ZX":
+            handler = None
         others_left = self._sent_to is not None and handler is None  # they have not received it
         sent = self._stop_sent
         again = sent is not None and latest > sent and now >= sent + STOP_AGAIN_S
@@ -172,11 +175,6 @@ class RankProgram:
                 os.kill(handler, self._signal)
         except ProcessLookupError:  # it has just ended
             return
-
-    def _stop_handler(self) -> int | None:
-        """Return the process that calls `should_stop`, while it lives."""
-        found = read_number(str(self._handler_file(self._rank)))
-        return found if found in self._processes() and state_of(found) not in "ZX" else None
 
     def _handler_file(self, rank: int) -> Path:
         return self._run.attempt(self._spec.attempt) / STOP_HANDLER.format(rank)
@@ -209,7 +207,18 @@ class RankProgram:
         if has_joined(pids, port):
             self._rendezvous, self.seen = None, RankPosition()
         elif waited_s >= patience_s and self._serves:
-            self._report_unserved(f"{address}:{port}", idle=idle)
+            # Rank 0 is blamed only if the others give up: nothing shows whether they wait.
+            self.seen = RankPosition(
+                at="at the start of its program, and has not opened the port where the ranks meet",
+                stood_s=waited_s,
+            )
+            if idle and "serves" not in self._warned:
+                self._warned.add("serves")
+                self._warn(
+                    f"the program of rank 0 has not opened {address}:{port}, where the ranks meet, "
+                    f"in {patience_s:g} s (cluster.rendezvous_timeout_s), and uses no processor: "
+                    f"ranks that wait for it there do so until a time-out of their own"
+                )
         elif waited_s >= patience_s and not is_port_closed(address, port, REACH_S, unknown=True):
             sentence = (
                 f"it has not joined the others, who wait for it at {address}:{port}, "
@@ -225,20 +234,6 @@ class RankProgram:
             elif "joins" not in self._warned:
                 self._warned.add("joins")
                 self._warn(f"{sentence}; it is at work, so it is waited for")
-
-    def _report_unserved(self, rendezvous: str, *, idle: bool) -> None:
-        """On rank 0: let the coordinator know, in case the others fail; warn if it is idle."""
-        self.seen = RankPosition(
-            at="at the start of its program, and has not opened the port where the ranks meet",
-            stood_s=time.monotonic() - self._began,
-        )
-        if idle and "serves" not in self._warned:
-            self._warned.add("serves")
-            self._warn(
-                f"the program of rank 0 has not opened {rendezvous}, where the ranks meet, in "
-                f"{self._spec.join_s:g} s (cluster.rendezvous_timeout_s), and uses no processor: "
-                f"ranks that wait for it there do so until a time-out of their own"
-            )
 
     def _report_hang(self, cause: str) -> None:
         self.hangs = cause + describe_processes(self._processes(), self._log)
@@ -294,7 +289,11 @@ class RankProgram:
             if status not in (0, -signal.SIGTERM, -self._signal):
                 self._warn(f"asked to stop, the program {describe_end(status)}")
             with _log_file_errors():
-                self._note_departure()
+                stale = Fence(self._run.newest_attempt, spec.attempt).is_stale
+                ends = self._run.cancel.exists() or self._run.departure(spec.attempt).exists()
+                if self._restarts and not stale and not ends:  # the run continues later
+                    by = f" by {self._stop_name}" if self._stop_name else ""
+                    note_departure(self._run, spec.attempt, f"asked to stop{by}")
             return STOPPED, None
         if status == 0:
             return FINISHED, None
@@ -307,14 +306,6 @@ class RankProgram:
             write_failure(self._run, spec.attempt, failure)
             self._write_line(f"error: {cause}\n")
         return FAILED, failure
-
-    def _note_departure(self) -> None:
-        """Note after a stop that the run continues later, if it does."""
-        run, attempt = self._run, self._spec.attempt
-        stale = Fence(run.newest_attempt, attempt).is_stale
-        if self._restarts and not (stale or run.cancel.exists() or run.departure(attempt).exists()):
-            by = f" by {self._stop_name}" if self._stop_name else ""
-            note_departure(run, attempt, f"asked to stop{by}")
 
 
 @contextlib.contextmanager
@@ -367,7 +358,14 @@ def cause_of(status: int, output: str, error_file: Path) -> tuple[str, bool]:
         output: the end of what the program said in this attempt.
         error_file: what torch's `record` writes, where the script is decorated with it.
     """
-    raised = _of_error_file(error_file) or raised_in(output)
+    raised: str | None = None
+    try:
+        value: Any = json.loads(read_end(error_file, LOOKED_AT_BYTES))
+        message = value["message"]
+        raised = str(message["message"] if isinstance(message, dict) else message)[:LONGEST_LINE]
+    except (FileNotFoundError, ValueError, KeyError, TypeError):  # another program's file, or none
+        pass
+    raised = raised or raised_in(output)
     end = describe_end(status)
     if raised is None:
         return end, False
@@ -410,13 +408,3 @@ def raised_in(log: str) -> str | None:
     message = takewhile(lambda line: not LOGGED.match(line), lines[first:][:MESSAGE_LINES])
     parts = [line.strip()[:LONGEST_LINE] for line in message]
     return " ".join(filter(None, parts))
-
-
-def _of_error_file(path: Path) -> str | None:
-    """Return the message that torch.distributed.elastic's error handler wrote, if it did."""
-    try:
-        value: Any = json.loads(read_end(path, LOOKED_AT_BYTES))
-        message = value["message"]
-        return str(message["message"] if isinstance(message, dict) else message)[:LONGEST_LINE]
-    except (FileNotFoundError, ValueError, KeyError, TypeError):  # another program's file, or none
-        return None

@@ -135,11 +135,21 @@ def find_root_cause(
         return from_failure(run, min(primary, key=lambda f: f["time"]))
     if without_report:
         return _of_end(run, without_report[0])
-    if behind:
-        return blame_straggler(run, max(behind, key=lambda one: one.seen.stood_s))
+    if behind:  # the others waited for it in vain
+        one = max(behind, key=lambda one: one.seen.stood_s)
+        cause = f"the others waited in vain: it was still {one.seen.at}"
+        lines = one.seen.stack_lines() or tail(run.rank_log(one.rank))
+        return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=tuple(lines), hangs=True)
     if own is None:
         return _of_end(run, first)
-    return replace(add_finished_peers(from_failure(run, own), finished), hangs=not finished)
+    culprit = replace(from_failure(run, own), hangs=not finished)
+    if not finished:
+        return culprit
+    # No other rank can be the peer that it lost.
+    named = ", ".join(map(str, sorted(finished)[:MOST_NAMED]))
+    more = f" and {len(finished) - MOST_NAMED} others" if len(finished) > MOST_NAMED else ""
+    cause = f"{culprit.cause}; rank {named}{more} had ended before, with exit code 0"
+    return replace(culprit, cause=cause)
 
 
 def add_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
@@ -163,16 +173,6 @@ def add_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
         each = [f"rank {rank} waited {wait}" for rank, wait in waited.items()][:MOST_NAMED]
         note = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
     return replace(culprit, cause=f"{culprit.cause}; {note}")
-
-
-def add_finished_peers(culprit: Culprit, finished: Sequence[int]) -> Culprit:
-    """Explain a lost peer by the ranks that had finished, if no other rank can be the peer."""
-    if not finished:
-        return culprit
-    named = ", ".join(map(str, sorted(finished)[:MOST_NAMED]))
-    more = f" and {len(finished) - MOST_NAMED} others" if len(finished) > MOST_NAMED else ""
-    cause = f"{culprit.cause}; rank {named}{more} had ended before, with exit code 0"
-    return replace(culprit, cause=cause)
 
 
 def _gave_up(run: RunDir, end: AbnormalEnd) -> bool:
@@ -208,13 +208,6 @@ def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
     elif message := _last_message(end, log):  # it could say no more than that
         cause = message
     return Culprit(rank=end.rank, node=end.node, cause=cause, log_tail=log)
-
-
-def blame_straggler(run: RunDir, one: Straggler) -> Culprit:
-    """Blame a rank for which the others waited in vain."""
-    cause = f"the others waited in vain: it was still {one.seen.at}"
-    lines = one.seen.stack_lines() or tail(run.rank_log(one.rank))
-    return Culprit(rank=one.rank, node=one.node, cause=cause, log_tail=tuple(lines), hangs=True)
 
 
 def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:

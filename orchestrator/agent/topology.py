@@ -9,8 +9,9 @@ from __future__ import annotations
 import fnmatch
 import ipaddress
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from orchestrator.errors import UsageError
 from orchestrator.slurm_client import own_job_id
@@ -127,21 +128,22 @@ def own_address(env: Mapping[str, str], *, node: str, node_index: int, nodes: in
     if named:
         return address_of_interface(named, node)
     if nodes > 1:
-        for target in _elsewhere(env, node, node_index):
-            found = source_towards(target)
-            if found is not None:
+        names = [name for name in node_names(env) if name != node]
+        # All nodes meet on node 0, which looks for the route to its neighbour.
+        named_nodes = names[:MOST_NAMES] if node_index else names[: MOST_NAMES + 1]
+        targets = (address for name in named_nodes for address in _resolved(name))
+        came_from = [env[STEP_CAME_FROM]] if env.get(STEP_CAME_FROM) else []
+        for target in chain(targets, came_from):  # the likeliest first
+            if (found := source_towards(target)) is not None:
                 return found
-    return _meaning_of(node)
-
-
-def _elsewhere(env: Mapping[str, str], node: str, node_index: int) -> Iterator[str]:
-    """Return addresses that are not this node's own loopback, the likeliest first."""
-    names = [name for name in node_names(env) if name != node]
-    # All nodes meet on node 0, which looks for the route to its neighbour.
-    for name in names[:MOST_NAMES] if node_index else names[: MOST_NAMES + 1]:
-        yield from _resolved(name)
-    if env.get(STEP_CAME_FROM):
-        yield env[STEP_CAME_FROM]
+    for name in (node, socket.gethostname()):
+        if found := _resolved(name):
+            return found[0]
+    raise UsageError(
+        f"no address of node {node} was found: neither its name nor the host's means one here, and "
+        f"there is no route to the job's other nodes; name its network interface: "
+        f"cluster.interface=eth0, say"
+    )
 
 
 def node_names(env: Mapping[str, str]) -> Sequence[str]:
@@ -204,19 +206,6 @@ def address_of_interface(names: str, node: str) -> str:
     raise UsageError(
         f"cluster.interface={names}: node {node} has no such network interface with an address; "
         f"it has {known}"
-    )
-
-
-def _meaning_of(node: str) -> str:
-    """Return what the node's name, or else the host's name, resolves to."""
-    for name in (node, socket.gethostname()):
-        found = _resolved(name)
-        if found:
-            return found[0]
-    raise UsageError(
-        f"no address of node {node} was found: neither its name nor the host's means one here, and "
-        f"there is no route to the job's other nodes; name its network interface: "
-        f"cluster.interface=eth0, say"
     )
 
 

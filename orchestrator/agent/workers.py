@@ -199,7 +199,10 @@ class Workers:
         os.dup2(nothing, 0)
         os.close(nothing)
         os.dup2(2, 1)  # the node's log, until the worker opens its own
-        self._bind(rank)
+        share, local_rank = self._spec.cpus_per_rank, self._ranks.index(rank)
+        # With more CPUs, or with CPUs shared by several nodes, the kernel places better.
+        if share and len(self._cpus) == len(self._ranks) * share:
+            os.sched_setaffinity(0, self._cpus[local_rank * share : (local_rank + 1) * share])
         score = Path("/proc/self/oom_score_adj")
         try:
             if int(score.read_text("ascii")) < OOM_SCORE:  # lowering it may not be allowed
@@ -210,19 +213,10 @@ class Workers:
                 "may kill the agent instead of a worker", rank, error.strerror,
             )  # fmt: skip
         os.environ["SLURM_PROCID"] = str(rank)
-        os.environ["SLURM_LOCALID"] = str(self._ranks.index(rank))
+        os.environ["SLURM_LOCALID"] = str(local_rank)
         os.environ[INCARNATION_VARIABLE] = str(incarnation)
         os.environ[LINK_VARIABLE] = str(link.detach())
         raise BecomeWorker(rank)
-
-    def _bind(self, rank: int) -> None:
-        """Bind this worker to its share of the CPUs, if the node has exactly what all need.
-
-        With more CPUs, or with CPUs shared by several nodes, the kernel places better.
-        """
-        share, local_rank = self._spec.cpus_per_rank, self._ranks.index(rank)
-        if share and len(self._cpus) == len(self._ranks) * share:
-            os.sched_setaffinity(0, self._cpus[local_rank * share : (local_rank + 1) * share])
 
     # ------------------------------------------------------------------ watch
 
