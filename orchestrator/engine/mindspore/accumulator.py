@@ -235,7 +235,9 @@ class Accumulator:
         form, leaves = _flatten(batch)
         if form in self._steps:
             return self._steps[form](*leaves)
-        what = f"the job's loss{_location(self._loss)}"
+        code = getattr(getattr(self._loss, "__func__", self._loss), "__code__", None)
+        location = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        what = f"the job's loss{location}"
         step = self.compile(self._micro_step(self._gradients(self._loss, form)), what)
         self._steps[form] = step
         if self._reference is None or self._mode == "pynative":
@@ -366,9 +368,9 @@ class Accumulator:
             return self.sums, list(trailer)
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
         whole = self._pack(*extra)
-        places = range(0, self._whole, self._width)
+        starts = range(0, self._whole, self._width)
         # Named anew each time, so that only two copies of the gradients exist at once.
-        whole = [whole[place : place + self._width] for place in places]
+        whole = [whole[start : start + self._width] for start in starts]
         whole = self._group.sums(whole)
         whole = ops.concat(whole) if len(whole) > 1 else whole[0]
         return self._unpack(whole), whole[self._numbers :].asnumpy().tolist()
@@ -380,7 +382,10 @@ class Accumulator:
         squares = 0.0
         for gradient in gradients:
             if self._group.transport == "mccl":
-                squares += _squares(gradient.asnumpy().reshape(-1))
+                flat = gradient.asnumpy().reshape(-1)
+                # Blocks in their own type, which are added up in float64.
+                blocks = (flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK))
+                squares += math.fsum(float(np.dot(block, block)) for block in blocks)
             else:
                 squares += float(ops.square(gradient).sum().asnumpy())
         return math.sqrt(squares)
@@ -407,18 +412,6 @@ class Accumulator:
             return True
 
         return clear
-
-
-def _squares(flat: Any) -> float:
-    """Return the sum of squares: blocks in their own type, which are added up in float64."""
-    blocks = (flat[place : place + BLOCK] for place in range(0, flat.size, BLOCK))
-    return math.fsum(float(np.dot(block, block)) for block in blocks)
-
-
-def _location(loss: Any) -> str:
-    """Return the location of a function, for messages."""
-    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:

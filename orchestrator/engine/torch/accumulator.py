@@ -300,7 +300,10 @@ class Accumulator:
                 there already; gradients were written by something else than a backward.
         """
         with self._window.within("backward()"):
-            last, leaf = self._next_step("backward()", last=last, leaf=leaf)
+            if self._tracker is not None:
+                last, leaf = self._tracker.next_step("backward()", last=last, leaf=leaf)
+            elif not self._window.open:
+                self._begin(implied_by="backward()")
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
                 if self.padding:
@@ -309,10 +312,12 @@ class Accumulator:
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.shared
-                on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                with self._hooks.expecting(on_gradient):
+                self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
+                try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
+                finally:
+                    self._hooks.on_gradient = self._window.stray
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -328,7 +333,10 @@ class Accumulator:
             JobError: the backward ran before the window began.
         """
         with self._window.within("record()"):
-            self._next_step("record()", last=False, leaf=None)
+            if self._tracker is not None:
+                self._tracker.next_step("record()", last=False, leaf=None)
+            elif not self._window.open:
+                self._begin(implied_by="record()")
             if self.options.reduction != "fast":
                 raise ConfigError(
                     "record() is for reduction='fast'; with 'reproducible' each leaf's gradient "
@@ -341,14 +349,6 @@ class Accumulator:
             self._losses += row
             if self._tracker is not None:
                 self._tracker.computed += 1
-
-    def _next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
-        """Begin a window if need be; return `last` and `leaf`, which `run.windows` knows itself."""
-        if self._tracker is not None:
-            return self._tracker.next_step(call, last=last, leaf=leaf)
-        if not self._window.open:
-            self._begin(implied_by=call)
-        return last, leaf
 
     # ------------------------------------------------------------------ the boundary
 
@@ -426,7 +426,7 @@ class Accumulator:
             return None
         norm, factor = found
         # Holds the summed gradient that this rank's optimizer steps on: its segments, or all of it.
-        local = self._shard or self.buffers
+        local = self._shard or self._reduction.buffers
         if factor != 1.0:
             for gradient in local.flat_grads:
                 gradient.mul_(factor)

@@ -229,8 +229,33 @@ class TorchEngine(Engine):
         self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        window = self._window
+        if window is None or micro_batch.update != window.update:
+            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         with self._translated_errors("a micro-step"):
-            self._micro_step(batch, micro_batch)
+            if self._coupled is not None:
+                self._coupled.micro_step(batch, micro_batch)
+            else:
+                self._done += 1
+                steps = len(window.micro_batches)
+                self.accumulator.padding = self._done > steps - window.padding
+                seed = derived_seed(
+                    "step", self._settings.seed, micro_batch.update, micro_batch.start
+                )
+                with self._clock.compute:
+                    seed_everything(seed)
+                    loss = self._loss(batch)
+                leaf = self._leaves.leaf_of(micro_batch)
+                self.accumulator.backward(loss, last=self._done == steps, leaf=leaf)
+            if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
+                check_samples(  # the run's very first micro-batch, on the rank that has it
+                    self._job,
+                    self.model,
+                    micro_batch.indices,
+                    self._loss if self._coupled is None else None,
+                    precision=self._settings.precision,
+                    seed=self._settings.seed,
+                )
 
     @contextmanager
     def _translated_errors(self, what: str) -> Generator[None]:
@@ -240,29 +265,6 @@ class TorchEngine(Engine):
             return
         with peer_lost_during(f"{what} of a model in shards", self._group.rank):
             yield
-
-    def _micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        if self._coupled is not None:
-            self._coupled.micro_step(batch, micro_batch)
-            self._check_samples(micro_batch)
-            return
-        self._done += 1
-        steps = len(window.micro_batches)
-        self.accumulator.padding = self._done > steps - window.padding
-        with self._clock.compute:
-            seed_everything(
-                derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
-            )
-            loss = self._loss(batch)
-        self.accumulator.backward(
-            loss,
-            last=self._done == steps,
-            leaf=self._leaves.leaf_of(micro_batch),
-        )
-        self._check_samples(micro_batch)
 
     def _loss(self, batch: Any) -> Any:
         batch = self._prepared(batch)
@@ -278,15 +280,6 @@ class TorchEngine(Engine):
                     "shard(self, model, mesh), which calls fully_shard() on those parts"
                 ) from error
             raise
-
-    def _check_samples(self, micro_batch: MicroBatch) -> None:
-        """Check the run's very first micro-batch, on the rank that has it."""
-        if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
-            check_samples(
-                self._job, self.model, micro_batch.indices,
-                self._loss if self._coupled is None else None,
-                precision=self._settings.precision, seed=self._settings.seed,
-            )  # fmt: skip
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()

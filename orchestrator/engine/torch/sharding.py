@@ -210,16 +210,6 @@ class Piece:
             return cls(start, weight, gradient)
         return cls(start, weight.to(gradient.dtype), gradient, weight)
 
-    def begin_step(self) -> None:
-        """Take over weights that were written since the last step: loaded, or clamped, say."""
-        if self.rounded is not None:
-            changed = self.rounded != self.weight.to(self.rounded.dtype)
-            self.weight.copy_(torch.where(changed, self.rounded.to(self.weight.dtype), self.weight))
-
-    def end_step(self) -> None:
-        if self.rounded is not None:
-            self.rounded.copy_(self.weight)
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Kind:
@@ -314,14 +304,18 @@ class OptimizerShard:
         left_alone = set(unused)
         for number, pieces in enumerate(self._pieces):
             for piece in pieces:
-                piece.begin_step()
+                master, rounded = piece.weight, piece.rounded
+                if rounded is not None:  # take over what was loaded or clamped, say, since then
+                    changed = rounded != master.to(rounded.dtype)
+                    master.copy_(torch.where(changed, rounded.to(master.dtype), master))
                 piece.weight.grad = None if number in left_alone else piece.gradient
         yield
         for slot, pieces in zip(self._slots, self._pieces, strict=True):
             slot.parameter.grad = None
             for piece in pieces:
                 piece.weight.grad = None
-                piece.end_step()
+                if piece.rounded is not None:
+                    piece.rounded.copy_(piece.weight)
 
     def gather_weights(self) -> None:
         """Give every rank the weights that their owners have stepped. Collective."""

@@ -304,16 +304,6 @@ def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return plain, {EXTRA: json.dumps({"aliases": aliases, "complex": complexes})}
 
 
-def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write what `prepared` gave, or copies of that: the same bytes."""
-    # Views of one storage (slices of one tensor) have to be copied; others are not.
-    parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
-    try:
-        save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
-
-
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -467,7 +457,13 @@ class Snapshot:
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the tensors as safetensors; give the rest as what JSON can hold."""
         for name, (tensors, metadata) in self._files.items():
-            write_prepared(folder / name, tensors, metadata)
+            # Views of one storage (slices of one tensor) have to be copied; others are not.
+            parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
+            path = folder / name
+            try:
+                save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
+            except SafetensorError as error:
+                raise OSError(f"{path} cannot be written: {error}") from error
         self._files.clear()  # copies are large
         return self._extra
 
