@@ -117,7 +117,7 @@ class Trailer:
         self.first_non_finite: int | None = None
 
     @classmethod
-    def of_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
+    def from_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
         """Sum the micro-steps of a window: weight, total and metrics of each, in their order."""
         trailer, width = cls(metric_count), 2 + metric_count
         for step in range(len(losses) // width):
@@ -159,7 +159,7 @@ class Trailer:
         return numbers + list(map(float, self.flags))
 
     @classmethod
-    def of(cls, numbers: Sequence[float], bits: int = NARROW) -> Trailer:
+    def from_numbers(cls, numbers: Sequence[float], bits: int = NARROW) -> Trailer:
         """Build the trailer of `numbers`, also of those of several ranks, added up."""
         trailer, limbs = cls(), numbers[:-FLAGS]
         trailer.sums = [

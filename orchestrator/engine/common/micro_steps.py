@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from typing import Any
 
 
 def derived_seed(purpose: str, seed: int, *position: int) -> int:
@@ -71,7 +72,7 @@ class Clock:
         self.running: list[Activity] = []
         self.since = 0.0
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, Any]:
         """Return the seconds of this window so far, by their names in a `BoundaryReport`."""
         return {
             "compute_s": self.compute.spent_s,

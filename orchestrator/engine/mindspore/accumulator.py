@@ -210,9 +210,31 @@ class Accumulator:
         count = bucket_count(payload, settings.bucket_bytes, early=False)
         self._width = math.ceil(self._whole / count)
         self._steps: dict[Any, Compiled] = {}
-        self._pack = self.compile(self._packing(), "the packing of gradients")
-        self._unpack = self.compile(self._unpacking(), "the unpacking of gradients")
-        self.clear = self.compile(self._clearing(), "the clearing of gradients")
+        sums = self.sums
+        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
+
+        def pack(*trailer: Tensor) -> Tensor:
+            parts: Any = ()
+            for held in sums:
+                parts = (*parts, held.reshape(-1))
+            return ops.concat((*parts, *trailer))
+
+        def unpack(whole: Tensor) -> Any:
+            gradients: Any = ()
+            start = 0
+            for size, shape in shapes:
+                gradients = (*gradients, whole[start : start + size].reshape(shape))
+                start += size
+            return gradients
+
+        def clear() -> bool:
+            for held in sums:
+                ops.assign(held, ops.zeros_like(held))
+            return True
+
+        self._pack = self.compile(pack, "the packing of gradients")
+        self._unpack = self.compile(unpack, "the unpacking of gradients")
+        self.clear = self.compile(clear, "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
         """Compile in this accumulator's mode."""
@@ -335,30 +357,6 @@ class Accumulator:
 
     # ------------------------------------------------------------------ the boundary
 
-    def _packing(self) -> Callable[..., Any]:
-        sums = self.sums
-
-        def pack(*trailer: Tensor) -> Tensor:
-            parts: Any = ()
-            for held in sums:
-                parts = (*parts, held.reshape(-1))
-            return ops.concat((*parts, *trailer))
-
-        return pack
-
-    def _unpacking(self) -> Callable[..., Any]:
-        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
-
-        def unpack(whole: Tensor) -> Any:
-            gradients: Any = ()
-            start = 0
-            for size, shape in shapes:
-                gradients = (*gradients, whole[start : start + size].reshape(shape))
-                start += size
-            return gradients
-
-        return unpack
-
     def reduce(self, trailer: Sequence[float] = ()) -> tuple[Sequence[Tensor], list[float]]:
         """Return gradients and trailer, summed over ranks. Collective: one a bucket.
 
@@ -402,16 +400,6 @@ class Accumulator:
             return optimizer(averaged)
 
         return self.compile(step, "the optimizer's step")
-
-    def _clearing(self) -> Callable[..., Any]:
-        sums = self.sums
-
-        def clear() -> bool:
-            for held in sums:
-                ops.assign(held, ops.zeros_like(held))
-            return True
-
-        return clear
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:

@@ -433,7 +433,25 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         scheduler, verdict = None, await_verdict(spec)
     else:
         scheduler, verdict = _host(spec)
-    _initialise(spec, transport, verdict)
+    if os.environ.pop(RANK_TABLE, None):
+        print(
+            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
+        )
+    host, port = verdict["scheduler"]
+    os.environ.update(variables(spec, transport, (host, port), os.environ))
+    try:
+        communication.init()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise RendezvousError(
+            f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
+            f"form: {first}"
+        ) from error
+    found = communication.get_rank(), communication.get_group_size()
+    if found != (spec.rank, spec.size):
+        raise RendezvousError(
+            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
+        )
     return MindSporeGroup(
         rank=spec.rank,
         size=spec.size,
@@ -457,25 +475,3 @@ def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
         raise
     scheduler.watch()
     return scheduler, verdict
-
-
-def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:
-    host, port = verdict["scheduler"]
-    if os.environ.pop(RANK_TABLE, None):
-        print(
-            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
-        )
-    os.environ.update(variables(spec, transport, (host, port), os.environ))
-    try:
-        communication.init()
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise RendezvousError(
-            f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
-            f"form: {first}"
-        ) from error
-    found = communication.get_rank(), communication.get_group_size()
-    if found != (spec.rank, spec.size):
-        raise RendezvousError(
-            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
-        )

@@ -165,7 +165,7 @@ class FastReduction:
         numbers = self.buffers.trailer
         numbers.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=numbers.dtype))
         norm = self._reduce_buckets()
-        return Trailer.of(numbers.tolist(), self._limb_bits), norm
+        return Trailer.from_numbers(numbers.tolist(), self._limb_bits), norm
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose summed gradient holds NaN or infinity. Not collective."""

@@ -97,7 +97,7 @@ def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) ->
 @contextmanager
 def _without_collectives() -> Generator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by no_dist
         yield
 
 
@@ -448,7 +448,7 @@ class Snapshot:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
             devices = [tensors[key].device for tensors, key in self._later[:1]]
-            with _copying_beside_training(self._computed, *devices) as copy:
+            with _copy_in_background(self._computed, *devices) as copy:
                 for tensors, key in self._later:
                     tensors[key] = copy(tensors[key])
         finally:
@@ -474,7 +474,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _copying_beside_training(
+def _copy_in_background(
     computed: Any, device: torch.device | None = None
 ) -> Generator[Callable[[Tensor], Tensor]]:
     """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.
