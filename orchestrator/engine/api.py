@@ -245,7 +245,7 @@ class GroupSpec:
         transport: "auto", "gloo", "nccl", "mccl" or "hccl".
         timeout_s: how long to wait for ranks that do not come.
         collective_timeout_s: how long one collective may take.
-        devices_asked: the setting that requests accelerators, "" for none. With it, "auto" never
+        device_request: the setting that requests accelerators, "" for none. With it, "auto" never
             means CPUs.
         survive: a rank that is lost is not to end the others.
         ranks_per_node: how many ranks the node has, this one included.
@@ -263,7 +263,7 @@ class GroupSpec:
     transport: str = "auto"
     timeout_s: float = 60.0
     collective_timeout_s: float = 1800.0
-    devices_asked: str = ""
+    device_request: str = ""
     survive: bool = False
     ranks_per_node: int = 1
     incarnation: int = 0

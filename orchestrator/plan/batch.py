@@ -85,40 +85,35 @@ def resolve_batch(
     for key, value in ((GLOBAL_BATCH, global_batch), (STEPS, steps), (MICRO_BATCH, micro_batch)):
         if value is not None:
             at_least(1, key, value)
-    batch = _completed(global_batch, steps, micro_batch, ranks)
-    pieces = ranks * min(batch.steps, -(-batch.global_batch // ranks))
+    if global_batch is None:
+        global_batch = DEFAULT_GLOBAL_BATCH
+        if steps is not None and micro_batch is not None:
+            global_batch = ranks * steps * micro_batch
+    if micro_batch is None:
+        steps = DEFAULT_STEPS if steps is None else steps
+    else:
+        needed = steps_for(global_batch, micro_batch, ranks)
+        if steps is not None and steps != needed:
+            raise PlanError(_disagreement(global_batch, steps, micro_batch, ranks, needed))
+        steps = needed
+    pieces = ranks * min(steps, -(-global_batch // ranks))
     if pieces > MOST_MICRO_BATCHES:
         raise PlanError(
-            f"{GLOBAL_BATCH}={batch.global_batch} in {batch.steps} micro-steps on {ranks} ranks is "
-            f"a window of {pieces} micro-batches; at most {MOST_MICRO_BATCHES} can be planned: "
-            f"fewer {STEPS} or a larger {MICRO_BATCH} would do"
+            f"{GLOBAL_BATCH}={global_batch} in {steps} micro-steps on {ranks} ranks is a window of "
+            f"{pieces} micro-batches; at most {MOST_MICRO_BATCHES} can be planned: fewer {STEPS} "
+            f"or a larger {MICRO_BATCH} would do"
         )
-    return batch
+    return Batch(global_batch=global_batch, steps=steps, micro_batch_cap=micro_batch)
 
 
-def _completed(
-    global_batch: int | None, steps: int | None, micro_batch: int | None, ranks: int
-) -> Batch:
-    if micro_batch is None:
-        return Batch(
-            global_batch=DEFAULT_GLOBAL_BATCH if global_batch is None else global_batch,
-            steps=DEFAULT_STEPS if steps is None else steps,
-            micro_batch_cap=None,
-        )
-    if global_batch is None:
-        global_batch = DEFAULT_GLOBAL_BATCH if steps is None else ranks * steps * micro_batch
-    needed = steps_for(global_batch, micro_batch, ranks)
-    if steps is not None and steps != needed:
-        raise PlanError(_disagreement(global_batch, steps, micro_batch, ranks))
-    return Batch(global_batch=global_batch, steps=needed, micro_batch_cap=micro_batch)
-
-
-def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int) -> str:
-    needed = steps_for(global_batch, micro_batch, ranks)
+def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int, needed: int) -> str:
     agreeing = [f"{STEPS}={needed}"]
-    other_micro_batch = _nearest_micro_batch(-(-global_batch // ranks), steps, micro_batch)
-    if other_micro_batch is not None:
-        agreeing.append(f"{MICRO_BATCH}={other_micro_batch}")
+    block = -(-global_batch // ranks)
+    smallest_cap = -(-block // steps)  # of those that cut the block into `steps`, if any does
+    largest_cap = max(block, micro_batch) if steps == 1 else (block - 1) // (steps - 1)
+    if smallest_cap <= largest_cap:
+        nearest = min(max(micro_batch, smallest_cap), largest_cap)
+        agreeing.append(f"{MICRO_BATCH}={nearest}")
     fewest = ranks * micro_batch * (steps - 1) + 1
     most = ranks * micro_batch * steps
     agreeing.append(f"{GLOBAL_BATCH}={min(max(global_batch, fewest), most)}")
@@ -128,10 +123,3 @@ def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int) -
         f"{micro_batch} take {needed} micro-step{'s' * (needed > 1)}, not {steps}. State two of "
         f"the three, or change one: {', '.join(agreeing[:-1])} or {agreeing[-1]}"
     )
-
-
-def _nearest_micro_batch(block: int, steps: int, micro_batch: int) -> int | None:
-    """Return the cap nearest to `micro_batch` that cuts `block` samples into `steps`, if any."""
-    least = -(-block // steps)
-    most = max(block, micro_batch) if steps == 1 else (block - 1) // (steps - 1)
-    return min(max(micro_batch, least), most) if least <= most else None

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.config.schema import DEFAULT_BASE_LR, Config, FactsConfig, TrainConfig, node_range
+from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
 from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
@@ -64,7 +64,9 @@ class Plan:
             micro_batch=config.accumulation.micro_batch,
             ranks=nodes * per_node,
         )
-        samples = _stated_or(known.dataset_samples, config.facts, "dataset_samples")
+        samples = known.dataset_samples
+        if samples is None:
+            samples = config.facts.dataset_samples
         order = DataOrder(
             # Without the data set the same checks run for one that is just large enough.
             dataset_samples=batch.global_batch if samples is None else samples,
@@ -155,10 +157,6 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
-def _stated_or(known: int | None, facts: FactsConfig, name: str) -> int | None:
-    return getattr(facts, name) if known is None else known
-
-
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:
     """Return the run's length: `train.updates`, else `train.epochs`, else one epoch."""
     known = samples is not None
@@ -208,7 +206,7 @@ def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rat
 
 def _traffic(config: Config, known: JobFacts, split: Split) -> Traffic:
     accumulation, engine = config.accumulation, config.engine
-    parameters = _stated_or(known.parameters, config.facts, "parameters")
+    parameters = config.facts.parameters if known.parameters is None else known.parameters
     wire = Wire(
         ranks=split.ranks,
         itemsize=ITEMSIZE.get(config.train.precision, 4),

@@ -91,9 +91,11 @@ def _data(batch: Batch, order: DataOrder, length: Length, rates: Rates) -> Itera
     if total is None:
         return
     if size > total and order.ragged == "update":
+        schedule = None if rates.source == "learning_rate" else rates.schedule
+        is_scaled = schedule is not None and schedule.scaling != "none"
         yield (
             f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
-            f"holds {total}" + f", while the learning rate is scaled for {size}" * _scaled(rates)
+            f"holds {total}" + f", while the learning rate is scaled for {size}" * is_scaled
         )
     if size > total and order.ragged == "carry":
         yield (
@@ -106,11 +108,6 @@ def _data(batch: Batch, order: DataOrder, length: Length, rates: Rates) -> Itera
             f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch"
             + " (others each time)" * (epochs > 1)
         )
-
-
-def _scaled(rates: Rates) -> bool:
-    followed = rates.schedule is not None and rates.schedule.scaling != "none"
-    return followed and rates.source != "learning_rate"
 
 
 def _warm_up(length: Length, rates: Rates) -> Iterator[str]:

@@ -86,18 +86,15 @@ class Schedule:
         at_least(0, "the number of an update", update)
         if update < self.warmup_updates:
             return self.peak * ((update + 1) / self.warmup_updates)
-        return self.peak * self._decayed(update)
-
-    def _decayed(self, update: int) -> float:
         if self.decay == "none" or self.total_updates is None:
-            return 1.0
+            return self.peak
         reached = max(self.warmup_updates - 1, 0)
         length = self.total_updates - 1 - reached
         if length <= 0:
             # A run of one update trains at its peak. One that goes on after its end has decayed.
-            return 1.0 if update < self.total_updates else 0.0
+            return self.peak if update < self.total_updates else 0.0
         progress = min(1.0, (update - reached) / length)
         if self.decay == "linear":
-            return 1.0 - progress
+            return self.peak * (1.0 - progress)
         # Mathematical libraries differ in a cosine's last bit; ranks must not.
-        return 0.5 * (1.0 + round(math.cos(math.pi * progress), 14))
+        return self.peak * (0.5 * (1.0 + round(math.cos(math.pi * progress), 14)))

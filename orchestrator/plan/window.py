@@ -88,7 +88,14 @@ class WindowPlanner:
             )
         pieces = split.pieces(rank)
         if assignment is not None and self.reduction == "reproducible":
-            self._check_leaves(pieces, samples)
+            leaf = self.batch.micro_batch_cap or self.batch.global_batch
+            for start, count in pieces:
+                if start % leaf or count != min(leaf, samples - start):
+                    raise PlanError(
+                        f"samples {start} to {start + count - 1} of the update are not a leaf of "
+                        f"{leaf} samples; accumulation.reduction=reproducible moves whole leaves "
+                        "only"
+                    )
         indices = self.order.indices(update)
         return Window(
             update=update,
@@ -106,15 +113,6 @@ class WindowPlanner:
             steps=split.micro_steps,
             samples_per_rank=split.samples_per_rank,
         )
-
-    def _check_leaves(self, pieces: tuple[tuple[int, int], ...], samples: int) -> None:
-        leaf = self.batch.micro_batch_cap or self.batch.global_batch
-        for start, count in pieces:
-            if start % leaf or count != min(leaf, samples - start):
-                raise PlanError(
-                    f"samples {start} to {start + count - 1} of the update are not a leaf of "
-                    f"{leaf} samples; accumulation.reduction=reproducible moves whole leaves only"
-                )
 
 
 def planner_of(plan: Plan) -> WindowPlanner:

@@ -88,7 +88,7 @@ class Started:
         try:
             found = self.process.wait(WAIT_S)
         except subprocess.TimeoutExpired:
-            self._given_up(f"the launch has not ended after {WAIT_S:g} s")
+            self._give_up(f"the launch has not ended after {WAIT_S:g} s")
         if found != code:
             raise AssertionError(f"exit code {found} where {code} is due:\n{self.output}")
         expect(self._silent_within(within_s), True, "all ranks have ended with the launcher")
@@ -105,10 +105,10 @@ class Started:
         until = time.monotonic() + WAIT_S
         while not condition():
             if time.monotonic() > until or self.process.poll() is not None:
-                self._given_up("no rank came to work")
+                self._give_up("no rank came to work")
             time.sleep(0.05)
 
-    def _given_up(self, why: str) -> NoReturn:
+    def _give_up(self, why: str) -> NoReturn:
         """Clean up after a cluster that may leave more processes than the launcher."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)

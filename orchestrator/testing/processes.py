@@ -50,7 +50,7 @@ def spec(
     )
 
 
-def _be(
+def _run_rank(
     rank: int,
     made: Callable[[], GroupSpec],
     function: Callable[..., Any],
@@ -84,7 +84,7 @@ def start_ranks(
     results = _context.Queue()
     processes: dict[int, BaseProcess] = {
         rank: _context.Process(
-            target=_be,
+            target=_run_rank,
             args=(rank, partial(spec, rank, size, folder, **more), function, arguments, results),
             daemon=True,
         )

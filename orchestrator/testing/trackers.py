@@ -33,7 +33,7 @@ from orchestrator.trainer.recorder import Scalars, Tracker
 LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
 
 
-def _begun(tracker: Sequence[str], folder: Path) -> tuple[RunDir, Config]:
+def _create_run(tracker: Sequence[str], folder: Path) -> tuple[RunDir, Config]:
     run = RunDir(folder / "run")
     run.create()
     config = compose(["job=digits", f"run.dir={run.path}", *tracker])
@@ -51,7 +51,7 @@ class TrackerSuite(ABC):
     def test_what_is_written_is_there_after_the_close_and_an_attempt_adds_to_it(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
-        run, config = _begun(tracker, tmp_path)
+        run, config = _create_run(tracker, tmp_path)
         written = [(0, {LOSS: 0.5}), (1, {LOSS: 0.25, ACCURACY: 1.0}), (1, {LOSS: 0.125})]
         for attempt in (written[:2], written[2:]):  # a resume reaches a step for the second time
             scalars = Scalars(run, config)
@@ -63,7 +63,7 @@ class TrackerSuite(ABC):
     def test_what_is_no_finite_number_is_written_too(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
-        run, config = _begun(tracker, tmp_path)
+        run, config = _create_run(tracker, tmp_path)
         chosen = TRACKERS.make(config.tracker.kind, Tracker, run, config)
         chosen.write(0, {LOSS: math.nan, ACCURACY: math.inf})
         chosen.close()
@@ -75,7 +75,7 @@ class TrackerSuite(ABC):
     def test_one_that_fails_ends_no_training_and_is_told_at_most_once(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
-        run, config = _begun(tracker, tmp_path)
+        run, config = _create_run(tracker, tmp_path)
         scalars = Scalars(run, config)
         shutil.rmtree(run.path)
         with warnings.catch_warnings(record=True) as given:
@@ -88,7 +88,7 @@ class TrackerSuite(ABC):
     def test_an_option_that_it_does_not_have_is_refused(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
-        run, config = _begun([*tracker, "+tracker.options.no_such_option=1"], tmp_path)
+        run, config = _create_run([*tracker, "+tracker.options.no_such_option=1"], tmp_path)
         try:
             Scalars(run, config)
         except ConfigError as error:

@@ -318,7 +318,7 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
         collective_timeout_s=config.cluster.collective_timeout_s,
         survive=bool(config.run.survive),
         ranks_per_node=topology.size // topology.nodes,
-        devices_asked=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        device_request=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )
 

@@ -35,7 +35,7 @@ def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
 
 
 def _losses(policy, *rows):
-    trailer = Trailer.of_losses([number for row in rows for number in row], 0)
+    trailer = Trailer.from_losses([number for row in rows for number in row], 0)
     return policy.decide(3, trailer, trailer, 8.0, list)
 
 
@@ -55,7 +55,7 @@ def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, sa
 
 
 def _decide(policy, weight, norm, named=list, **more):
-    totals = Trailer.of_losses([weight, 1.0], 0)
+    totals = Trailer.from_losses([weight, 1.0], 0)
     return policy.decide(3, totals, Trailer(), norm, named, **more)
 
 

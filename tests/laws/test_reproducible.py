@@ -89,6 +89,22 @@ def test_gloo_gives_the_digest_of_one_process(tmp_path):
             assert found[:2] == wanted
 
 
+def test_a_parameter_without_numbers_may_have_a_buffer_of_its_own():
+    def train(group):
+        torch.manual_seed(0)
+        model = torch.nn.Linear(3, 2)
+        model.empty = torch.nn.Parameter(torch.empty(0, dtype=torch.float64))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        ours = Accumulator(model, optimizer, group, reduction="reproducible")
+        for number in range(3):  # of 6 leaves: each rank has two nodes of the tree
+            total = model(torch.full((2, 3), 1.0 + number)).square().sum() + model.empty.sum()
+            ours.backward(Loss(total, weight=2))
+        ours.boundary()
+        return weights_sha256(model)
+
+    assert len(set(run_in_threads(2, train))) == 1
+
+
 @given(leaves=st.integers(1, 200), data=st.data())
 def test_memory_stays_within_two_buffers_and_the_height_of_the_tree(leaves, data):
     first = data.draw(st.integers(0, leaves - 1))

@@ -36,10 +36,10 @@ WIDE, NARROW = 16, 8
 
 MOST_RANKS = 65536
 _UNIT_BITS_OF = {WIDE: UNIT_BITS, NARROW: 40}
-_PLACES_OF = {WIDE: Struct(f"<{LIMBS}H"), NARROW: Struct(f"<{LIMBS}B")}
+_STRUCT_OF = {WIDE: Struct(f"<{LIMBS}H"), NARROW: Struct(f"<{LIMBS}B")}
 
 WEIGHT, LOSS, DIGEST, DIGEST_SQUARED = range(SUMS)
-"""Places of a trailer's sums; those of the metrics follow."""
+"""Indices of a trailer's sums; those of the metrics follow."""
 
 STOP, NON_FINITE, BAD_WEIGHT, USES_ALL, USES_CHANGED, NEWCOMERS = range(FLAGS)
 """Flags, each a number of ranks: asked to stop; a loss that is not finite; a weight that is
@@ -83,9 +83,9 @@ def to_limbs(units: Units, bits: int = NARROW) -> list[float]:
     if isinstance(units, int):
         drop = UNIT_BITS - _UNIT_BITS_OF[bits]
         rounded = (units + (1 << drop >> 1)) >> drop
-        sign, places = (-1.0 if rounded < 0 else 1.0), _PLACES_OF[bits]
+        sign, struct = (-1.0 if rounded < 0 else 1.0), _STRUCT_OF[bits]
         if not abs(rounded) >> (bits * LIMBS):
-            limbs = places.unpack(abs(rounded).to_bytes(places.size, "little"))
+            limbs = struct.unpack(abs(rounded).to_bytes(struct.size, "little"))
             return [sign * limb for limb in limbs]
         units = sign * math.inf
     return [units] + [0.0] * (LIMBS - 1)
@@ -117,7 +117,7 @@ class Trailer:
         self.first_non_finite: int | None = None
 
     @classmethod
-    def of_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
+    def from_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
         """Sum the micro-steps of a window: weight, total and metrics of each, in their order."""
         trailer, width = cls(metric_count), 2 + metric_count
         for step in range(len(losses) // width):
@@ -133,8 +133,8 @@ class Trailer:
                     trailer.first_non_finite = step
             trailer.sums[WEIGHT] += to_units(weight)
             trailer.sums[LOSS] += to_units(total)
-            for place, metric in enumerate(metrics, start=SUMS):
-                trailer.sums[place] += to_units(metric)
+            for index, metric in enumerate(metrics, start=SUMS):
+                trailer.sums[index] += to_units(metric)
         return trailer
 
     def add_digest(self, digest: int) -> None:
@@ -159,11 +159,11 @@ class Trailer:
         return numbers + list(map(float, self.flags))
 
     @classmethod
-    def of(cls, numbers: Sequence[float], bits: int = NARROW) -> Trailer:
+    def from_numbers(cls, numbers: Sequence[float], bits: int = NARROW) -> Trailer:
         """Build the trailer of `numbers`, also of those of several ranks, added up."""
         trailer, limbs = cls(), numbers[:-FLAGS]
         trailer.sums = [
-            from_limbs(limbs[place : place + LIMBS], bits) for place in range(0, len(limbs), LIMBS)
+            from_limbs(limbs[start : start + LIMBS], bits) for start in range(0, len(limbs), LIMBS)
         ]
         trailer.flags = list(map(int, numbers[-FLAGS:]))
         return trailer
@@ -171,11 +171,11 @@ class Trailer:
     def report(self, metric_names: Sequence[str]) -> dict[str, Any]:
         """Return the fields of a `BoundaryReport` that all ranks share, from the summed trailer."""
         weight, loss, _, _, *metrics = map(to_float, self.sums)
-        metrics = [metric / weight for metric in metrics]
+        named = zip(metric_names, metrics, strict=True)
         return {
             "loss": loss / weight,
             "weight": weight,
-            "metrics": dict(zip(metric_names, metrics, strict=True)),
+            "metrics": {name: metric / weight for name, metric in named},
             "stop_requested": self.flags[STOP] > 0,
             "newcomers": self.flags[NEWCOMERS] > 0,
         }
@@ -316,15 +316,15 @@ class UpdatePolicy:
             self._scale.overflowed()
         elif self._policy == "stop":
             names = named()
-            places = f", in {first_few(names, _NAMED)}" if names else ""
+            where = f", in {first_few(names, _NAMED)}" if names else ""
             raise NonFiniteError(
                 f"the loss of update {update} is finite, but the gradient became NaN or "
-                f"infinite{places}; {_REMEDIES}"
+                f"infinite{where}; {_REMEDIES}"
             )
         return None
 
     def _where(self, step: int | None) -> str:
         """Return the ranks and their micro-steps, as text, equal on all ranks. Collective."""
         rows = self._gather([-1.0 if step is None else float(step)])
-        places = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
-        return first_few(places, _NAMED, noun="ranks", separator="; ")
+        found = [f"rank {rank}, micro-step {int(s)}" for rank, (s,) in enumerate(rows) if s >= 0]
+        return first_few(found, _NAMED, noun="ranks", separator="; ")

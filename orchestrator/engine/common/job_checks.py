@@ -101,21 +101,22 @@ class Hyperparameters:
             )
         for group, name in sorted(found.keys() | self._kept.keys()):
             before, after = (held.get((group, name)) for held in (self._kept, found))
-            if before != after and not (jobs_turn and name not in RATES):
-                raise JobError(self._refusal(group, name, before, after, when))
-        self._kept = found
-
-    def _refusal(self, group: int, name: str, before: Any, after: Any, when: str) -> str:
-        changed = (
-            f"{name} of the optimizer's parameter group {group} was changed from {before!r:.40} to "
-            f"{after!r:.40} {when}, behind the engine's back"
-        )
-        if name in RATES:
-            return (
-                f"{changed}, where it would have no effect: each update sets the rate. Let the job "
-                "define learning_rate(self, update) in the place of a scheduler, or use schedule.*"
+            if before == after or (jobs_turn and name not in RATES):
+                continue
+            changed = (
+                f"{name} of the optimizer's parameter group {group} was changed from "
+                f"{before!r:.40} to {after!r:.40} {when}, behind the engine's back"
             )
-        return f"{changed}; a job changes it in after_update(model, update), by the update"
+            if name in RATES:
+                raise JobError(
+                    f"{changed}, where it would have no effect: each update sets the rate. Let the "
+                    "job define learning_rate(self, update) in the place of a scheduler, or use "
+                    "schedule.*"
+                )
+            raise JobError(
+                f"{changed}; a job changes it in after_update(model, update), by the update"
+            )
+        self._kept = found
 
 
 def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:

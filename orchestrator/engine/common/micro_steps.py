@@ -5,23 +5,24 @@ from __future__ import annotations
 import hashlib
 import struct
 import time
+from typing import Any
 
 
-def derived_seed(purpose: str, seed: int, *place: int) -> int:
+def derived_seed(purpose: str, seed: int, *position: int) -> int:
     """Return a 64-bit seed: the first 8 bytes of BLAKE2b over the numbers, personalised by
     `purpose`.
 
     Args:
         purpose: keeps uses apart ("step", "data", ...); at most 16 ASCII letters.
         seed: the run's.
-        place: where in the run, say update and start; each below 2**63.
+        position: where in the run, say update and start; each below 2**63.
 
     >>> derived_seed("step", 0, 1, 2) == derived_seed("step", 0, 1, 2)
     True
     >>> derived_seed("step", 0, 1, 2) == derived_seed("data", 0, 1, 2)
     False
     """
-    packed = struct.pack(f"<{1 + len(place)}q", seed, *place)
+    packed = struct.pack(f"<{1 + len(position)}q", seed, *position)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode("ascii")).digest()
     return int.from_bytes(digest, "little")
 
@@ -71,7 +72,7 @@ class Clock:
         self.running: list[Activity] = []
         self.since = 0.0
 
-    def seconds(self) -> dict[str, float]:
+    def seconds(self) -> dict[str, Any]:
         """Return the seconds of this window so far, by their names in a `BoundaryReport`."""
         return {
             "compute_s": self.compute.spent_s,

@@ -210,9 +210,31 @@ class Accumulator:
         count = bucket_count(payload, settings.bucket_bytes, early=False)
         self._width = math.ceil(self._whole / count)
         self._steps: dict[Any, Compiled] = {}
-        self._pack = self.compile(self._packing(), "the packing of gradients")
-        self._unpack = self.compile(self._unpacking(), "the unpacking of gradients")
-        self.clear = self.compile(self._clearing(), "the clearing of gradients")
+        sums = self.sums
+        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
+
+        def pack(*trailer: Tensor) -> Tensor:
+            parts: Any = ()
+            for held in sums:
+                parts = (*parts, held.reshape(-1))
+            return ops.concat((*parts, *trailer))
+
+        def unpack(whole: Tensor) -> Any:
+            gradients: Any = ()
+            start = 0
+            for size, shape in shapes:
+                gradients = (*gradients, whole[start : start + size].reshape(shape))
+                start += size
+            return gradients
+
+        def clear() -> bool:
+            for held in sums:
+                ops.assign(held, ops.zeros_like(held))
+            return True
+
+        self._pack = self.compile(pack, "the packing of gradients")
+        self._unpack = self.compile(unpack, "the unpacking of gradients")
+        self.clear = self.compile(clear, "the clearing of gradients")
 
     def compile(self, function: Callable[..., Any], what: str) -> Compiled:
         """Compile in this accumulator's mode."""
@@ -235,7 +257,9 @@ class Accumulator:
         form, leaves = _flatten(batch)
         if form in self._steps:
             return self._steps[form](*leaves)
-        what = f"the job's loss{_location(self._loss)}"
+        code = getattr(getattr(self._loss, "__func__", self._loss), "__code__", None)
+        location = f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
+        what = f"the job's loss{location}"
         step = self.compile(self._micro_step(self._gradients(self._loss, form)), what)
         self._steps[form] = step
         if self._reference is None or self._mode == "pynative":
@@ -333,30 +357,6 @@ class Accumulator:
 
     # ------------------------------------------------------------------ the boundary
 
-    def _packing(self) -> Callable[..., Any]:
-        sums = self.sums
-
-        def pack(*trailer: Tensor) -> Tensor:
-            parts: Any = ()
-            for held in sums:
-                parts = (*parts, held.reshape(-1))
-            return ops.concat((*parts, *trailer))
-
-        return pack
-
-    def _unpacking(self) -> Callable[..., Any]:
-        shapes = tuple((int(p.size), p.shape) for p in self.parameters)
-
-        def unpack(whole: Tensor) -> Any:
-            gradients: Any = ()
-            start = 0
-            for size, shape in shapes:
-                gradients = (*gradients, whole[start : start + size].reshape(shape))
-                start += size
-            return gradients
-
-        return unpack
-
     def reduce(self, trailer: Sequence[float] = ()) -> tuple[Sequence[Tensor], list[float]]:
         """Return gradients and trailer, summed over ranks. Collective: one a bucket.
 
@@ -366,9 +366,9 @@ class Accumulator:
             return self.sums, list(trailer)
         extra = [Tensor(np.asarray(trailer), self.dtype)] if len(trailer) else []
         whole = self._pack(*extra)
-        places = range(0, self._whole, self._width)
+        starts = range(0, self._whole, self._width)
         # Named anew each time, so that only two copies of the gradients exist at once.
-        whole = [whole[place : place + self._width] for place in places]
+        whole = [whole[start : start + self._width] for start in starts]
         whole = self._group.sums(whole)
         whole = ops.concat(whole) if len(whole) > 1 else whole[0]
         return self._unpack(whole), whole[self._numbers :].asnumpy().tolist()
@@ -380,7 +380,10 @@ class Accumulator:
         squares = 0.0
         for gradient in gradients:
             if self._group.transport == "mccl":
-                squares += _squares(gradient.asnumpy().reshape(-1))
+                flat = gradient.asnumpy().reshape(-1)
+                # Blocks in their own type, which are added up in float64.
+                blocks = (flat[start : start + BLOCK] for start in range(0, flat.size, BLOCK))
+                squares += math.fsum(float(np.dot(block, block)) for block in blocks)
             else:
                 squares += float(ops.square(gradient).sum().asnumpy())
         return math.sqrt(squares)
@@ -397,28 +400,6 @@ class Accumulator:
             return optimizer(averaged)
 
         return self.compile(step, "the optimizer's step")
-
-    def _clearing(self) -> Callable[..., Any]:
-        sums = self.sums
-
-        def clear() -> bool:
-            for held in sums:
-                ops.assign(held, ops.zeros_like(held))
-            return True
-
-        return clear
-
-
-def _squares(flat: Any) -> float:
-    """Return the sum of squares: blocks in their own type, which are added up in float64."""
-    blocks = (flat[place : place + BLOCK] for place in range(0, flat.size, BLOCK))
-    return math.fsum(float(np.dot(block, block)) for block in blocks)
-
-
-def _location(loss: Any) -> str:
-    """Return the location of a function, for messages."""
-    code = getattr(getattr(loss, "__func__", loss), "__code__", None)
-    return f" ({code.co_filename}, line {code.co_firstlineno})" if code else ""
 
 
 def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:

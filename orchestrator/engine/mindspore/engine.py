@@ -259,7 +259,7 @@ class MindSporeEngine(Engine):
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
-            trailer = Trailer.of_losses(losses, len(self._names))
+            trailer = Trailer.from_losses(losses, len(self._names))
             trailer.flags[STOP] = int(stop)
             self._replica_checker.write_digest(trailer, update)
         self._group.silence = None
@@ -267,9 +267,14 @@ class MindSporeEngine(Engine):
             gradients, numbers = self._accumulator.reduce(trailer.numbers())
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
-            totals = Trailer.of(numbers)
+            totals = Trailer.from_numbers(numbers)
             self._replica_checker.check(totals, update)
-            norm = self._apply(update, totals, trailer, gradients)
+            norm_of_sum, norm = self._accumulator.norm_of(gradients), None
+            found = self._policy.decide(update, totals, trailer, norm_of_sum, list)
+            if found is not None:
+                norm, factor = found
+                self._step(Tensor(factor, self._accumulator.dtype), *gradients)
+                self._accumulator.precision.succeeded()
         self._hyperparameters.keep()
         if norm is not None:
             self._after_update(update)
@@ -297,28 +302,6 @@ class MindSporeEngine(Engine):
             plain_step_s=self._accumulator.plain_step_s(),
             **totals.report(self._names),
         )
-
-    def _apply(
-        self, update: int, totals: Trailer, mine: Trailer, gradients: Sequence[Tensor]
-    ) -> float | None:
-        """Average, clip and step, or do not, as all ranks agree.
-
-        Returns:
-            The averaged gradient's norm; None where the update is skipped.
-
-        Raises:
-            JobError: weights that cannot be divided by.
-            NonFiniteError: the loss or the gradient is not finite, and the policy is "stop". An
-                overflow under float16 is neither: the window is skipped, the loss scale halved.
-        """
-        norm_of_sum = self._accumulator.norm_of(gradients)
-        found = self._policy.decide(update, totals, mine, norm_of_sum, list)
-        if found is None:
-            return None
-        norm, factor = found
-        self._step(Tensor(factor, self._accumulator.dtype), *gradients)
-        self._accumulator.precision.succeeded()
-        return norm
 
     def _after_update(self, update: int) -> None:
         if after_update := getattr(self._job, "after_update", None):

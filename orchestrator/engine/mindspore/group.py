@@ -40,30 +40,30 @@ def available(device: str) -> bool:
 
 def choose_transport(spec: GroupSpec) -> str:
     """Return the transport to use. Raises `TransportError` for what this machine cannot offer."""
-    asked = spec.transport
-    if asked == "auto":
+    transport = spec.transport
+    if transport == "auto":
         found = next(t for t in ("hccl", "nccl", "mccl") if available(DEVICE_OF[t]))
-        if found == "mccl" and spec.devices_asked:
+        if found == "mccl" and spec.device_request:
             raise TransportError(
-                f"devices were asked for ({spec.devices_asked}), but MindSpore finds neither an "
+                f"devices were asked for ({spec.device_request}), but MindSpore finds neither an "
                 f"Ascend NPU nor a GPU that it can use for rank {spec.rank} on {spec.node} (is "
                 f"CANN installed there, and its set_env.sh sourced?). Computing on CPUs instead "
                 f"has to be said: transport=mccl"
             )
         return found
-    if asked not in DEVICE_OF:
+    if transport not in DEVICE_OF:
         raise TransportError(
-            f"transport={asked} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) and "
-            f"mccl (CPU); try transport=auto"
+            f"transport={transport} is not one of MindSpore's; it has hccl (Ascend), nccl (GPU) "
+            f"and mccl (CPU); try transport=auto"
         )
-    if not available(DEVICE_OF[asked]):
+    if not available(DEVICE_OF[transport]):
         raise TransportError(
-            f"transport={asked} needs MindSpore with {DEVICE_OF[asked]} support and such a device, "
-            f"but this machine has neither"
-            + (" (is CANN installed, and its set_env.sh sourced?)" if asked == "hccl" else "")
+            f"transport={transport} needs MindSpore with {DEVICE_OF[transport]} support and such a "
+            f"device, but this machine has neither"
+            + (" (is CANN installed, and its set_env.sh sourced?)" if transport == "hccl" else "")
             + "; try transport=mccl"
         )
-    return asked
+    return transport
 
 
 def device_index(transport: str, local_rank: int, environment: Mapping[str, str]) -> int:
@@ -433,7 +433,25 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         scheduler, verdict = None, await_verdict(spec)
     else:
         scheduler, verdict = _host(spec)
-    _initialise(spec, transport, verdict)
+    if os.environ.pop(RANK_TABLE, None):
+        print(
+            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
+        )
+    host, port = verdict["scheduler"]
+    os.environ.update(variables(spec, transport, (host, port), os.environ))
+    try:
+        communication.init()
+    except RuntimeError as error:
+        first = str(error).strip().splitlines()[0]
+        raise RendezvousError(
+            f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
+            f"form: {first}"
+        ) from error
+    found = communication.get_rank(), communication.get_group_size()
+    if found != (spec.rank, spec.size):
+        raise RendezvousError(
+            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
+        )
     return MindSporeGroup(
         rank=spec.rank,
         size=spec.size,
@@ -457,25 +475,3 @@ def _host(spec: GroupSpec) -> tuple[Scheduler, dict[str, Any]]:
         raise
     scheduler.watch()
     return scheduler, verdict
-
-
-def _initialise(spec: GroupSpec, transport: str, verdict: dict[str, Any]) -> None:
-    host, port = verdict["scheduler"]
-    if os.environ.pop(RANK_TABLE, None):
-        print(
-            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
-        )
-    os.environ.update(variables(spec, transport, (host, port), os.environ))
-    try:
-        communication.init()
-    except RuntimeError as error:
-        first = str(error).strip().splitlines()[0]
-        raise RendezvousError(
-            f"rank {spec.rank} on {spec.node} met the others, but MindSpore's cluster did not "
-            f"form: {first}"
-        ) from error
-    found = communication.get_rank(), communication.get_group_size()
-    if found != (spec.rank, spec.size):
-        raise RendezvousError(
-            f"MindSpore numbered rank {spec.rank} of {spec.size} as {found[0]} of {found[1]}"
-        )

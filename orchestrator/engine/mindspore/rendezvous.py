@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,8 +82,7 @@ class Scheduler:
     """
 
     def __init__(self, address: str, workers: int, timeout_s: float) -> None:
-        self._address, self._workers, self._timeout_s = address, workers, timeout_s
-        self._ending = False
+        self._address, self._ending = address, False
         try:
             self._keeper = keep_port(address)
         except OSError as error:
@@ -92,24 +91,22 @@ class Scheduler:
                 f"this node (cluster.interface chooses it)"
             ) from error
         self.port = int(self._keeper.getsockname()[1])
+        environment = {
+            "GLOG_v": "3",
+            **os.environ,
+            "MS_ROLE": "MS_SCHED",
+            "MS_WORKER_NUM": str(workers),
+            "MS_SCHED_HOST": address,
+            "MS_SCHED_PORT": str(self.port),
+            "MS_TOPO_TIMEOUT": str(max(1, round(PATIENCE * timeout_s))),
+        }
+        environment.pop("MS_NODE_ID", None)
         self.process = subprocess.Popen(
             [sys.executable, str(SCRIPT), str(os.getpid())],
-            env=self._environment(),
+            env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a share of the processor of its own while both import
         )
-
-    def _environment(self) -> Mapping[str, str]:
-        kept = {k: v for k, v in os.environ.items() if k != "MS_NODE_ID"}
-        return {
-            **kept,
-            "MS_ROLE": "MS_SCHED",
-            "MS_WORKER_NUM": str(self._workers),
-            "MS_SCHED_HOST": self._address,
-            "MS_SCHED_PORT": str(self.port),
-            "MS_TOPO_TIMEOUT": str(max(1, round(PATIENCE * self._timeout_s))),
-            "GLOG_v": os.environ.get("GLOG_v", "3"),  # noqa: SIM112  # its name
-        }
 
     def ready(self) -> bool:
         """Return True once the child listens. Raises `RendezvousError` when it has ended."""

@@ -183,7 +183,17 @@ class Accumulator:
         self._rate = LearningRate(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
         self._may_step = False  # the optimizer may step now
-        self._step_guard = _refuse_other_steps(self)
+        itself = weakref.ref(self)
+
+        def refuse_other_steps(*_: Any) -> None:
+            living = itself()
+            if living is not None and not living._may_step:  # noqa: SLF001  # ours
+                raise JobError(
+                    "optimizer.step() was called, but the optimizer steps at the boundary: call "
+                    "accumulator.boundary() instead, which reduces, divides, clips and steps once"
+                )
+
+        self._step_guard = optimizer.register_step_pre_hook(refuse_other_steps)
         if options.shard_optimizer:
             check_shardable(optimizer, trained)
         self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
@@ -300,7 +310,10 @@ class Accumulator:
                 there already; gradients were written by something else than a backward.
         """
         with self._window.within("backward()"):
-            last, leaf = self._next_step("backward()", last=last, leaf=leaf)
+            if self._tracker is not None:
+                last, leaf = self._tracker.next_step("backward()", last=last, leaf=leaf)
+            elif not self._window.open:
+                self._begin(implied_by="backward()")
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
                 if self.padding:
@@ -309,10 +322,12 @@ class Accumulator:
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
                 early = last and not self._window.shared
-                on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
-                with self._hooks.expecting(on_gradient):
+                self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
+                try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
+                finally:
+                    self._hooks.on_gradient = self._window.stray
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -328,7 +343,10 @@ class Accumulator:
             JobError: the backward ran before the window began.
         """
         with self._window.within("record()"):
-            self._next_step("record()", last=False, leaf=None)
+            if self._tracker is not None:
+                self._tracker.next_step("record()", last=False, leaf=None)
+            elif not self._window.open:
+                self._begin(implied_by="record()")
             if self.options.reduction != "fast":
                 raise ConfigError(
                     "record() is for reduction='fast'; with 'reproducible' each leaf's gradient "
@@ -341,14 +359,6 @@ class Accumulator:
             self._losses += row
             if self._tracker is not None:
                 self._tracker.computed += 1
-
-    def _next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
-        """Begin a window if need be; return `last` and `leaf`, which `run.windows` knows itself."""
-        if self._tracker is not None:
-            return self._tracker.next_step(call, last=last, leaf=leaf)
-        if not self._window.open:
-            self._begin(implied_by=call)
-        return last, leaf
 
     # ------------------------------------------------------------------ the boundary
 
@@ -377,7 +387,7 @@ class Accumulator:
             mark = self.group.mark() if self._window.shared else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
-                trailer = Trailer.of_losses(to_floats(self._losses), len(names))
+                trailer = Trailer.from_losses(to_floats(self._losses), len(names))
             with self.clock.wait:
                 trailer.flags[STOP] = int(stop)
                 trailer.flags[NEWCOMERS] = int(self.newcomers_wait)
@@ -389,8 +399,6 @@ class Accumulator:
             with self.clock.optimize:
                 norm = self._step(update, totals, trailer, summed_norm.value())
             sent, apart = self.group.since(mark), self._reduction.sent_apart
-            shared: dict[str, Any] = totals.report(names)
-            seconds: dict[str, Any] = self.clock.seconds()
             report = BoundaryReport(
                 update=update,
                 applied=norm is not None,
@@ -400,8 +408,8 @@ class Accumulator:
                 collectives=sent.collectives + apart.collectives,
                 exchanges=self._used.exchanges,
                 bytes_on_wire=sent.bytes_on_wire + apart.bytes_on_wire,
-                **shared,
-                **seconds,
+                **totals.report(names),
+                **self.clock.seconds(),
             )
             self._losses.clear()
             if tracker is not None:
@@ -426,7 +434,7 @@ class Accumulator:
             return None
         norm, factor = found
         # Holds the summed gradient that this rank's optimizer steps on: its segments, or all of it.
-        local = self._shard or self.buffers
+        local = self._shard or self._reduction.buffers
         if factor != 1.0:
             for gradient in local.flat_grads:
                 gradient.mul_(factor)
@@ -489,7 +497,7 @@ class Accumulator:
             return self.fully_sharded.whole_state(self.optimizer, keep=self.group.rank == 0)
         if self._shard is None:
             return self.optimizer.state_dict()
-        return self._shard.state_on_first() if left is None else self._shard.state_on_all(left)
+        return self._shard.whole_state(left)
 
     def load_optimizer_state(self, state: dict[str, Any]) -> None:
         """Take what `optimizer_state` gave, on however many ranks, sharded or not. Not collective.
@@ -579,21 +587,6 @@ class Accumulator:
             self._shard.release()
         elif self.options.shard_optimizer:
             self.optimizer.state.clear()
-
-
-def _refuse_other_steps(accumulator: Accumulator) -> Any:
-    """Make the optimizer refuse others' steps while `accumulator` lives; return the handle."""
-    weak = weakref.ref(accumulator)
-
-    def before(*_: Any) -> None:
-        living = weak()
-        if living is not None and not living._may_step:  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
-            raise JobError(
-                "optimizer.step() was called, but the optimizer steps at the boundary: call "
-                "accumulator.boundary() instead, which reduces, divides, clips and steps once"
-            )
-
-    return accumulator.optimizer.register_step_pre_hook(before)
 
 
 _living: weakref.WeakSet[Accumulator] = weakref.WeakSet()

@@ -116,23 +116,17 @@ def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _aligned_first(parameters: Named) -> list[int]:
-    """Return the order of parameters in buffers in which those of odd sizes come last.
-
-    So all others begin at multiples of 16 numbers, as vectorized kernels want them, although
-    nothing is put between them. Otherwise it is the reverse of theirs, which a backward comes near
-    to.
-    """
-    order = reversed(range(len(parameters)))
-    return sorted(order, key=lambda number: real_numbers(parameters[number][1]) % _ALIGNED != 0)
-
-
 def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, list[int]]]:
     """Return device, gradients' dtype and parameters' numbers of each buffer, whose parameters are
     of one dtype.
+
+    They are in reverse, an order that a backward comes near to, but those of odd sizes come last:
+    so all others begin at multiples of 16 numbers, as vectorized kernels want them, although
+    nothing is put between them.
     """
+    order = reversed(range(len(parameters)))
     plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number in _aligned_first(parameters):
+    for number in sorted(order, key=lambda n: real_numbers(parameters[n][1]) % _ALIGNED != 0):
         name, parameter = parameters[number]
         if gradient_dtype(parameter) not in _SUMMED:
             raise JobError(
@@ -146,17 +140,6 @@ def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, li
         (device, gradient_dtype(parameters[members[0]][1]), members)
         for (device, _), members in plans.items()
     ]
-
-
-def _move_weights(slots: Sequence[GradientSlot], length: int) -> Tensor:
-    """Move the parameters of a buffer into a tensor of its layout, as views; return the tensor."""
-    first = slots[0].parameter
-    weights = torch.zeros(length, dtype=first.real.dtype, device=first.device)
-    for slot in slots:
-        view = slot.view(weights)
-        view.copy_(slot.parameter.detach())
-        slot.parameter.data = view
-    return weights
 
 
 def bucket_slices(
@@ -253,7 +236,13 @@ class GradientBuffers:
             self._ends.append((start, length))
             length = -(-length // pad_to) * pad_to
             if move_weights:  # first, so that the old ones are freed before gradients take memory
-                self.weights.append(_move_weights([slots[n] for n in members], length))
+                kind = local[members[0]][1].real.dtype
+                weights = torch.zeros(length, dtype=kind, device=device)
+                for number in members:
+                    view, parameter = slots[number].view(weights), slots[number].parameter
+                    view.copy_(parameter.detach())
+                    parameter.data = view
+                self.weights.append(weights)
             self.flats.append(torch.zeros(length, dtype=dtype, device=device))
         self.slots = [slots[number] for number in range(len(parameters))]
         self.parameters = [parameter for _, parameter in parameters]
@@ -312,21 +301,18 @@ class GradientBuffers:
         """
         if not all(map(is_, map(_GRADIENT, self.parameters), self._grads)):
             for number, parameter in enumerate(self.parameters):
-                self._take(number, parameter, self._grads[number])
+                found, view = parameter.grad, self.views[number]
+                if found is not None and found is not self._grads[number]:
+                    if found.requires_grad or self.hook_counts[number] == version_of(view):
+                        raise self._foreign_write(number)
+                    view.add_(local_part(found))
+                    self.hook_counts[number] = version_of(view)
+                parameter.grad = self._grads[number]
         if list(map(version_of, self.views)) != self.hook_counts:
             versions = zip(self.views, self.hook_counts, strict=True)
             raise self._foreign_write(
                 next(n for n, (v, due) in enumerate(versions) if version_of(v) != due)
             )
-
-    def _take(self, number: int, parameter: Tensor, gradient: Tensor) -> None:
-        found, view = parameter.grad, self.views[number]
-        if found is not None and found is not gradient:
-            if found.requires_grad or self.hook_counts[number] == version_of(view):
-                raise self._foreign_write(number)
-            view.add_(local_part(found))
-            self.hook_counts[number] = version_of(view)
-        parameter.grad = gradient
 
     def complete(self) -> None:
         """Check once more at the end of a window or a leaf, and note which parameters were used.
@@ -395,14 +381,20 @@ class GradHooks:
     Args:
         parameters: the trained ones.
         counts: `GradientBuffers.hook_counts`; one is added for each gradient.
-        stray: called with a parameter's number when its gradient comes while none is expected.
+        on_gradient: see the attribute.
+
+    Attributes:
+        on_gradient: called with the parameter's number for each gradient that has come, unless it
+            is None. Outside of the accumulator's own backwards it is `WindowState.stray`.
     """
 
     def __init__(
-        self, parameters: Iterable[Tensor], counts: list[int], stray: Callable[[int], None]
+        self,
+        parameters: Iterable[Tensor],
+        counts: list[int],
+        on_gradient: Callable[[int], None] | None,
     ) -> None:
-        self._stray = stray
-        self._notify: Callable[[int], None] | None = stray
+        self.on_gradient = on_gradient
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook_of(number, counts))
             for number, parameter in enumerate(parameters)
@@ -411,19 +403,10 @@ class GradHooks:
     def _hook_of(self, number: int, counts: list[int]) -> Callable[[Tensor], None]:
         def count(_: Tensor) -> None:  # a closure is the fastest
             counts[number] += 1
-            if self._notify is not None:
-                self._notify(number)
+            if self.on_gradient is not None:
+                self.on_gradient(number)
 
         return count
-
-    @contextmanager
-    def expecting(self, on_gradient: Callable[[int], None] | None) -> Generator[None]:
-        """Expect gradients in here; call `on_gradient`, if any, with each parameter's number."""
-        self._notify = on_gradient
-        try:
-            yield
-        finally:
-            self._notify = self._stray
 
     def remove(self) -> None:
         """Remove the hooks, so that another accumulator may register its own."""

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.optim import Optimizer
 
 from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
@@ -66,36 +65,6 @@ if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
 
 
-def _build_model(job: Job, settings: EngineSettings, device: torch.device) -> Module:
-    """Return the job's model on `device`, from the run's seed. Raises `JobError` for anything
-    else.
-    """
-    seed_everything(derived_seed("model", settings.seed))
-    model = job.model()
-    if not isinstance(model, Module):
-        raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
-    if settings.precision == "float64":
-        model = doubled(model)
-    # A model in shards may be larger than a device; `fully_shard` moves it there, part by part.
-    return model if settings.shard_model != "none" else model.to(device)
-
-
-def _build_job_optimizer(job: Job, model: Module, settings: EngineSettings) -> Optimizer:
-    """Return the job's own, or the one that the configuration names.
-
-    Raises:
-        ConfigError: it cannot be built, or used.
-        JobError: a scheduler hangs on it.
-    """
-    own = getattr(job, "optimizer", lambda _: None)(model)
-    check_builder(settings.optimizer, type(job).__name__, own=own is not None)
-    if own is None:
-        return build_optimizer(model, settings.optimizer)
-    found = check_optimizer(own, f"{type(job).__name__}.optimizer")
-    refuse_scheduler(found.param_groups, job)
-    return found
-
-
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the largest memory so far: the GPU's if it computes there, or the process's."""
     if device.type == "cuda":
@@ -129,9 +98,10 @@ class TorchEngine(Engine):
         accumulator: of its gradients.
 
     Raises:
-        JobError: `model()` or `dataset()` give what they must not, or replicas differ.
-        ConfigError: settings that cannot be used, or `settings.survive` with a transport whose
-            collectives cannot be left, or a job that calls collectives of its own.
+        JobError: `model()` or `dataset()` give what they must not, a scheduler hangs on the job's
+            optimizer, or replicas differ.
+        ConfigError: settings or an optimizer that cannot be used, or `settings.survive` with a
+            transport whose collectives cannot be left, or a job that calls collectives of its own.
     """
 
     def __init__(self, job: Job, settings: EngineSettings, group: BaseGroup) -> None:
@@ -148,7 +118,16 @@ class TorchEngine(Engine):
                     "accumulation.reduction=reproducible needs accumulation.micro_batch"
                 )
         self._leaves = Leaves(settings.leaf_size if reproducible else None)
-        self.model, norms = with_norms(_build_model(job, settings, group.device), settings.norm)
+        seed_everything(derived_seed("model", settings.seed))
+        model = job.model()
+        if not isinstance(model, Module):
+            raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
+        if settings.precision == "float64":
+            model = doubled(model)
+        # A model in shards may be larger than a device; `fully_shard` moves it there, part by part.
+        if settings.shard_model == "none":
+            model = model.to(group.device)
+        self.model, norms = with_norms(model, settings.norm)
         if settings.shard_model != "none":
             from orchestrator.engine.torch.fully_sharded import form_replicate_group, shard_model
 
@@ -157,7 +136,13 @@ class TorchEngine(Engine):
         # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
         # warns for the run.
         how = {"overlap": not talks, "silent": not talks, "warn_about_layers": False}
-        optimizer = _build_job_optimizer(job, self.model, settings)
+        optimizer = getattr(job, "optimizer", lambda _: None)(self.model)
+        check_builder(settings.optimizer, type(job).__name__, own=optimizer is not None)
+        if optimizer is None:
+            optimizer = build_optimizer(self.model, settings.optimizer)
+        else:
+            check_optimizer(optimizer, f"{type(job).__name__}.optimizer")
+            refuse_scheduler(optimizer.param_groups, job)
         self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
@@ -229,8 +214,33 @@ class TorchEngine(Engine):
         self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
+        window = self._window
+        if window is None or micro_batch.update != window.update:
+            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
         with self._translated_errors("a micro-step"):
-            self._micro_step(batch, micro_batch)
+            if self._coupled is not None:
+                self._coupled.micro_step(batch, micro_batch)
+            else:
+                self._done += 1
+                steps = len(window.micro_batches)
+                self.accumulator.padding = self._done > steps - window.padding
+                seed = derived_seed(
+                    "step", self._settings.seed, micro_batch.update, micro_batch.start
+                )
+                with self._clock.compute:
+                    seed_everything(seed)
+                    loss = self._loss(batch)
+                leaf = self._leaves.leaf_of(micro_batch)
+                self.accumulator.backward(loss, last=self._done == steps, leaf=leaf)
+            if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
+                check_samples(  # the run's very first micro-batch, on the rank that has it
+                    self._job,
+                    self.model,
+                    micro_batch.indices,
+                    self._loss if self._coupled is None else None,
+                    precision=self._settings.precision,
+                    seed=self._settings.seed,
+                )
 
     @contextmanager
     def _translated_errors(self, what: str) -> Generator[None]:
@@ -240,29 +250,6 @@ class TorchEngine(Engine):
             return
         with peer_lost_during(f"{what} of a model in shards", self._group.rank):
             yield
-
-    def _micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        window = self._window
-        if window is None or micro_batch.update != window.update:
-            raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
-        if self._coupled is not None:
-            self._coupled.micro_step(batch, micro_batch)
-            self._check_samples(micro_batch)
-            return
-        self._done += 1
-        steps = len(window.micro_batches)
-        self.accumulator.padding = self._done > steps - window.padding
-        with self._clock.compute:
-            seed_everything(
-                derived_seed("step", self._settings.seed, micro_batch.update, micro_batch.start)
-            )
-            loss = self._loss(batch)
-        self.accumulator.backward(
-            loss,
-            last=self._done == steps,
-            leaf=self._leaves.leaf_of(micro_batch),
-        )
-        self._check_samples(micro_batch)
 
     def _loss(self, batch: Any) -> Any:
         batch = self._prepared(batch)
@@ -278,15 +265,6 @@ class TorchEngine(Engine):
                     "shard(self, model, mesh), which calls fully_shard() on those parts"
                 ) from error
             raise
-
-    def _check_samples(self, micro_batch: MicroBatch) -> None:
-        """Check the run's very first micro-batch, on the rank that has it."""
-        if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
-            check_samples(
-                self._job, self.model, micro_batch.indices,
-                self._loss if self._coupled is None else None,
-                precision=self._settings.precision, seed=self._settings.seed,
-            )  # fmt: skip
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         self._taken.wait()

@@ -98,17 +98,15 @@ class FastReduction:
         ]
         # Autograd has a thread for each device, whose hooks would send at the same time.
         one_device = len({flat.device for flat in buffers.flats}) == 1
-        overlap = overlap and one_device and group.size > 1
-        self._early_buckets = self._buckets_before_trailer() if overlap else 0
+        self._early_buckets = 0  # may leave before the boundary, where the trailer is known
+        if overlap and one_device and group.size > 1:
+            trailer_start = len(buffers.flats) - 1, buffers.flat_grads[-1].numel()
+            self._early_buckets = sum(
+                (buffer, end) <= trailer_start or not buffers.trailer.numel()
+                for buffer, _, end in slices
+            )
         self._arrived: set[int] = set()  # parameters whose gradient came in the last backward
         self._in_flight: list[Work] = []
-
-    def _buckets_before_trailer(self) -> int:
-        """Return how many buckets may leave before the boundary, where the trailer is known."""
-        if not self.buffers.trailer.numel():
-            return len(self.slices)
-        last, numbers = len(self.buffers.flats) - 1, self.buffers.flat_grads[-1].numel()
-        return sum(buffer < last or end <= numbers for buffer, _, end in self.slices)
 
     def begin(self, leaves: int | None) -> None:
         """Begin a window. `leaves` are for the reproducible reduction."""
@@ -167,7 +165,7 @@ class FastReduction:
         numbers = self.buffers.trailer
         numbers.copy_(torch.tensor(trailer.numbers(self._limb_bits), dtype=numbers.dtype))
         norm = self._reduce_buckets()
-        return Trailer.of(numbers.tolist(), self._limb_bits), norm
+        return Trailer.from_numbers(numbers.tolist(), self._limb_bits), norm
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose summed gradient holds NaN or infinity. Not collective."""

@@ -241,7 +241,7 @@ class ReproducibleReduction:
             norm.add(gradient)
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
         totals = [sum(column) for column in zip(*(row[3:] for row in rows), strict=True)]
-        return Trailer.of(totals, WIDE), norm
+        return Trailer.from_numbers(totals, WIDE), norm
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose summed gradient holds NaN or infinity. Not collective."""
@@ -283,9 +283,16 @@ class ReproducibleReduction:
             senders = [ranges[turn] if turn < len(ranges) else None for ranges in nodes]
             mine = self._stack[turn].buffers if turn < len(self._stack) else None
             for number, flat in enumerate(into.flats):
-                self._exchange_node(
-                    flat, mine.flats[number] if mine else None, senders, parts[number]
-                )
+                if not flat.numel():
+                    continue
+                # This rank's node leaves in segments; the segments that it adds up arrive.
+                segment = flat.numel() // self._group.size
+                counts = [0 if node is None else segment for node in senders]
+                arriving = flat[: sum(counts)]
+                leaving = flat[:0] if mine is None else mine.flats[number]
+                self._group.all_to_all(arriving, leaving, counts=counts)
+                sent = [node for node in senders if node is not None]
+                parts[number] |= zip(sent, arriving.split(segment), strict=True)
             if mine is not None:
                 self._free.append(mine)
         self._stack.clear()
@@ -298,23 +305,6 @@ class ReproducibleReduction:
             self._group.gather_in_place_async(flat).wait()
         self._free += received
         return result
-
-    def _exchange_node(
-        self,
-        into: Tensor,
-        mine: Tensor | None,
-        senders: list[Range | None],
-        parts: dict[Range, Tensor],
-    ) -> None:
-        """Send this rank's node in segments; receive the segments that this rank adds up."""
-        segment = into.numel() // self._group.size
-        counts = [0 if node is None else segment for node in senders]
-        here = into[: sum(counts)]
-        self._group.all_to_all(here, into[:0] if mine is None else mine, counts=counts)
-        pieces = iter(here.split(segment))
-        for node in senders:
-            if node is not None:
-                parts[node] = next(pieces)
 
 
 def _total(node: Range, parts: dict[Range, Tensor]) -> Tensor:

@@ -74,25 +74,17 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
             "cut up: build the accumulator before the first step, and load a saved state into it"
         )
     # Parameters that are views of one memory would be parted where they are moved.
-    ranges = sorted(
-        (p.data_ptr(), p.data_ptr() + _bytes_reached(p), name)
-        for name, p in parameters
-        if p.numel()
-    )
-    for (_, end, name), (start, _, other) in pairwise(ranges):
+    ranges: list[tuple[int, int, str]] = []  # to behind each one's last number, gaps included
+    for name, p in parameters:
+        if p.numel():
+            last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
+            ranges.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name))
+    for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
         if start < end:
             raise ConfigError(
                 f"parameters {name} and {other} share memory; engine.shard_optimizer=true moves "
                 "parameters, and would separate them. Use one parameter in both places"
             )
-
-
-def _bytes_reached(parameter: Tensor) -> int:
-    """Return the bytes from its first number to behind its last, gaps included."""
-    last = sum(
-        (n - 1) * stride for n, stride in zip(parameter.shape, parameter.stride(), strict=True)
-    )
-    return (last + 1) * parameter.element_size()
 
 
 # ------------------------------------------------------------------ Reduction
@@ -134,7 +126,7 @@ class RowReduction(FastReduction):
         norm = GradientNorm()  # that of the ranks' norms
         norm.add(rows[:, -1])
         # Limbs are whole numbers small enough for float64 to add up those of all ranks exactly.
-        return Trailer.of(rows[:, :-1].sum(0).tolist(), WIDE), norm
+        return Trailer.from_numbers(rows[:, :-1].sum(0).tolist(), WIDE), norm
 
     def non_finite(self) -> list[str]:
         """Return the parameters whose summed gradient holds NaN or infinity. Collective."""
@@ -204,22 +196,6 @@ class Piece:
     gradient: Tensor
     rounded: Tensor | None = None
 
-    @classmethod
-    def of(cls, start: int, weight: Tensor, gradient: Tensor) -> Piece:
-        if weight.dtype == gradient.dtype:
-            return cls(start, weight, gradient)
-        return cls(start, weight.to(gradient.dtype), gradient, weight)
-
-    def begin_step(self) -> None:
-        """Take over weights that were written since the last step: loaded, or clamped, say."""
-        if self.rounded is not None:
-            changed = self.rounded != self.weight.to(self.rounded.dtype)
-            self.weight.copy_(torch.where(changed, self.rounded.to(self.weight.dtype), self.weight))
-
-    def end_step(self) -> None:
-        if self.rounded is not None:
-            self.rounded.copy_(self.weight)
-
 
 @dataclass(frozen=True, slots=True, order=True)
 class _Kind:
@@ -257,17 +233,15 @@ class OptimizerShard:
         self.flat_grads = reduction.reduced
         self._addresses = [slot.parameter.data_ptr() for slot in self._slots]
         self._weights = [buffers.weights[buffer][start:end] for buffer, start, end in self._slices]
-        self._pieces = [  # of each parameter; none for many of them
-            [
-                Piece.of(
-                    start - slot.start,
-                    buffers.weights[slot.buffer][start:end].detach(),
-                    buffers.flats[slot.buffer][start:end],
-                )
-                for start, end in slot.ranges_in(reduction.owned)
-            ]
-            for slot in self._slots
-        ]
+        # Of each parameter; none for many of them.
+        self._pieces: list[list[Piece]] = [[] for _ in self._slots]
+        for slot, pieces in zip(self._slots, self._pieces, strict=True):
+            for start, end in slot.ranges_in(reduction.owned):
+                weight = buffers.weights[slot.buffer][start:end].detach()
+                gradient = buffers.flats[slot.buffer][start:end]
+                rounded = None if weight.dtype == gradient.dtype else weight
+                master = weight.to(gradient.dtype)  # the weight itself where the dtypes are equal
+                pieces.append(Piece(start - slot.start, master, gradient, rounded))
         self._whole = [list(g["params"]) for g in optimizer.param_groups]
         numbers = {id(slot.parameter): number for number, slot in enumerate(self._slots)}
         # The numbers of the parameters in each group, None for those that are not trained.
@@ -314,14 +288,19 @@ class OptimizerShard:
         left_alone = set(unused)
         for number, pieces in enumerate(self._pieces):
             for piece in pieces:
-                piece.begin_step()
+                master, rounded = piece.weight, piece.rounded
+                if rounded is not None:
+                    # Take over weights that were written since the last step: loaded, or clamped.
+                    changed = rounded != master.to(rounded.dtype)
+                    master.copy_(torch.where(changed, rounded.to(master.dtype), master))
                 piece.weight.grad = None if number in left_alone else piece.gradient
         yield
         for slot, pieces in zip(self._slots, self._pieces, strict=True):
             slot.parameter.grad = None
             for piece in pieces:
                 piece.weight.grad = None
-                piece.end_step()
+                if piece.rounded is not None:
+                    piece.rounded.copy_(piece.weight)
 
     def gather_weights(self) -> None:
         """Give every rank the weights that their owners have stepped. Collective."""
@@ -343,42 +322,39 @@ class OptimizerShard:
     # stores it in its own memory. Loading needs no communication: every rank reads a whole
     # checkpoint and takes its pieces.
 
-    def state_on_first(self) -> dict[str, Any] | None:
+    def whole_state(self, left: BaseGroup | None = None) -> dict[str, Any] | None:
         """Return `state_dict()` of the whole optimizer on the CPU, on rank 0; None on others.
 
         Collective. Besides the result it takes one bucket of memory on each rank.
-        """
-        layout, first = self._gather_layout(self._group), self._group.rank == 0
-        whole: dict[_Kind, Tensor] = {}
-        for kind in _kinds(layout):
-            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel() if first else 0)
-            for start, bucket in self._buckets(kind):
-                self._group.gather_in_place_async(bucket).wait()
-                if first:
-                    held[start : start + len(bucket)] = bucket
-        return self._assemble(layout, whole) if first else None
 
-    def state_on_all(self, left: BaseGroup) -> dict[str, Any]:
-        """Return the whole state on every rank of `left`, which holds ranks of the shard's group.
-
-        Collective over `left`. For a moment each of them has all of the state.
+        Args:
+            left: ranks of the group that are left: all of them get the state, and they alone call.
 
         Raises:
-            StateLost: on all ranks; a rank of the shard's group is gone.
+            StateLost: on all ranks; a rank of the group is not in `left`.
         """
-        ranks = [int(row[0]) for row in gather_numbers(left, [self._group.rank])]
-        if lost := [rank for rank in range(self._group.size) if rank not in ranks]:
-            raise StateLost(lost)
-        sources = [ranks.index(rank) for rank in range(self._group.size)]
-        layout = self._gather_layout(left)
+        group, is_kept = self._group, self._group.rank == 0
+        sources: list[int] = []
+        if left is not None:
+            ranks = [int(row[0]) for row in gather_numbers(left, [self._group.rank])]
+            if lost := [rank for rank in range(self._group.size) if rank not in ranks]:
+                raise StateLost(lost)
+            sources = [ranks.index(rank) for rank in range(self._group.size)]
+            group, is_kept = left, True
+        layout = self._gather_layout(group)
+        kinds = {v for held in layout.values() for v in held.values() if isinstance(v, _Kind)}
         whole: dict[_Kind, Tensor] = {}
-        for kind in _kinds(layout):
-            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel())
+        for kind in sorted(kinds):  # in the same order on all ranks
+            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel() if is_kept else 0)
             for start, bucket in self._buckets(kind):
-                for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
-                    broadcast_tensors(left, [segment], source)
-                held[start : start + len(bucket)] = bucket
-        return self._assemble(layout, whole)
+                if left is None:
+                    group.gather_in_place_async(bucket).wait()
+                else:
+                    for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
+                        broadcast_tensors(left, [segment], source)
+                if is_kept:
+                    held[start : start + len(bucket)] = bucket
+        return self._assemble(layout, whole) if is_kept else None
 
     def load(self, saved: Mapping[str, Any], restore: Any) -> None:
         """Load this rank's part of the state of a whole optimizer. Not collective.
@@ -486,11 +462,6 @@ class OptimizerShard:
                     }
                 index += 1
         return {"state": states, "param_groups": groups}
-
-
-def _kinds(layout: Layout) -> list[_Kind]:
-    """Return the kinds of elementwise state, in the same order on all ranks."""
-    return sorted({v for held in layout.values() for v in held.values() if isinstance(v, _Kind)})
 
 
 def _is_elementwise(key: str, value: Any) -> bool:

@@ -157,9 +157,7 @@ def is_fully_sharded(model: Module) -> bool:
     )
 
 
-def _unsupported_reason(  # one for each reason
-    parameter: Any, *, by_fsdp: bool
-) -> str | None:
+def _unsupported_reason(parameter: Any, *, by_fsdp: bool) -> str | None:
     kind = type(parameter)
     if parameter.device.type == "meta":
         return "is on the meta device, without numbers: give the model memory before (to_empty)"

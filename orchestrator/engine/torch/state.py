@@ -97,7 +97,7 @@ def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) ->
 @contextmanager
 def _without_collectives() -> Generator[None]:
     with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # as was asked for
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")  # by no_dist
         yield
 
 
@@ -304,16 +304,6 @@ def prepared(tensors: Mapping[str, Tensor]) -> tuple[dict[str, Tensor], dict[str
     return plain, {EXTRA: json.dumps({"aliases": aliases, "complex": complexes})}
 
 
-def write_prepared(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
-    """Write what `prepared` gave, or copies of that: the same bytes."""
-    # Views of one storage (slices of one tensor) have to be copied; others are not.
-    parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
-    try:
-        save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
-    except SafetensorError as error:
-        raise OSError(f"{path} cannot be written: {error}") from error
-
-
 def _read(path: Path) -> dict[str, Tensor]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -458,7 +448,7 @@ class Snapshot:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
             devices = [tensors[key].device for tensors, key in self._later[:1]]
-            with _copying_beside_training(self._computed, *devices) as copy:
+            with _copy_in_background(self._computed, *devices) as copy:
                 for tensors, key in self._later:
                     tensors[key] = copy(tensors[key])
         finally:
@@ -467,7 +457,13 @@ class Snapshot:
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the tensors as safetensors; give the rest as what JSON can hold."""
         for name, (tensors, metadata) in self._files.items():
-            write_prepared(folder / name, tensors, metadata)
+            # Views of one storage (slices of one tensor) have to be copied; others are not.
+            parted = {name: t.clone() if t._is_view() else t for name, t in tensors.items()}  # noqa: SLF001  # no public name
+            path = folder / name
+            try:
+                save_file({name: t.contiguous() for name, t in parted.items()}, path, metadata)
+            except SafetensorError as error:
+                raise OSError(f"{path} cannot be written: {error}") from error
         self._files.clear()  # copies are large
         return self._extra
 
@@ -478,7 +474,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _copying_beside_training(
+def _copy_in_background(
     computed: Any, device: torch.device | None = None
 ) -> Generator[Callable[[Tensor], Tensor]]:
     """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.

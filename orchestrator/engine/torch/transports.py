@@ -453,20 +453,20 @@ class RankCapabilities:
 
     Attributes:
         node: name of its node.
-        asked: the transport that it was configured with.
+        transport: the one that it was configured with.
         gpu: identity of its own GPU, unique in the world, or "" when it has none. As for NCCL,
             ranks with different NCCL_HOSTID have different ones.
         nccl: whether this torch was built with NCCL.
-        devices_asked: the setting that requests accelerators, "" for none.
+        device_request: the setting that requests accelerators, "" for none.
         device_error: why this rank's device cannot be used, where it has one that fails.
     """
 
     rank: int
     node: str
-    asked: str
+    transport: str
     gpu: str = ""
     nccl: bool = False
-    devices_asked: str = ""
+    device_request: str = ""
     device_error: str = ""
 
 
@@ -494,10 +494,10 @@ def read_capabilities(spec: GroupSpec) -> RankCapabilities:
     return RankCapabilities(
         rank=spec.rank,
         node=spec.node,
-        asked=spec.transport,
+        transport=spec.transport,
         gpu=gpu,
         nccl=dist.is_nccl_available(),
-        devices_asked=spec.devices_asked,
+        device_request=spec.device_request,
         device_error=error,
     )
 
@@ -553,20 +553,20 @@ def choose(everyone: Sequence[RankCapabilities]) -> str:
     Raises:
         TransportError: ranks ask for different ones, or for one that cannot be had here.
     """
-    asked = {one.asked for one in everyone}
-    if len(asked) > 1:
-        raise TransportError(f"ranks ask for different transports: {', '.join(sorted(asked))}")
-    name = asked.pop()
+    names = {one.transport for one in everyone}
+    if len(names) > 1:
+        raise TransportError(f"ranks ask for different transports: {', '.join(sorted(names))}")
+    name = names.pop()
     if name == "mccl":
         raise TransportError(
             "transport=mccl belongs to MindSpore; a torch job on CPUs uses transport=gloo"
         )
     if name == "auto":
         lacking = _without_own_gpu(everyone)
-        asking = next((one for one in everyone if one.devices_asked), None)
-        if lacking and asking is not None:  # CPUs would be a silent fallback
+        request = next((one.device_request for one in everyone if one.device_request), "")
+        if lacking and request:  # CPUs would be a silent fallback
             raise TransportError(
-                f"devices were asked for ({asking.devices_asked}), but transport=auto found that "
+                f"devices were asked for ({request}), but transport=auto found that "
                 f"not every rank has one: {lacking}. Computing on CPUs instead has to be said: "
                 "transport=gloo; NPUs are used with transport=hccl"
             )

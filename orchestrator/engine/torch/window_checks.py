@@ -132,16 +132,19 @@ def digests_of(
         joint: pieces that are small and alike may have one digest together, which takes less time.
     """
     parts: list[Tensor] = []
-    kinds: set[tuple[torch.device, torch.dtype]] = set()
+    devices: set[torch.device] = set()
+    dtypes: set[torch.dtype] = set()
     for piece in pieces:
         numbers = flatten(parameters[piece.number].detach().reshape(-1)[piece.start : piece.end])
         parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
-        kinds.add((numbers.device, parts[-1].dtype))
-    if joint and len(kinds) == 1 and sum(map(len, parts)) <= LARGEST_PIECE:
+        devices.add(numbers.device)
+        dtypes.add(parts[-1].dtype)
+    alike = len(devices) == len(dtypes) == 1
+    if joint and alike and sum(map(len, parts)) <= LARGEST_PIECE:
         parts = [torch.cat(parts)]
-    on_cpu = all(part.is_cpu for part in parts)
+    on_cpu = devices == {torch.device("cpu")}
     sums = list(map(_sum_of, parts)) if on_cpu else _sums_together(parts)
-    if len(kinds) == 1 or len({device for device, _ in kinds}) == 1:
+    if len(devices) == 1:
         return torch.stack(sums).tolist()  # one wait for the device, not one a piece
     return list(map(int, sums))
 

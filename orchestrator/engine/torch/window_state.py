@@ -161,10 +161,10 @@ class WindowState:
             "the digest of which parameters are frozen": float(zlib.crc32(trains)),
             "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
         }
-        others = [window for window in self._group.open_windows if window is not self]
-        for other in others:
-            other.shared = True
-        self.shared = bool(others)
+        self.shared = False
+        for other in self._group.open_windows:
+            if other is not self:
+                self.shared = other.shared = True
         self._group.open_windows.add(self)
         self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0

@@ -227,7 +227,7 @@ def test_versions_name_the_facts_that_decide_the_bits():
 def test_cpus_never_replace_requested_devices(tmp_path):
     def spec(asked, devices):
         return GroupSpec(rank=3, size=4, local_rank=1, node="n1", address="127.0.0.1",
-                         folder=tmp_path, transport=asked, devices_asked=devices)  # fmt: skip
+                         folder=tmp_path, transport=asked, device_request=devices)  # fmt: skip
 
     assert choose_transport(spec("auto", "")) == "mccl"
     assert choose_transport(spec("mccl", "cluster.gpus_per_node=2")) == "mccl"

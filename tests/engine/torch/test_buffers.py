@@ -227,7 +227,7 @@ def test_trailers_of_ranks_add_up(ranks, dtype):
             mine.sums[place] += to_units(value)
         mine.flags[STOP], mine.flags[NON_FINITE] = int(stop), int(bad)
         travelled += torch.tensor(mine.numbers(WIDE), dtype=dtype)
-    arrived = Trailer.of(travelled.tolist(), WIDE)
+    arrived = Trailer.from_numbers(travelled.tolist(), WIDE)
     weights, losses, metrics, stops, bads = zip(*ranks, strict=True)
     wanted = [_sum_of(weights), _sum_of(losses), 0, 0, _sum_of(metrics)]
     assert arrived.sums == wanted

@@ -275,7 +275,7 @@ def test_digests_agree_exactly_if_they_are_equal(results, digest, same):
         mine = Trailer()
         mine.add_digest(one)
         travelled += torch.tensor(mine.numbers(bits), dtype=dtype)
-    agree = Trailer.of(travelled.tolist(), bits).digests_agree(len(results))
+    agree = Trailer.from_numbers(travelled.tolist(), bits).digests_agree(len(results))
     assert agree == (len(set(results)) == 1)
 
 

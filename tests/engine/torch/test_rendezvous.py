@@ -208,9 +208,9 @@ def test_a_killed_rank_is_a_lost_peer_to_the_others_within_seconds(tmp_path):
 # ------------------------------------------------------------------ transports
 
 
-def _ranks(asked, gpus, *, nccl=True):
+def _ranks(transport, gpus, *, nccl=True):
     return [
-        RankCapabilities(rank=rank, node="n", asked=asked, gpu=gpu, nccl=nccl)
+        RankCapabilities(rank=rank, node="n", transport=transport, gpu=gpu, nccl=nccl)
         for rank, gpu in enumerate(gpus)
     ]
 
@@ -233,11 +233,11 @@ def test_nccl_is_chosen_only_where_every_rank_has_a_gpu_of_its_own():
 )  # fmt: skip
 def test_cpus_never_replace_requested_devices(ranks, message):
     assert choose(ranks) == "gloo"
-    asked = [replace(one, devices_asked="cluster.gpus_per_node=2") for one in ranks]
+    with_request = [replace(one, device_request="cluster.gpus_per_node=2") for one in ranks]
     with pytest.raises(TransportError, match=message) as raised:
-        choose(asked)
+        choose(with_request)
     assert "cluster.gpus_per_node=2" in str(raised.value)
-    assert choose([replace(one, asked="gloo") for one in asked]) == "gloo"
+    assert choose([replace(one, transport="gloo") for one in with_request]) == "gloo"
 
 
 @pytest.mark.parametrize(

@@ -99,7 +99,7 @@ class NumpyEngine(Engine):
 
     def boundary(self, *, stop=False):
         window, self._window = self._window, None
-        trailer = Trailer.of_losses(self._losses, len(self._names))
+        trailer = Trailer.from_losses(self._losses, len(self._names))
         trailer.flags[STOP] = int(stop)
         self._replica_checker.write_digest(trailer, window.update)
         flat = np.concatenate([self._flat_gradient(), np.float32(trailer.numbers())])
@@ -107,7 +107,7 @@ class NumpyEngine(Engine):
             self._group.silence = None
             self._group.all_reduce_sum(flat)
         gradient, sums = np.split(flat, [self.parameter_count()])
-        totals = Trailer.of(sums.tolist())
+        totals = Trailer.from_numbers(sums.tolist())
         self._replica_checker.check(totals, window.update)
         stepped = None
         with self._clock.optimize:
