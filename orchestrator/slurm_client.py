@@ -119,11 +119,6 @@ class Answer:
         return self.code != 0 and any(phrase in text for phrase in DOWN)
 
     @property
-    def reports_unknown_job(self) -> bool:
-        """Return whether the scheduler itself reports that there is no such job."""
-        return self.code != 0 and "invalid job id" in self.err.lower()
-
-    @property
     def no_slurm_conf(self) -> bool:
         """Return whether no slurm.conf was found, here or on the network."""
         return self.code != 0 and "could not establish a configuration source" in self.err.lower()
@@ -366,7 +361,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     Raises:
         SchedulerDown: it is no answer. Only a scheduler that answers can report a job as gone.
     """
-    if answer.reports_unknown_job:
+    if answer.code and "invalid job id" in answer.err.lower():  # it says so itself
         return {}
     if answer.code:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")

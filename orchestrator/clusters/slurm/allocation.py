@@ -59,23 +59,21 @@ class StepHandle(Handle):
             )
 
     def poll(self, timeout_s: float) -> State:
-        if not self._state.ended:
-            try:
-                self._state = self._meaning(self._process.wait(timeout_s))
-            except subprocess.TimeoutExpired:
-                return State.RUNNING
-        return self._state
-
-    def _meaning(self, code: int) -> State:
+        if self._state.ended:
+            return self._state
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return State.RUNNING
         run, attempt = self._run, self._attempt
         outcome = read_outcome(run, attempt)
         if outcome is not None:
-            self.culprit = outcome.culprit
-            return outcome.state
-        if self._stopping and code in STOP_CODES and not run.failures(attempt):
-            return State.STOPPED  # before there was an agent
-        self.culprit = culprit_of(run, attempt, code)
-        return State.FAILED
+            self._state, self.culprit = outcome.state, outcome.culprit
+        elif self._stopping and code in STOP_CODES and not run.failures(attempt):
+            self._state = State.STOPPED  # before there was an agent
+        else:
+            self._state, self.culprit = State.FAILED, culprit_of(run, attempt, code)
+        return self._state
 
     def stop(self) -> None:
         self._stopping = True

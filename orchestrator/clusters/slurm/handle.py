@@ -17,7 +17,7 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
 from orchestrator.clusters.slurm.root_cause import diagnose
-from orchestrator.clusters.slurm.submission import is_element
+from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
@@ -119,10 +119,13 @@ def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
 
 
 def is_ours(run: RunDir, job: Job) -> bool:
-    """Return whether a job's batch script, as the scheduler knows it, is in this run's folder."""
+    """Return whether a job runs this run: its batch script, as the scheduler knows it, is in the
+    run's folder, or it is the run's element of an array of its sweep.
+    """
     script = Path(os.path.realpath(job.command))
-    own = script.is_relative_to(os.path.realpath(run.submitit))
-    return own or is_element(run.path, script, job.id)
+    of_the_sweep = script.parent == Path(os.path.realpath(run.path.parent / ARRAYS))
+    is_element = of_the_sweep and run.path.name == job.id.partition("_")[2]
+    return is_element or script.is_relative_to(os.path.realpath(run.submitit))
 
 
 def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:

@@ -335,7 +335,13 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest(run.newest_attempt) > attempt:
         return None
-    departure = read_json(run.departure(attempt)) or _departure_of_killed_script(run, attempt, job)
+    departure = read_json(run.departure(attempt))
+    if departure is None:
+        why = _cut_short(run, attempt, 0, "")
+        if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
+            # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
+            why = "its batch script was killed"
+        departure = departure_note(why) if why else None
     again = restart_or_end(
         run,
         attempt,
@@ -350,22 +356,6 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         if again
         else None
     )
-
-
-def _departure_of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | None:
-    """Return a departure if only the batch script failed, by a signal.
-
-    SLURM then ends the ranks, which may have had no time.
-    """
-    if lost := _cut_short(run, attempt, 0, ""):
-        return departure_note(lost)
-    if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
-        return None
-    return departure_note("its batch script was killed")
-
-
-# ----------------------------------------------------------------------
-# Why the scheduler stops a job, and its return to the queue.
 
 
 def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:
