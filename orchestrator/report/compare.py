@@ -166,19 +166,16 @@ def print_comparison(comparison: Comparison, console: Console, *, tensors: bool 
     else:
         largest = f"{comparison.max_relative_difference:.3e}"
         say(console, f"largest relative difference: {largest} (max|a-b| / max|b|)", "bold")
-        differing = [t for t in comparison.tensors.values() if not t.equal_bits]
-        say(console, f"{len(differing)} of {count} differ in some bit")
+        unlike = sum(not tensor.equal_bits for tensor in comparison.tensors.values())
+        say(console, f"{unlike} of {count} differ in some bit")
     if tensors and comparison.tensors:
         table = new_table(("tensor", "shape", "dtype", "relative", "absolute"), right=(3, 4))
         for name, tensor in sorted(
             comparison.tensors.items(), key=lambda item: -item[1].max_relative_difference
         ):
-            row = (name, str(list(tensor.shape)), tensor.dtype, *_figures(tensor))
+            same = tensor.equal_bits
+            relative = "same bits" if same else f"{tensor.max_relative_difference:.3e}"
+            absolute = "0" if same else f"{tensor.max_absolute_difference:.3e}"
+            row = (name, str(list(tensor.shape)), tensor.dtype, relative, absolute)
             table.add_row(*(literal(text, console) for text in row))
         console.print(table)
-
-
-def _figures(tensor: TensorComparison) -> tuple[str, str]:
-    if tensor.equal_bits:
-        return "same bits", "0"
-    return f"{tensor.max_relative_difference:.3e}", f"{tensor.max_absolute_difference:.3e}"

@@ -173,7 +173,12 @@ class Progress:
             self._take(record)
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):
-                self._say(self._details(record))
+                if "evaluation" in record:
+                    values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
+                    held_out = ", ".join(values)
+                    self._say(f"held-out after update {record['update'] + 1}: {held_out}")
+                else:
+                    self._say(plain_line(self._moment()))
         if micro_steps is None and self._window is not None:
             # Dots that vanish between two windows would make the line jump.
             micro_steps = (0, self._plan.get("micro_steps") or 1)
@@ -236,8 +241,12 @@ class Progress:
         return f"starting {plural(ranks, 'rank')}{on}"
 
     def _moment(self) -> Moment:
-        pace = _seconds_apart(self._recent)
         last: Record = self._recent[-1] if self._recent else {}
+        # Mean seconds from update to update, with evaluations and checkpoints between them.
+        times = [r["time"] for r in self._recent if r.get("time") is not None]
+        pace: float | None = last.get("update_s")
+        if len(times) > 1 and times[-1] > times[0]:
+            pace = (times[-1] - times[0]) / (len(times) - 1)
         done, total = last["update"] + 1 if last else 0, self._plan.get("updates")
         samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
         mean_samples = sum(samples) / len(samples) if samples else None
@@ -256,18 +265,3 @@ class Progress:
             micro_steps_done=steps_done,
             evaluation=self._evaluation,
         )
-
-    def _details(self, record: Record) -> str:
-        """Return one record as a line."""
-        if "evaluation" not in record:
-            return plain_line(self._moment())
-        values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
-        return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
-
-
-def _seconds_apart(recent: Sequence[Record]) -> float | None:
-    """Mean seconds from update to update, with evaluations and checkpoints between them."""
-    times = [r["time"] for r in recent if r.get("time") is not None]
-    if len(times) > 1 and times[-1] > times[0]:
-        return (times[-1] - times[0]) / (len(times) - 1)
-    return recent[-1].get("update_s") if recent else None
