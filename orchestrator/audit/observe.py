@@ -175,24 +175,21 @@ class Observer:
     def _on_gradient(self, tracked: TrackedOptimizer, number: int, gradient: Tensor) -> None:
         if not self.is_active or self.probing or not self.in_backward:
             return
-        if tracked.backward != self.backwards:
-            self._begin_micro_step(tracked, tracked.parameters[number])
-        if gradient.is_sparse or type(gradient) is not Tensor:
-            _note(tracked.window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
-            return
-        tracked.put(tracked.window.columns[-1], number, gradient)
-
-    def _begin_micro_step(self, tracked: TrackedOptimizer, p: nn.Parameter) -> None:
-        tracked.backward = self.backwards
         window = tracked.window
-        held = p.grad
-        window.micro_steps.append({
-            "backward": self.backwards,
-            "cleared": held is None or not bool(held.detach().any()),
-            "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
-            "loss": self.loss,
-        })  # fmt: skip
-        window.columns.append(np.zeros(tracked.values))
+        if tracked.backward != self.backwards:  # a micro-step begins
+            tracked.backward = self.backwards
+            held = tracked.parameters[number].grad
+            window.micro_steps.append({
+                "backward": self.backwards,
+                "cleared": held is None or not bool(held.detach().any()),
+                "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
+                "loss": self.loss,
+            })  # fmt: skip
+            window.columns.append(np.zeros(tracked.values))
+        if gradient.is_sparse or type(gradient) is not Tensor:
+            _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
+            return
+        tracked.put(window.columns[-1], number, gradient)
 
     def watch_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -226,13 +223,11 @@ class Observer:
             self.probing = False
         self.probes += 1
         if mixed:
-            self.layers["mixed"] = (
-                "the loss of a sample depends on other samples of its micro-batch"
-            )
+            why = "the loss of a sample depends on other samples of its micro-batch"
+            self.layers["mixed"] = why
         elif mixed is None:
-            self.layers["unprobed"] = (
-                "nothing between the loss and the parameters has a row a sample"
-            )
+            why = "nothing between the loss and the parameters has a row a sample"
+            self.layers["unprobed"] = why
 
     # ------------------------------------------------------------------
     # Updates.

@@ -236,7 +236,9 @@ class FaultOutcome:
 
     def recovered(self, resumed: bool) -> bool:
         """Return True once the run trains again."""
-        self._notice()
+        unnoticed = self.row.noticed_s is None
+        if unnoticed and (self._run.ended or self._run.noticed(self._began, self._attempt)):
+            self.row.noticed_s = round(time.time() - self._began, 2)
         survived, restarted = self._losses()
         lost = {rank for record in survived for rank in record["survived"]["gone"]}
         if restarted:
@@ -272,11 +274,6 @@ class FaultOutcome:
         self.row.redone = sum(1 + note.get("lost_updates", 0) for note in notes)
         if self.row.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
-
-    def _notice(self) -> None:
-        unnoticed = self.row.noticed_s is None
-        if unnoticed and (self._run.ended or self._run.noticed(self._began, self._attempt)):
-            self.row.noticed_s = round(time.time() - self._began, 2)
 
 
 def compare(

@@ -265,19 +265,16 @@ class TrialRuns:
             ended += [one] if one is not None else []
         else:
             time.sleep(POLL_S)
-        return ended + self._poll_followed()
-
-    def _poll_followed(self) -> list[PointResult]:
         if not self.followed or time.monotonic() < self._next_poll:
-            return []
+            return ended
         found = statuses(RunDir(task.run.path) for task in self.followed)[0]
         kinds = {task.point.config.cluster.kind for task in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
-        over = (*OVER, *UNREADABLE)
-        ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
-        self.followed = [task for task in self.followed if task not in ended]
-        self._full = self._full and not ended
-        return [PointResult(task=task, exit_code=0) for task in ended]
+        states = (*OVER, *UNREADABLE)
+        over = [c for c, s in zip(self.followed, found, strict=True) if s.state in states]
+        self.followed = [task for task in self.followed if task not in over]
+        self._full = self._full and not over
+        return ended + [PointResult(task=task, exit_code=0) for task in over]
 
     def stop(self, task: PointTask) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
@@ -437,18 +434,16 @@ class Searcher:
             )
             self._study.add_trial(trial)
             if not same:
-                self._begin(number, drawn)
+                try:
+                    point = self._search.point(number, drawn)
+                    notes = notes_of(point.config, point.identity)
+                except UsageError as error:
+                    self._tell(number, TrialState.FAIL, str(error))
+                else:
+                    task = PointTask(point=point, action=Action.START, why="new", notes=notes)
+                    self._take_up(number, task)
+                    self._start_waiting()
             self._write_table()
-
-    def _begin(self, number: int, drawn: Mapping[str, Any]) -> None:
-        try:
-            point = self._search.point(number, drawn)
-            notes = notes_of(point.config, point.identity)
-        except UsageError as error:
-            self._tell(number, TrialState.FAIL, str(error))
-            return
-        self._take_up(number, PointTask(point=point, action=Action.START, why="new", notes=notes))
-        self._start_waiting()
 
     # Trials end.
 

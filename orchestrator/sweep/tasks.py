@@ -53,8 +53,9 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     Args:
         overrides: that tell it from the sweep's other points.
     """
-    task = {"of": sorted(overrides), "config": _digest(_counted(plain(config)))}
-    return {CELL: task, INPUTS: inputs_of(config)}
+    text = json.dumps(_counted(plain(config)), sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {CELL: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
 
 def why_changed(
@@ -83,11 +84,6 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in flat(values)
         if not f"{k}.".startswith(IRRELEVANT_KEYS) and v not in (None, {}, [])
     }
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 REPLACED = ".replaced"  # where tasks go that are begun anew, in the sweep's folder
@@ -315,7 +311,22 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
     """
     with interrupts, read_once():
         made = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
-        _submit(made, at_once(tasks[0].point.config.sweep.parallel))
+        most = at_once(tasks[0].point.config.sweep.parallel)
+        for kind in sorted({ready.config.cluster.kind for ready in made}):
+            members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
+            try:
+                with CLUSTERS.wrap_errors(kind, "to submit the points"):
+                    class_of(kind).submit_all(members, most)
+            except ClusterError as error:
+                queued = [r for r in made if r.run.handle.exists()]
+                _withdraw(made)
+                if not queued:
+                    raise
+                raise ClusterError(
+                    f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
+                    f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits "
+                    f"the others"
+                ) from error
 
 
 def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
@@ -351,21 +362,3 @@ def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
         if not ready.run.may_be_queued:
             ready.run.withdraw()
-
-
-def _submit(made: Sequence[PreparedRun], most: int | None) -> None:
-    for kind in sorted({ready.config.cluster.kind for ready in made}):
-        members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
-        try:
-            with CLUSTERS.wrap_errors(kind, "to submit the points"):
-                class_of(kind).submit_all(members, most)
-        except ClusterError as error:
-            queued = [r for r in made if r.run.handle.exists()]
-            _withdraw(made)
-            if not queued:
-                raise
-            raise ClusterError(
-                f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
-                f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "
-                f"others"
-            ) from error
