@@ -57,36 +57,27 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
-        found |= _cancel(client, members, now=now)
-    return found
-
-
-def _cancel(
-    client: SlurmClient, members: Sequence[tuple[RunDir, str]], *, now: bool
-) -> dict[Path, str]:
-    """Cancel the runs of one cluster."""
-    jobs = queued(client, [job_id for _, job_id in members])
-    found: dict[Path, str] = {}
-    ends: dict[RunDir, Job] = {}
-    stops: dict[RunDir, Job] = {}
-    for run, job_id in members:
-        job = jobs.get(job_id)
-        if job is None or not job.alive:
-            continue
-        if not is_ours(run, job):
-            found[run.path] = (
-                f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
-            )
-            continue
-        (ends if now or job.waiting else stops)[run] = job
-    _send(client, ends, "now")
-    _send(client, stops, "stop", "--signal=USR2")
-    _await_end(client, {run: job for run, job in ends.items() if job.waiting})
-    for run in ends:
-        found[run.path] = "is cancelled; resume goes on from what was saved"
-    for run, job in stops.items():
-        still = f"; until then, {job.standstill}" if job.standstill else ""
-        found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+        jobs = queued(client, [job_id for _, job_id in members])
+        ends: dict[RunDir, Job] = {}
+        stops: dict[RunDir, Job] = {}
+        for run, job_id in members:
+            job = jobs.get(job_id)
+            if job is None or not job.alive:
+                continue
+            if is_ours(run, job):
+                (ends if now or job.waiting else stops)[run] = job
+            else:
+                found[run.path] = (
+                    f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
+                )
+        _send(client, ends, "now")
+        _send(client, stops, "stop", "--signal=USR2")
+        _await_end(client, {run: job for run, job in ends.items() if job.waiting})
+        for run in ends:
+            found[run.path] = "is cancelled; resume goes on from what was saved"
+        for run, job in stops.items():
+            still = f"; until then, {job.standstill}" if job.standstill else ""
+            found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
     return found
 
 

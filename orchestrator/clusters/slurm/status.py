@@ -58,7 +58,12 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
 def _query(
     client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], found: dict[Path, RunStatus]
 ) -> Iterator[str]:
-    """Yield jobs by squeue, whatever happens to sacct, which is asked for forgotten ones."""
+    """Fill in the status of one cluster's runs; finalize attempts that have ended.
+
+    Args:
+        jobs: as squeue knows them, which count whatever happens to sacct; that is asked for the
+            others.
+    """
     still = {
         str(found[run.path].job_id) for run in runs if found[run.path].state not in ENDED_STATES
     }
@@ -72,29 +77,25 @@ def _query(
         forgotten = [run for run in runs if str(found[run.path].job_id) not in jobs]
         infer_from_heartbeats(forgotten, found)
     for run in runs:
-        job_id = str(found[run.path].job_id)
-        if job_id in jobs:
-            yield from _with_job(run, jobs[job_id], found)
-        elif found[run.path].state not in ENDED_STATES and not silent:
-            reason = f"job {job_id} has left the queue without a result"
-            found[run.path] = replace(found[run.path], state="lost", reason=reason)
-
-
-def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Merge the scheduler's answer into a run's status; finalize an attempt that has ended."""
-    if not job.alive and found[run.path].state not in ENDED_STATES:
-        try:
-            sentence = finalize_ended_job(run, job)
-        except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
-            yield f"{run.path}: {error}"
-        else:
-            if sentence is not None:
-                yield sentence
-                job = replace(job, state="REQUEUED")
-            found[run.path] = status_or_damage(run, partial(from_folder, run))
-    if found[run.path].state not in UNREADABLE:
         status = found[run.path]
-        found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
+        job = jobs.get(str(status.job_id))
+        if job is None:
+            if status.state not in ENDED_STATES and not silent:
+                reason = f"job {status.job_id} has left the queue without a result"
+                found[run.path] = replace(status, state="lost", reason=reason)
+            continue
+        if not job.alive and status.state not in ENDED_STATES:
+            try:
+                sentence = finalize_ended_job(run, job)
+            except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
+                yield f"{run.path}: {error}"
+            else:
+                if sentence is not None:
+                    yield sentence
+                    job = replace(job, state="REQUEUED")
+                status = found[run.path] = status_or_damage(run, partial(from_folder, run))
+        if status.state not in UNREADABLE:
+            found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
