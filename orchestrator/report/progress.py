@@ -170,7 +170,7 @@ class Progress:
             self._say(f"warning: {sentence}")
         records = [record for record in records if not is_no_update(record)]
         for record in records:
-            self._take(record)
+            self._add(record)
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):
                 if "evaluation" in record:
@@ -202,7 +202,7 @@ class Progress:
             self._show_last()
         self._quiet = True
 
-    def _take(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         if "evaluation" in record:
             self._evaluation = record["evaluation"]
             return

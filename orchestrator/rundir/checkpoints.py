@@ -212,8 +212,9 @@ def remove_partial(checkpoints: Path) -> None:
     """Remove partial checkpoints, of attempts that were killed and groups that broke while they
     saved.
 
-    Only the newest attempt calls it, after `Fence.take`: an older one that still saves shall fail.
-    Where a rank that was lost writes at this moment, its folder may stay; the next call removes it.
+    Only the newest attempt calls it, after `Fence.publish`: an older one that still saves shall
+    fail. Where a rank that was lost writes at this moment, its folder may stay; the next call
+    removes it.
     """
     for path in checkpoints.glob(f"{PARTIAL}*"):
         if path.is_symlink() or not path.is_dir():
@@ -348,7 +349,7 @@ class Fence:
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
 
-    def take(self) -> None:
+    def publish(self) -> None:
         """Publish this attempt as the newest. Raises `StaleAttempt` if there is a newer one."""
         self.check()
         write_number(str(self._path), self._attempt)

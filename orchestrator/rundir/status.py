@@ -192,10 +192,10 @@ def unknown(run: RunDir, error: BaseException) -> RunStatus:
     return RunStatus(folder=run.path, state="damaged", cluster="", reason=why)
 
 
-def status_or_damage(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
-    """Return `look()`; a run that cannot be read gets a status that says why."""
+def status_or_damage(run: RunDir, read: Callable[[], RunStatus]) -> RunStatus:
+    """Return `read()`; a run that cannot be read gets a status that says why."""
     try:
-        return look()
+        return read()
     except DAMAGE as error:
         return unknown(run, error)
 
