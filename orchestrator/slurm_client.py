@@ -87,9 +87,10 @@ MEANINGS = {
         "cluster.ranks_per_node x cluster.cpus_per_rank is more than a node has"
     ),
 }
-IN_CHECKOUT = (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()
-DEVELOPMENT_CLUSTER = IN_CHECKOUT * (
+DEVELOPMENT_CLUSTER = (
     "; `python -m slurm up` makes a development cluster here, for +cluster=slurm_dev"
+    if (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()  # in a checkout
+    else ""
 )
 ELSEWHERE = (
     "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "

@@ -53,23 +53,10 @@ def compare(a: Path, b: Path) -> Comparison:
     Raises:
         UsageError: a file is missing or is not a safetensors file, or names or shapes differ.
     """
-    left, right = SafetensorsFile(a), SafetensorsFile(b)
-    _check_same_layout(left, right)
-    tensors = {name: _compare(left.tensors[name], right.tensors[name]) for name in left.tensors}
-    return Comparison(
-        max_relative_difference=max(
-            (t.max_relative_difference for t in tensors.values()), default=0.0
-        ),
-        equal_bits=all(t.equal_bits for t in tensors.values()),
-        tensors=tensors,
-    )
-
-
-def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
-    mine, theirs = a.tensors, b.tensors
+    mine, theirs = SafetensorsFile(a).tensors, SafetensorsFile(b).tensors
     problems = {
-        f"only in {a.path}": mine.keys() - theirs.keys(),
-        f"only in {b.path}": theirs.keys() - mine.keys(),
+        f"only in {a}": mine.keys() - theirs.keys(),
+        f"only in {b}": theirs.keys() - mine.keys(),
         "of different shapes": [
             f"{name} {list(mine[name].shape)} and {list(theirs[name].shape)}"
             for name in mine.keys() & theirs.keys()
@@ -79,6 +66,14 @@ def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
     found = [f"{what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
     if found:
         raise UsageError("the weights are not of the same model: " + "; ".join(found))
+    tensors = {name: _compare(mine[name], theirs[name]) for name in mine}
+    return Comparison(
+        max_relative_difference=max(
+            (t.max_relative_difference for t in tensors.values()), default=0.0
+        ),
+        equal_bits=all(t.equal_bits for t in tensors.values()),
+        tensors=tensors,
+    )
 
 
 def _compare(a: Tensor, b: Tensor) -> TensorComparison:

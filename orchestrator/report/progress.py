@@ -15,13 +15,7 @@ from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
 from orchestrator.rundir.metrics import Record, is_no_update
-from orchestrator.units import (
-    format_count,
-    format_number,
-    format_rate,
-    format_seconds,
-    plural,
-)
+from orchestrator.units import format_count, format_number, format_rate, format_seconds, plural
 
 MOST_DOTS = 16
 BAR_CELLS = (8, 40)

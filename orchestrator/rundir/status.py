@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +16,7 @@ from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
-from orchestrator.rundir.metrics import (
-    Record,
-    recent_records,
-    seconds_per_update,
-    updates_of,
-)
+from orchestrator.rundir.metrics import recent_records, seconds_per_update, updates_of
 from orchestrator.rundir.warnings import read_warnings
 
 LOOK_TWICE_S = 2.5
@@ -82,11 +78,6 @@ class RunStatus:
 
     def to_json(self) -> dict[str, Any]:
         return {**asdict(self), "folder": str(self.folder)}
-
-
-def recent_updates(run: RunDir) -> list[Record]:
-    """Return the latest updates of the latest attempt, however long metrics.jsonl is."""
-    return updates_of(recent_records(run.metrics))
 
 
 def kind_of(run: RunDir) -> str:
@@ -225,17 +216,14 @@ def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) 
             found[run.path] = unknown(run, error)
     if any(before.values()):
         time.sleep(LOOK_TWICE_S)
+
+    def judge(run: RunDir) -> RunStatus:
+        beating = any(a != b for a, b in zip(_beats(run), before[run.path], strict=False))
+        return replace(found[run.path], state="running" if beating else "unknown")
+
     for run in runs:
-        if run.path not in before:
-            continue
-        try:
-            now = _beats(run)
-        except DAMAGE as error:
-            found[run.path] = unknown(run, error)
-            continue
-        beating = any(a != b for a, b in zip(now, before[run.path], strict=False))
-        state = "running" if beating else "unknown"
-        found[run.path] = replace(found[run.path], state=state)
+        if run.path in before:
+            found[run.path] = status_or_damage(run, partial(judge, run))
 
 
 def _beat(path: Path) -> str:

@@ -23,12 +23,7 @@ from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
-from orchestrator.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    OrchestratorError,
-    describe_status,
-)
+from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import APPENDING, open_nofollow

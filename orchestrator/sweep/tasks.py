@@ -20,13 +20,7 @@ from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
-from orchestrator.errors import (
-    ClusterError,
-    Interrupted,
-    NotNow,
-    RunFolderError,
-    UsageError,
-)
+from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.files import make_folder, names_in, written_together
 from orchestrator.rundir.folder import RunDir
@@ -261,21 +255,20 @@ def locked_sweep(folder: Path) -> Generator[None]:
     Raises:
         RunFolderError: another command holds it.
     """
+    sweep = RunDir(folder)
     with contextlib.ExitStack() as until_the_end:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            until_the_end.enter_context(locked(RunDir(folder)))
+            until_the_end.enter_context(locked(sweep))
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
-        until_the_end.callback(_remove_if_empty, RunDir(folder))
-        yield
-
-
-def _remove_if_empty(sweep: RunDir) -> None:
-    if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
-        sweep.lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another process has put something there
-            sweep.path.rmdir()
+        try:
+            yield
+        finally:
+            if {entry.name for entry in folder.iterdir()} <= {sweep.lock.name}:
+                sweep.lock.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another process has put something there
+                    folder.rmdir()
 
 
 @contextlib.contextmanager

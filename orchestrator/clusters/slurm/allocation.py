@@ -18,12 +18,7 @@ from pathlib import Path
 from orchestrator.agent.processes import set_parent_death_signal
 from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import (
-    SubmitHost,
-    script_name,
-    shape_of,
-    step_script,
-)
+from orchestrator.clusters.slurm.batch_script import SubmitHost, script_name, shape_of, step_script
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError

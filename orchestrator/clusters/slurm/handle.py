@@ -23,13 +23,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
-from orchestrator.slurm_client import (
-    Job,
-    SchedulerDown,
-    SlurmClient,
-    accounted,
-    queued,
-)
+from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, accounted, queued
 
 CANCEL_S, POLL_S = 5.0, 0.2
 UNSENT = "nothing was sent"

@@ -43,6 +43,7 @@ from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
+from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
     decide_restart,
@@ -50,7 +51,6 @@ from orchestrator.rundir.outcome import (
     read_outcome,
     write_result,
 )
-from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
     TIMEOUT_S,
@@ -292,7 +292,7 @@ def _describe_no_progress(run: RunDir, attempt: int) -> str | None:
         return None
     notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
     began_at = {note.get("resumed_from") for note in notes}
-    done = recent_updates(run)[-1:]
+    done = updates_of(recent_records(run.metrics))[-1:]
     if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):
         return None
     return (
