@@ -114,11 +114,7 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
     if on_slurm and (answer := describe(config)[1])["refused"]:  # now, not in the first run
         raise ConfigError(answer["scheduler"])
     return RehearsalSpec(
-        config=config,
-        overrides=overrides,
-        flags=line.flags,
-        kinds=kinds,
-        notes=tuple(notes),
+        config=config, overrides=overrides, flags=line.flags, kinds=kinds, notes=tuple(notes)
     )
 
 
