@@ -87,9 +87,10 @@ MEANINGS = {
         "cluster.ranks_per_node x cluster.cpus_per_rank is more than a node has"
     ),
 }
-IN_CHECKOUT = (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()
-DEVELOPMENT_CLUSTER = IN_CHECKOUT * (
+DEVELOPMENT_CLUSTER = (
     "; `python -m slurm up` makes a development cluster here, for +cluster=slurm_dev"
+    if (Path(__file__).parent.parent / "slurm" / "dev_cluster.py").exists()  # in a checkout
+    else ""
 )
 ELSEWHERE = (
     "SLURM runs are submitted and followed on a machine of the cluster (a login node); without "
@@ -117,11 +118,6 @@ class Answer:
     def down(self) -> bool:
         text = self.err.lower()
         return self.code != 0 and any(phrase in text for phrase in DOWN)
-
-    @property
-    def reports_unknown_job(self) -> bool:
-        """Return whether the scheduler itself reports that there is no such job."""
-        return self.code != 0 and "invalid job id" in self.err.lower()
 
     @property
     def no_slurm_conf(self) -> bool:
@@ -366,7 +362,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     Raises:
         SchedulerDown: it is no answer. Only a scheduler that answers can report a job as gone.
     """
-    if answer.reports_unknown_job:
+    if answer.code and "invalid job id" in answer.err.lower():  # it says so itself
         return {}
     if answer.code:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")

@@ -259,7 +259,7 @@ def copies(target: str | ProgramConfig, into: Path) -> dict[Path, Path]:
     return {root: into / str(i) for i, root in enumerate(source_roots(target))}
 
 
-def take(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
+def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
     """Copy the code of the run, or sweep, `run` into the folder `into`; it appears complete.
 
     A copy of an earlier start that was refused is replaced. Files cannot be written.

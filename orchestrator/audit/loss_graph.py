@@ -107,14 +107,18 @@ def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]
         return _reduce(loss, node, found, record)
     if node.name() not in LINEAR:
         if not loss.reductions:
-            loss.reason = _why_not(node)
+            function = node.name().removesuffix("Backward0")
+            loss.reason = f"the loss is a function ({function}) of what was reduced before"
+            if "Compiled" in function:
+                loss.reason = "the loss is computed in a compiled graph"
         return None
     if node.name() == DDP_OUTPUTS:  # of all outputs of a model, each with an edge
         return node.next_functions[output]
     edges = [edge for edge in node.next_functions if edge[0] is not None]
     if len(edges) == 1:
         if node.name() in ("MulBackward0", "MulBackward1"):
-            loss.factors.append(_factor(node))
+            right = node.name() == "MulBackward1" or node.next_functions[1][0] is None
+            loss.factors.append(float(node._saved_other if right else node._saved_self))
         return edges[0]
     main = _smoothed_cross_entropy(node)
     if main is None:
@@ -123,11 +127,6 @@ def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]
         _reduce(loss, node, main[1], record)
         loss.elements = GradientEdge(*main[0].next_functions[0])
     return None
-
-
-def _factor(node: Any) -> float:
-    right = node.name() == "MulBackward1" or node.next_functions[1][0] is None
-    return float(node._saved_other if right else node._saved_self)
 
 
 def _reduce(loss: LossGraph, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
@@ -215,8 +214,13 @@ def _smoothed_cross_entropy(node: Any) -> tuple[Any, Reduction] | None:
     if main is None or smooth is None or main.name() not in NLL:
         return None
     found = _reduction(main)
-    same = smooth.name() in MEANS | SUMS and _reaches(smooth, main.next_functions[0][0])
-    return (main, found) if found is not None and same else None
+    if found is None or smooth.name() not in MEANS | SUMS:
+        return None
+    scores = main.next_functions[0][0]
+    for _ in range(6):  # the mean's input may be reshaped on the way to the scores
+        if smooth is not None and smooth is not scores:
+            smooth = _input(smooth)
+    return (main, found) if smooth is scores else None
 
 
 def _below(node: Any) -> Any:
@@ -224,21 +228,6 @@ def _below(node: Any) -> Any:
     while node is not None and node.name() in LINEAR:
         node = _input(node)
     return node
-
-
-def _reaches(node: Any, target: Any) -> bool:
-    for _ in range(6):  # the mean's input may be reshaped on the way to the scores
-        if node is None or node is target:
-            break
-        node = _input(node)
-    return node is target
-
-
-def _why_not(node: Any) -> str:
-    name = node.name()
-    if "Compiled" in name:
-        return "the loss is computed in a compiled graph"
-    return f"the loss is a function ({name.removesuffix('Backward0')}) of what was reduced before"
 
 
 def mixes_samples(loss: LossGraph, outputs: Sequence[Tensor]) -> bool | None:

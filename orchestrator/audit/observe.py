@@ -129,7 +129,7 @@ class Observer:
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
         self.forwards: list[dict[str, Any]] = []
         self.outputs: list[Tensor] = []
-        self.takes_names: set[int] = set()
+        self.given_by_name: set[int] = set()
         self.collectives: list[dict[str, Any]] = []
         self.layers: dict[str, Any] = {"norms": set(), "dropouts": 0}
         self.loaders: list[dict[str, Any]] = []
@@ -175,24 +175,21 @@ class Observer:
     def _on_gradient(self, tracked: TrackedOptimizer, number: int, gradient: Tensor) -> None:
         if not self.is_active or self.probing or not self.in_backward:
             return
-        if tracked.backward != self.backwards:
-            self._begin_micro_step(tracked, tracked.parameters[number])
-        if gradient.is_sparse or type(gradient) is not Tensor:
-            _note(tracked.window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
-            return
-        tracked.put(tracked.window.columns[-1], number, gradient)
-
-    def _begin_micro_step(self, tracked: TrackedOptimizer, p: nn.Parameter) -> None:
-        tracked.backward = self.backwards
         window = tracked.window
-        held = p.grad
-        window.micro_steps.append({
-            "backward": self.backwards,
-            "cleared": held is None or not bool(held.detach().any()),
-            "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
-            "loss": self.loss,
-        })  # fmt: skip
-        window.columns.append(np.zeros(tracked.values))
+        if tracked.backward != self.backwards:  # a micro-step begins
+            tracked.backward = self.backwards
+            held = tracked.parameters[number].grad
+            window.micro_steps.append({
+                "backward": self.backwards,
+                "cleared": held is None or not bool(held.detach().any()),
+                "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
+                "loss": self.loss,
+            })  # fmt: skip
+            window.columns.append(np.zeros(tracked.values))
+        if gradient.is_sparse or type(gradient) is not Tensor:
+            _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
+            return
+        tracked.put(window.columns[-1], number, gradient)
 
     def watch_backward(self, original: Callable[..., None]) -> Callable[..., None]:
         @functools.wraps(original)
@@ -226,13 +223,11 @@ class Observer:
             self.probing = False
         self.probes += 1
         if mixed:
-            self.layers["mixed"] = (
-                "the loss of a sample depends on other samples of its micro-batch"
-            )
+            why = "the loss of a sample depends on other samples of its micro-batch"
+            self.layers["mixed"] = why
         elif mixed is None:
-            self.layers["unprobed"] = (
-                "nothing between the loss and the parameters has a row a sample"
-            )
+            why = "nothing between the loss and the parameters has a row a sample"
+            self.layers["unprobed"] = why
 
     # ------------------------------------------------------------------
     # Updates.
@@ -243,7 +238,7 @@ class Observer:
             return None
         closure = kwargs.get("closure") if len(args) < 2 else args[1]
         if closure is None:
-            self._take_applied(tracked)
+            self._sample_applied(tracked)
             return None
         tracked.closure_calls = 0
 
@@ -252,14 +247,14 @@ class Observer:
             tracked.closure_calls += 1
             if tracked.closure_calls > 1:
                 _note(tracked.window.reasons, "the optimizer calls its closure several times")
-            self._take_applied(tracked)
+            self._sample_applied(tracked)
             return result
 
         if "closure" in kwargs:
             return args, {**kwargs, "closure": watched}
         return (args[0], watched, *args[2:]), kwargs
 
-    def _take_applied(self, tracked: TrackedOptimizer) -> None:
+    def _sample_applied(self, tracked: TrackedOptimizer) -> None:
         for number in range(len(tracked.parameters)):
             if number not in tracked.hooked and tracked.parameters[number].requires_grad:
                 self._hook(tracked, number)
@@ -359,9 +354,9 @@ class Observer:
             return
         if next(module.parameters(), None) is None:
             return
-        if not inputs and id(module) not in self.takes_names:
+        if not inputs and id(module) not in self.given_by_name:
             # Global hooks do not see inputs that are given by name: from now on, one of its own.
-            self.takes_names.add(id(module))
+            self.given_by_name.add(id(module))
             module.register_forward_pre_hook(
                 lambda _, args, kwargs: self._note_rows(kwargs.values()) if not args else None,
                 with_kwargs=True,

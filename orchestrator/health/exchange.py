@@ -115,6 +115,13 @@ def _measure_here(env: Mapping[str, str], device: Any) -> dict[str, Any]:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         taken = max(0, total - free - torch.cuda.memory_reserved(device)) / total
+    try:
+        with tempfile.NamedTemporaryFile() as file:
+            file.write(b"x")
+            file.flush()
+            scratch = float(psutil.disk_usage(file.name).free)
+    except OSError:
+        scratch = -1.0  # the folder for temporary files cannot be written
     return {
         "node": node,
         "node_index": index,
@@ -122,20 +129,9 @@ def _measure_here(env: Mapping[str, str], device: Any) -> dict[str, Any]:
         "address": address,
         "interface": interface_of(address) or "",
         "memory": psutil.virtual_memory().available,
-        "scratch": _free_scratch(),
+        "scratch": scratch,
         "device_taken": taken,
     }
-
-
-def _free_scratch() -> float:
-    """Return the free bytes of the folder for temporary files; -1 if it cannot be written."""
-    try:
-        with tempfile.NamedTemporaryFile() as file:
-            file.write(b"x")
-            file.flush()
-            return float(psutil.disk_usage(file.name).free)
-    except OSError:
-        return -1.0
 
 
 def _clock_offsets() -> list[float]:

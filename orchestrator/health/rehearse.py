@@ -114,11 +114,7 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
     if on_slurm and (answer := describe(config)[1])["refused"]:  # now, not in the first run
         raise ConfigError(answer["scheduler"])
     return RehearsalSpec(
-        config=config,
-        overrides=overrides,
-        flags=line.flags,
-        kinds=kinds,
-        notes=tuple(notes),
+        config=config, overrides=overrides, flags=line.flags, kinds=kinds, notes=tuple(notes)
     )
 
 
@@ -236,7 +232,9 @@ class FaultOutcome:
 
     def recovered(self, resumed: bool) -> bool:
         """Return True once the run trains again."""
-        self._notice()
+        unnoticed = self.row.noticed_s is None
+        if unnoticed and (self._run.ended or self._run.noticed(self._began, self._attempt)):
+            self.row.noticed_s = round(time.time() - self._began, 2)
         survived, restarted = self._losses()
         lost = {rank for record in survived for rank in record["survived"]["gone"]}
         if restarted:
@@ -272,11 +270,6 @@ class FaultOutcome:
         self.row.redone = sum(1 + note.get("lost_updates", 0) for note in notes)
         if self.row.kind in ORDERLY:
             self.row.redone = max(0, self.row.redone - 1)
-
-    def _notice(self) -> None:
-        unnoticed = self.row.noticed_s is None
-        if unnoticed and (self._run.ended or self._run.noticed(self._began, self._attempt)):
-            self.row.noticed_s = round(time.time() - self._began, 2)
 
 
 def compare(

@@ -53,23 +53,10 @@ def compare(a: Path, b: Path) -> Comparison:
     Raises:
         UsageError: a file is missing or is not a safetensors file, or names or shapes differ.
     """
-    left, right = SafetensorsFile(a), SafetensorsFile(b)
-    _check_same_layout(left, right)
-    tensors = {name: _compare(left.tensors[name], right.tensors[name]) for name in left.tensors}
-    return Comparison(
-        max_relative_difference=max(
-            (t.max_relative_difference for t in tensors.values()), default=0.0
-        ),
-        equal_bits=all(t.equal_bits for t in tensors.values()),
-        tensors=tensors,
-    )
-
-
-def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
-    mine, theirs = a.tensors, b.tensors
+    mine, theirs = SafetensorsFile(a).tensors, SafetensorsFile(b).tensors
     problems = {
-        f"only in {a.path}": mine.keys() - theirs.keys(),
-        f"only in {b.path}": theirs.keys() - mine.keys(),
+        f"only in {a}": mine.keys() - theirs.keys(),
+        f"only in {b}": theirs.keys() - mine.keys(),
         "of different shapes": [
             f"{name} {list(mine[name].shape)} and {list(theirs[name].shape)}"
             for name in mine.keys() & theirs.keys()
@@ -79,6 +66,14 @@ def _check_same_layout(a: SafetensorsFile, b: SafetensorsFile) -> None:
     found = [f"{what}: {', '.join(sorted(names))}" for what, names in problems.items() if names]
     if found:
         raise UsageError("the weights are not of the same model: " + "; ".join(found))
+    tensors = {name: _compare(mine[name], theirs[name]) for name in mine}
+    return Comparison(
+        max_relative_difference=max(
+            (t.max_relative_difference for t in tensors.values()), default=0.0
+        ),
+        equal_bits=all(t.equal_bits for t in tensors.values()),
+        tensors=tensors,
+    )
 
 
 def _compare(a: Tensor, b: Tensor) -> TensorComparison:
@@ -166,19 +161,16 @@ def print_comparison(comparison: Comparison, console: Console, *, tensors: bool 
     else:
         largest = f"{comparison.max_relative_difference:.3e}"
         say(console, f"largest relative difference: {largest} (max|a-b| / max|b|)", "bold")
-        differing = [t for t in comparison.tensors.values() if not t.equal_bits]
-        say(console, f"{len(differing)} of {count} differ in some bit")
+        unlike = sum(not tensor.equal_bits for tensor in comparison.tensors.values())
+        say(console, f"{unlike} of {count} differ in some bit")
     if tensors and comparison.tensors:
         table = new_table(("tensor", "shape", "dtype", "relative", "absolute"), right=(3, 4))
         for name, tensor in sorted(
             comparison.tensors.items(), key=lambda item: -item[1].max_relative_difference
         ):
-            row = (name, str(list(tensor.shape)), tensor.dtype, *_figures(tensor))
+            same = tensor.equal_bits
+            relative = "same bits" if same else f"{tensor.max_relative_difference:.3e}"
+            absolute = "0" if same else f"{tensor.max_absolute_difference:.3e}"
+            row = (name, str(list(tensor.shape)), tensor.dtype, relative, absolute)
             table.add_row(*(literal(text, console) for text in row))
         console.print(table)
-
-
-def _figures(tensor: TensorComparison) -> tuple[str, str]:
-    if tensor.equal_bits:
-        return "same bits", "0"
-    return f"{tensor.max_relative_difference:.3e}", f"{tensor.max_absolute_difference:.3e}"

@@ -102,7 +102,7 @@ def csv_of(data: Mapping[str, Any]) -> str:
 
 
 def _inert(value: Any) -> Any:
-    """Text that no spreadsheet takes for a formula.
+    """Return text that no spreadsheet takes for a formula.
 
     >>> _inert("=1+1"), _inert(-1), _inert("-x"), _inert("adam")
     ("'=1+1", -1, "'-x", 'adam')

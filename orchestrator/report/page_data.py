@@ -160,11 +160,11 @@ def data_of(path: Path) -> dict[str, Any]:
             *(f"not read: {sentence}" for sentence in unreadable),
         ],
     }
-    return sayable(data)
+    return sanitized(data)
 
 
 def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
-    """Hydra calls a sweep's points 0, 1, …, 10."""
+    """Return a key that sorts by numbers: Hydra calls a sweep's points 0, 1, …, 10."""
     name = folder.name
     return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
 
@@ -187,11 +187,11 @@ def _differing(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     ]
 
 
-def sayable(value: Any) -> Any:
-    r"""Remove escape sequences from all texts, names of metrics, hosts and folders included, and
-    numbers that JSON does not have.
+def sanitized(value: Any) -> Any:
+    r"""Return the value without escape sequences in its texts (names of metrics, hosts and folders
+    included), and without numbers that JSON does not have.
 
-    >>> sayable({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
+    >>> sanitized({"\x1b[2Jloss": [1.5, float("nan"), "\x07x"]})
     {'loss': [1.5, None, 'x']}
     """
     if isinstance(value, str):
@@ -199,8 +199,8 @@ def sayable(value: Any) -> Any:
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):
-        return {sayable(key): sayable(inner) for key, inner in value.items()}
-    return list(map(sayable, value)) if isinstance(value, list | tuple) else value
+        return {sanitized(key): sanitized(inner) for key, inner in value.items()}
+    return list(map(sanitized, value)) if isinstance(value, list | tuple) else value
 
 
 def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) -> dict[str, Any]:
@@ -253,7 +253,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
 
 
 def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
-    """At most `most` of them at even distances, the first and the last included.
+    """Return at most `most` of them at even distances, the first and the last included.
 
     >>> [r["n"] for r in thinned([{"n": n} for n in range(10)], 4)]
     [0, 3, 6, 9]

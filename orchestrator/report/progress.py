@@ -15,13 +15,7 @@ from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
 from orchestrator.rundir.metrics import Record, is_no_update
-from orchestrator.units import (
-    format_count,
-    format_number,
-    format_rate,
-    format_seconds,
-    plural,
-)
+from orchestrator.units import format_count, format_number, format_rate, format_seconds, plural
 
 MOST_DOTS = 16
 BAR_CELLS = (8, 40)
@@ -170,10 +164,15 @@ class Progress:
             self._say(f"warning: {sentence}")
         records = [record for record in records if not is_no_update(record)]
         for record in records:
-            self._take(record)
+            self._add(record)
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):
-                self._say(self._details(record))
+                if "evaluation" in record:
+                    values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
+                    held_out = ", ".join(values)
+                    self._say(f"held-out after update {record['update'] + 1}: {held_out}")
+                else:
+                    self._say(plain_line(self._moment()))
         if micro_steps is None and self._window is not None:
             # Dots that vanish between two windows would make the line jump.
             micro_steps = (0, self._plan.get("micro_steps") or 1)
@@ -197,7 +196,7 @@ class Progress:
             self._show_last()
         self._quiet = True
 
-    def _take(self, record: Record) -> None:
+    def _add(self, record: Record) -> None:
         if "evaluation" in record:
             self._evaluation = record["evaluation"]
             return
@@ -236,8 +235,12 @@ class Progress:
         return f"starting {plural(ranks, 'rank')}{on}"
 
     def _moment(self) -> Moment:
-        pace = _seconds_apart(self._recent)
         last: Record = self._recent[-1] if self._recent else {}
+        # Mean seconds from update to update, with evaluations and checkpoints between them.
+        times = [r["time"] for r in self._recent if r.get("time") is not None]
+        pace: float | None = last.get("update_s")
+        if len(times) > 1 and times[-1] > times[0]:
+            pace = (times[-1] - times[0]) / (len(times) - 1)
         done, total = last["update"] + 1 if last else 0, self._plan.get("updates")
         samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
         mean_samples = sum(samples) / len(samples) if samples else None
@@ -256,18 +259,3 @@ class Progress:
             micro_steps_done=steps_done,
             evaluation=self._evaluation,
         )
-
-    def _details(self, record: Record) -> str:
-        """Return one record as a line."""
-        if "evaluation" not in record:
-            return plain_line(self._moment())
-        values = (f"{k} {format_number(v)}" for k, v in record["evaluation"].items())
-        return f"held-out after update {record['update'] + 1}: {', '.join(values)}"
-
-
-def _seconds_apart(recent: Sequence[Record]) -> float | None:
-    """Mean seconds from update to update, with evaluations and checkpoints between them."""
-    times = [r["time"] for r in recent if r.get("time") is not None]
-    if len(times) > 1 and times[-1] > times[0]:
-        return (times[-1] - times[0]) / (len(times) - 1)
-    return recent[-1].get("update_s") if recent else None

@@ -38,6 +38,7 @@ SHOWN_GROUPS = 12
 SHOWN_RANGES = 6
 SHOWN_SIZES = 4
 
+TREE = "reproducible"
 _NO_DATA = "the data set is not looked at here"
 _NO_MODEL = "the model is not built here"
 
@@ -57,6 +58,10 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         variables = launchers.get(program["style"], "the scheduler's") + " variables"
         return [("where", ranks), ("program", " ".join(program["argv"])), ("ranks are", variables)]
     batch = f"{plural(plan.get('global_batch'), 'sample')} in {_micro_steps(plan)}"
+    is_tree = plan.get("reduction") == TREE
+    no_talk = "reproducible reductions depend on the leaves" if is_tree else _NO_MODEL
+    size = plan.get("bytes_on_wire_per_update")
+    wire = f"unknown ({no_talk})" if size is None else f"{format_bytes(size)} per update and rank"
     epochs = "" if plan.get("epochs") is None else f" ({plural(plan['epochs'], 'epoch')})"
     return [
         ("where", ranks),
@@ -66,8 +71,8 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("samples in the data set", _known(plan, "dataset_samples", _NO_DATA)),
         ("parameters", _known(plan, "parameters", _NO_MODEL)),
         ("learning rate", _learning_rate(plan)),
-        ("collectives per update", _known(plan, "collectives_per_update", _talk_reason(plan))),
-        ("bytes on the wire", _wire(plan)),
+        ("collectives per update", _known(plan, "collectives_per_update", no_talk)),
+        ("bytes on the wire", wire),
     ]
 
 
@@ -80,19 +85,6 @@ def _micro_steps(plan: Mapping[str, Any]) -> str:
     if cap is not None:
         text += f" of at most {plural(cap, 'sample')}"
     return text
-
-
-def _talk_reason(plan: Mapping[str, Any]) -> str:
-    if plan.get("reduction") == "reproducible":
-        return "reproducible reductions depend on the leaves"
-    return _NO_MODEL
-
-
-def _wire(plan: Mapping[str, Any]) -> str:
-    size = plan.get("bytes_on_wire_per_update")
-    if size is None:
-        return f"unknown ({_talk_reason(plan)})"
-    return f"{format_bytes(size)} per update and rank"
 
 
 def _learning_rate(plan: Mapping[str, Any]) -> str:
@@ -184,7 +176,6 @@ STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold
 LOG_LINES = 20
 DIGEST_DIGITS = 16
 RESTARTS_SHOWN = 5
-TREE = "reproducible"
 # Causes that a node's hardware may have; a Python exception of the job is none.
 NODE_FAULT = re.compile(
     r"SIG(KILL|BUS|SEGV|ABRT)|stopped answering|silent|NCCL|HCCL|CUDA error|Ascend|ECC"

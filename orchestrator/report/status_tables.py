@@ -150,7 +150,11 @@ WARNINGS_SHOWN = 5
 def print_run(run: RunStatus, console: Console) -> None:
     """Print one run."""
     print_facts(_rows(run), console)
-    _print_warnings(run.warnings, console)
+    more = len(run.warnings) - WARNINGS_SHOWN
+    if more > 0:
+        say(console, f"{plural(more, 'earlier warning')}: in metrics.jsonl", "dim", prose=True)
+    for sentence in run.warnings[-WARNINGS_SHOWN:]:
+        say(console, f"warning: {sentence}", "yellow", prose=True)
     say(console, f"run folder: {run.folder}")
     if run.state in ("stopped", "lost", "failed", "cancelled"):
         say(console, f"to go on from here: {command('resume', run.folder)}", "bold")
@@ -187,14 +191,6 @@ def _rows(run: RunStatus) -> list[tuple[str, str, str]]:
         parts += [f"resumed {plural(resumed, 'time')}"] if resumed else []
         rows.append(("attempts", f"{format_count(run.attempts)}: {', '.join(parts)}", ""))
     return rows
-
-
-def _print_warnings(warnings: Sequence[str], console: Console) -> None:
-    more = len(warnings) - WARNINGS_SHOWN
-    if more > 0:
-        say(console, f"{plural(more, 'earlier warning')}: in metrics.jsonl", "dim", prose=True)
-    for sentence in warnings[-WARNINGS_SHOWN:]:
-        say(console, f"warning: {sentence}", "yellow", prose=True)
 
 
 TRIAL_STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
@@ -265,19 +261,15 @@ def with_trials(
 
 def describe_search(search: Mapping[str, Any]) -> list[str]:
     """Return the outcomes of all trials, and the best one, as sentences."""
-    found = [_counted(search)]
+    states = Counter(trial["state"] for trial in search["trials"])
+    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
+    of = f"{states.total()} of {plural(search['wanted'], 'trial')}"
+    found = [f"{of}: {counts}" if counts else of]
     if search["best"] is not None:
         best = search["trials"][search["best"]]
         value = f"{search['objective']} {_value(best)}"
         found.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
     return found
-
-
-def _counted(search: Mapping[str, Any]) -> str:
-    states = Counter(trial["state"] for trial in search["trials"])
-    of = f"{states.total()} of {plural(search['wanted'], 'trial')}"
-    counts = ", ".join(f"{number} {state}" for state, number in states.most_common())
-    return f"{of}: {counts}" if counts else of
 
 
 def _order(trial: Mapping[str, Any], maximize: bool) -> tuple[bool, float, int]:

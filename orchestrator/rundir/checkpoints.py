@@ -212,8 +212,9 @@ def remove_partial(checkpoints: Path) -> None:
     """Remove partial checkpoints, of attempts that were killed and groups that broke while they
     saved.
 
-    Only the newest attempt calls it, after `Fence.take`: an older one that still saves shall fail.
-    Where a rank that was lost writes at this moment, its folder may stay; the next call removes it.
+    Only the newest attempt calls it, after `Fence.publish`: an older one that still saves shall
+    fail. Where a rank that was lost writes at this moment, its folder may stay; the next call
+    removes it.
     """
     for path in checkpoints.glob(f"{PARTIAL}*"):
         if path.is_symlink() or not path.is_dir():
@@ -239,27 +240,23 @@ def load(folder: Path, run: str | None = None, *, contents: bool = True) -> Chec
         RunFolderError: it is damaged, of another run, or after other updates.
     """
     try:
-        return _load(folder, run, contents=contents)
+        is_folder(folder)
+        state = read_json(folder / STATE)
+        there = {name for name in names_in(folder) if name != STATE}
     except OSError as error:
         raise RunFolderError(f"{folder} cannot be read: {error.strerror}") from error
-
-
-def _load(folder: Path, run: str | None, *, contents: bool) -> Checkpoint:
-    is_folder(folder)
-    state = read_json(folder / STATE)
     if state is None:
         raise RunFolderError(f"{folder} is damaged: it has no {STATE}")
     if not all(isinstance(state.get(name), int) for name in ("updates", "samples")):
         raise RunFolderError(f"{folder} is damaged: its {STATE} has no numbers of updates, samples")
-    found = NAME.fullmatch(folder.name)
-    if found and int(found[1]) != state["updates"]:
+    name = NAME.fullmatch(folder.name)
+    if name and int(name[1]) != state["updates"]:
         raise RunFolderError(
             f"{folder} is damaged: its {STATE} is of the checkpoint after {state['updates']} "
             "updates"
         )
     if state.get("run") != run:
         raise RunFolderError(f"{folder} is a checkpoint of another run, or its {STATE} is damaged")
-    there = {name for name in names_in(folder) if name != STATE}
     if there != state["files"].keys():
         odd = min(there ^ state["files"].keys())
         raise RunFolderError(f"{folder / odd} is damaged: {STATE} and the folder differ about it")
@@ -352,7 +349,7 @@ class Fence:
     def __init__(self, path: Path, attempt: int) -> None:
         self._path, self._attempt = path, attempt
 
-    def take(self) -> None:
+    def publish(self) -> None:
         """Publish this attempt as the newest. Raises `StaleAttempt` if there is a newer one."""
         self.check()
         write_number(str(self._path), self._attempt)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -50,13 +49,12 @@ def parse_json(path: Path, text: str) -> dict[str, Any]:
     return value
 
 
-def new_identity() -> str:
-    """Return a random identity for a run."""
-    return secrets.token_hex(16)
-
-
 def with_identity(text: str, identity: str) -> str:
-    """Return config.yaml's text with its last line: the identity and the checksum."""
+    """Return config.yaml's text with its last line: the identity and the checksum.
+
+    Args:
+        identity: of the run, 32 hexadecimal digits.
+    """
     return f"{text}# run {identity}, sha256 {_digest(identity, text)}\n"
 
 

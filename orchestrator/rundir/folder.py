@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.checksums import identity_in, new_identity, with_identity
+from orchestrator.rundir.checksums import identity_in, with_identity
 from orchestrator.rundir.files import (
     PRIVATE,
     is_folder,
@@ -167,12 +167,6 @@ class RunDir:
         """Return how many attempts were begun."""
         return max(self.attempt_numbers(), default=-1) + 1
 
-    def check_own_folders(self) -> None:
-        """Raise `RunFolderError` if a folder that the run writes in is a link or a file."""
-        for name in OWN_FOLDERS:
-            is_folder(self.path / name)
-        self.attempt_numbers()
-
     def create(self) -> None:
         """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.
 
@@ -254,7 +248,7 @@ class RunDir:
         """Return self after checking that a run is here.
 
         Raises:
-            RunFolderError: there is none, or a folder in it is a link.
+            RunFolderError: there is none, or a folder that it writes in is a link or a file.
         """
         if not self.path.is_dir():
             raise RunFolderError(
@@ -265,14 +259,16 @@ class RunDir:
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            self.check_own_folders()
+            for name in OWN_FOLDERS:
+                is_folder(self.path / name)
+            self.attempt_numbers()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
         return self
 
     def write_config(self, text: str) -> None:
         """Write config.yaml with its checksum; the run keeps its identity, or gets one."""
-        identity = self.identity if self.config.exists() else new_identity()
+        identity = self.identity if self.config.exists() else secrets.token_hex(16)
         write_atomically(self.config, with_identity(text.rstrip("\n") + "\n", identity))
 
     def read_config(self) -> dict[str, Any]:

@@ -120,7 +120,9 @@ def _nothing_to_cancel(run: RunDir) -> ClusterError:
 
 
 def _process_of(run: RunDir, lock: int) -> int:
-    """Return a pidfd of the process that holds the lock, after verifying it."""
+    """Return a pidfd of the process that holds the lock: the one that its file names, if that has
+    the file open.
+    """
     holder = _read_holder(lock)
     if holder is None:
         raise ClusterError(f"{run.lock} does not say which process holds the run; nothing was sent")
@@ -135,21 +137,12 @@ def _process_of(run: RunDir, lock: int) -> int:
     except (OSError, OverflowError) as error:
         raise unsure from error
     try:
-        if _has_open(pid, lock):
-            return process
+        for entry in Path(f"/proc/{pid}/fd").iterdir():
+            with contextlib.suppress(FileNotFoundError):  # closed meanwhile
+                if os.path.samestat(entry.stat(), os.fstat(lock)):
+                    return process
     except OSError as error:
         os.close(process)
         raise unsure from error
     os.close(process)
     raise unsure
-
-
-def _has_open(pid: int, descriptor: int) -> bool:
-    """Return whether a process has the same file open as `descriptor`."""
-    own = os.fstat(descriptor)
-    for entry in Path(f"/proc/{pid}/fd").iterdir():
-        with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-            found = entry.stat()
-            if (found.st_dev, found.st_ino) == (own.st_dev, own.st_ino):
-                return True
-    return False

@@ -246,16 +246,15 @@ def decide_restart(
         if (departure := read_json(run.departure(number))) and departure.get("failed")
     ]
     progress = read_progress(run.progress(attempt))
+    update = progress.update if progress else -1
     program = bool(run.read_plan().get("program"))
-    failed = {
-        "attempt": attempt,
-        "update": progress.update if progress else -1,
-        # A program's progress is unknown: its next start may get further.
-        "raised": None if program else _exception_of(run, attempt, culprit),
-    }
-    same = earlier and failed["raised"] is not None and failed["raised"] == earlier[-1]["raised"]
-    if same and failed["update"] <= earlier[-1]["update"]:  # without an update in between
-        where = f"in update {failed['update']}" if progress else "before the first update"
+    raised: str | None = None  # stays so if a process, a node or a peer was lost
+    if not program:  # whose progress is unknown: its next start may get further
+        own = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
+        raised = str(own[0]["cause"]) if own else None
+    same = earlier and raised is not None and raised == earlier[-1]["raised"]
+    if same and update <= earlier[-1]["update"]:  # without an update in between
+        where = f"in update {update}" if progress else "before the first update"
         message = (
             f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
             f"another start would only repeat it"
@@ -266,6 +265,7 @@ def decide_restart(
         message = f"not started again: that was done {times} already (run.max_restarts={most})"
         return RestartDecision(restarts=False, message=message)
     why = describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
+    failed = {"attempt": attempt, "update": update, "raised": raised}
     write_json(run.departure(attempt), {**departure_note(why), "failed": failed})
     begins = "starts the program again" if program else "begins from the newest checkpoint"
     message = (
@@ -273,9 +273,3 @@ def decide_restart(
         f"{most} that run.max_restarts allows)"
     )
     return RestartDecision(restarts=True, message=message)
-
-
-def _exception_of(run: RunDir, attempt: int, culprit: Culprit) -> str | None:
-    """Return the exception behind a failure; None if a process, a node or a peer was lost."""
-    found = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
-    return str(found[0]["cause"]) if found else None

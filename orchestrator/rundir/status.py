@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,7 @@ from orchestrator.rundir.files import names_in, read_json, read_text
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
-from orchestrator.rundir.metrics import (
-    Record,
-    recent_records,
-    seconds_per_update,
-    updates_of,
-)
+from orchestrator.rundir.metrics import recent_records, seconds_per_update, updates_of
 from orchestrator.rundir.warnings import read_warnings
 
 LOOK_TWICE_S = 2.5
@@ -83,19 +80,6 @@ class RunStatus:
         return {**asdict(self), "folder": str(self.folder)}
 
 
-def recent_updates(run: RunDir) -> list[Record]:
-    """Return the latest updates of the latest attempt, however long metrics.jsonl is."""
-    return updates_of(recent_records(run.metrics))
-
-
-def _age_s(run: RunDir) -> float | None:
-    """Return the seconds since metrics.jsonl grew."""
-    try:
-        return max(0.0, time.time() - run.metrics.stat().st_mtime)
-    except FileNotFoundError:
-        return None
-
-
 def kind_of(run: RunDir) -> str:
     """Return the kind of cluster that a run was placed on; see `cluster.kind`."""
     return _kind(run, run.read_handle() or {})
@@ -125,12 +109,19 @@ def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
     """Return the fields that come from result.json."""
     if result is None:
         return {"state": "running"}
-    pruned = read_json(run.pruned) if result["state"] == "stopped" else None
+    state, pruned = str(result["state"]), dict[str, Any]()
     culprit: dict[str, Any] = result.get("culprit") or {}
+    if state == "stopped":
+        pruned = read_json(run.pruned) or {}
+        if culprit:  # a stop with a culprit was not agreed: the job was cancelled
+            state = "cancelled"
+        elif pruned:
+            state = "pruned"
+    rank = culprit.get("rank")
     return {
-        "state": _state_of(result, pruned),
-        "reason": culprit.get("cause") or result.get("why") or (pruned or {}).get("why"),
-        "culprit": _named(culprit),
+        "state": state,
+        "reason": culprit.get("cause") or result.get("why") or pruned.get("why"),
+        "culprit": None if rank is None else f"rank {rank} on {culprit.get('node')}",
     }
 
 
@@ -141,7 +132,11 @@ def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> 
     last = updates[-1] if updates else {}
     evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
     samples = [r["samples"] for r in updates if r.get("samples")]
-    pace, ended = seconds_per_update(updates), result is not None
+    pace = seconds_per_update(updates)
+    age_s: float | None = None
+    if result is None:
+        with suppress(FileNotFoundError):
+            age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
     done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
     return {
         "updates": done,
@@ -150,18 +145,21 @@ def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> 
         "learning_rate": last.get("learning_rate"),
         "evaluation": dict(evaluations[-1]) if evaluations else {},
         "samples_per_second": sum(samples) / len(samples) / pace if samples and pace else None,
-        "seconds_left": (total - done) * pace if total and pace and not ended else None,
-        "boundary_age_s": None if ended else _age_s(run),
+        "seconds_left": (total - done) * pace if total and pace and not result else None,
+        "boundary_age_s": age_s,
     }
 
 
 def _attempts(run: RunDir) -> dict[str, Any]:
     """Return the fields about attempts, restarts and warnings."""
     made, notes = run.attempts_made(), run.restarts()
+    resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
     generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
     return {
         "attempts": made,
-        "restarts": _restarts(run, notes, made),
+        # attempts that began by themselves: neither the first, nor one by `resume`
+        "restarts": max(0, made - 1 - len(resumed & set(range(1, made)))),
         "survived": sum(1 for found in generations if found.get("gone")),
         "came_back": sum(len(found.get("joined", ())) for found in generations),
         "lost_updates": sum(int(note["lost_updates"]) for note in notes),
@@ -170,48 +168,25 @@ def _attempts(run: RunDir) -> dict[str, Any]:
     }
 
 
-def _named(culprit: dict[str, Any]) -> str | None:
-    rank = culprit.get("rank")
-    return None if rank is None else f"rank {rank} on {culprit.get('node')}"
-
-
-def _state_of(result: dict[str, Any], pruned: dict[str, Any] | None) -> str:
-    """Return the state; a stop with a culprit was not agreed: the job was cancelled."""
-    if result["state"] != "stopped":
-        return str(result["state"])
-    return "cancelled" if result.get("culprit") else "pruned" if pruned else "stopped"
-
-
-def _restarts(run: RunDir, notes: list[dict[str, Any]], made: int) -> int:
-    """Count attempts that began automatically: neither the first, nor one by `resume`."""
-    resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
-    resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
-    return max(0, made - 1 - len(resumed & set(range(1, made))))
-
-
 def unknown(run: RunDir, error: BaseException) -> RunStatus:
     """Return the status of a run that cannot be read: private or damaged, and why."""
     refused = next((e for e in (error, error.__cause__) if isinstance(e, PermissionError)), None)
     if refused is not None:
         why = f"{refused.filename or run.path} may be read by its owner only"
         return RunStatus(folder=run.path, state="private", cluster="", reason=why)
-    known = isinstance(error, RunFolderError | ClusterError)
-    why = (
-        str(error) if known else f"a file of it has content that no run writes ({_describe(error)})"
-    )
+    why = str(error)
+    if not isinstance(error, RunFolderError | ClusterError):
+        what = f"{type(error).__name__}: {error}"
+        if isinstance(error, OSError):
+            what = f"{error.filename}: {error.strerror}"
+        why = f"a file of it has content that no run writes ({what})"
     return RunStatus(folder=run.path, state="damaged", cluster="", reason=why)
 
 
-def _describe(error: BaseException) -> str:
-    if isinstance(error, OSError):
-        return f"{error.filename}: {error.strerror}"
-    return f"{type(error).__name__}: {error}"
-
-
-def status_or_damage(run: RunDir, look: Callable[[], RunStatus]) -> RunStatus:
-    """Return `look()`; a run that cannot be read gets a status that says why."""
+def status_or_damage(run: RunDir, read: Callable[[], RunStatus]) -> RunStatus:
+    """Return `read()`; a run that cannot be read gets a status that says why."""
     try:
-        return look()
+        return read()
     except DAMAGE as error:
         return unknown(run, error)
 
@@ -241,17 +216,14 @@ def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) 
             found[run.path] = unknown(run, error)
     if any(before.values()):
         time.sleep(LOOK_TWICE_S)
+
+    def judge(run: RunDir) -> RunStatus:
+        beating = any(a != b for a, b in zip(_beats(run), before[run.path], strict=False))
+        return replace(found[run.path], state="running" if beating else "unknown")
+
     for run in runs:
-        if run.path not in before:
-            continue
-        try:
-            now = _beats(run)
-        except DAMAGE as error:
-            found[run.path] = unknown(run, error)
-            continue
-        beating = any(a != b for a, b in zip(now, before[run.path], strict=False))
-        state = "running" if beating else "unknown"
-        found[run.path] = replace(found[run.path], state=state)
+        if run.path in before:
+            found[run.path] = status_or_damage(run, partial(judge, run))
 
 
 def _beat(path: Path) -> str:

@@ -73,15 +73,10 @@ class _RankWarnings:
                 return
             self._given.add(kind)
             self._unwritten.append(_line(self._rank, sentence, kind))
-            self._write(f"warning: {sentence}")  # its log has its name
-
-    def _write(self, text: str) -> None:
-        """Write to both; on a full disk the rest is tried again with the next warning."""
-        try:
-            print(text, flush=True)  # noqa: T201  # a rank's standard output is its log
-            _append(self._path, self._unwritten)
-        except (OSError, RunFolderError):
-            return
+            # On a full disk the rest is tried again with the next warning.
+            with contextlib.suppress(OSError, RunFolderError):
+                print(f"warning: {sentence}", flush=True)  # noqa: T201  # the rank's own log
+                _append(self._path, self._unwritten)
 
 
 def _line(rank: int, sentence: str, kind: str) -> bytes:

@@ -23,12 +23,7 @@ from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
-from orchestrator.errors import (
-    EXIT_FAILED,
-    EXIT_FINISHED,
-    OrchestratorError,
-    describe_status,
-)
+from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -185,8 +180,11 @@ class LocalQueue:
         if allocation is None:
             return False
         if not self._imported:
-            self._imported = True
-            self._import_ahead(task)
+            # Once, in this process, of which the points' nodes are forks.
+            self._imported, config = True, task.point.config
+            if not config.cluster.environment:  # which may concern the interpreter itself
+                request = cluster_of(config).request(task.run.path, 0)
+                import_ahead(config.job, request.environment)
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()
@@ -201,13 +199,6 @@ class LocalQueue:
             its_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
         return True
-
-    def _import_ahead(self, task: PointTask) -> None:
-        """Import what points need once, in this process, of which their nodes are forks."""
-        config = task.point.config
-        if not config.cluster.environment:  # which may concern the interpreter itself
-            request = cluster_of(config).request(task.run.path, 0)
-            import_ahead(config.job, request.environment)
 
     def wait_one(self, timeout_s: float = math.inf) -> PointResult | None:
         """Wait for a point to end; return None if none runs, or after `timeout_s`."""
@@ -312,7 +303,11 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
     shares = [share_of(task) for task in tasks]
     alone = room.at_once(shares) == 1
     waiting = list(tasks)
-    names = _names(tasks)
+    varying = only_varying([task.point.overrides for task in tasks])
+    names = {
+        task.run.path: f"point {task.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
+        for task, o in zip(tasks, varying, strict=True)
+    }
     ended: dict[Path, PointResult] = {}
     with LocalQueue(output, room, terminal=alone) as queue:
         while True:
@@ -337,15 +332,6 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                 left = counts if queue.running or waiting else "the last"
                 style = "green" if good else "bold red"
                 say(output.console, f"{names[path]}: {_outcome(one)} ({left})", style)
-
-
-def _names(tasks: Sequence[PointTask]) -> dict[Path, str]:
-    """Return a name for each point, with the overrides that tell it from the others."""
-    varying = only_varying([task.point.overrides for task in tasks])
-    return {
-        task.run.path: f"point {task.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
-        for task, o in zip(tasks, varying, strict=True)
-    }
 
 
 def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None:

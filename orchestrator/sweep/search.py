@@ -162,7 +162,10 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
             f"put them aside with --force"
         )
     try:
-        _remove_torn_line(folder.journal)
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(folder.journal, flags, PRIVATE_FILE), "rb+") as file:
+            # Cut off an unfinished last line, which Optuna would continue.
+            file.truncate(file.read().rfind(b"\n") + 1)
         storage = JournalStorage(JournalFileBackend(str(folder.journal)))
         study = optuna.create_study(
             storage=storage,
@@ -191,13 +194,6 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
     if MADE_OF not in study.user_attrs:
         study.set_user_attr(MADE_OF, now)
     return study, storage
-
-
-def _remove_torn_line(path: Path) -> None:
-    """Cut off an unfinished last line, which Optuna would continue."""
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, PRIVATE_FILE)
-    with os.fdopen(descriptor, "rb+") as file:
-        file.truncate(file.read().rfind(b"\n") + 1)
 
 
 def _put_aside(folder: RunDir) -> None:
@@ -265,19 +261,16 @@ class TrialRuns:
             ended += [one] if one is not None else []
         else:
             time.sleep(POLL_S)
-        return ended + self._poll_followed()
-
-    def _poll_followed(self) -> list[PointResult]:
         if not self.followed or time.monotonic() < self._next_poll:
-            return []
+            return ended
         found = statuses(RunDir(task.run.path) for task in self.followed)[0]
         kinds = {task.point.config.cluster.kind for task in self.followed}
         self._next_poll = time.monotonic() + max(class_of(kind).status_interval_s for kind in kinds)
-        over = (*OVER, *UNREADABLE)
-        ended = [c for c, s in zip(self.followed, found, strict=True) if s.state in over]
-        self.followed = [task for task in self.followed if task not in ended]
-        self._full = self._full and not ended
-        return [PointResult(task=task, exit_code=0) for task in ended]
+        states = (*OVER, *UNREADABLE)
+        over = [c for c, s in zip(self.followed, found, strict=True) if s.state in states]
+        self.followed = [task for task in self.followed if task not in over]
+        self._full = self._full and not over
+        return ended + [PointResult(task=task, exit_code=0) for task in over]
 
     def stop(self, task: PointTask) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
@@ -360,25 +353,21 @@ class Searcher:
                     self._tell(trial.number, TrialState.FAIL, str(error))
         tasks = dict(zip(points, tasks_of([*points.values()]), strict=True)) if points else {}
         self._folders = {n: task.run.path for n, task in tasks.items() if task.run.config.exists()}
-        self._refuse_changed(tasks)
-        for number, task in tasks.items():
-            if self._trials()[number].state is TrialState.RUNNING:
-                self._take_up(number, task)
-
-    def _refuse_changed(self, tasks: Mapping[int, PointTask]) -> None:
-        """Raise `ConfigError` if trials that count are of other code or data."""
         trials = self._trials()
         changed = {
             number: task.why
             for number, task in tasks.items()
             if trials[number].state is not TrialState.FAIL and task.why.startswith("changed")
         }
-        if changed:
+        if changed:  # trials that count are of other code or data
             raise ConfigError(
                 f"{named_numbers('trial', sorted(changed))} of {self._search.folder} cannot be "
                 f"compared with what would run now ({next(iter(changed.values()))}); choose "
                 f"another run.dir, or begin the search anew with --force"
             )
+        for number, task in tasks.items():
+            if self._trials()[number].state is TrialState.RUNNING:
+                self._take_up(number, task)
 
     def _take_up(self, number: int, task: PointTask) -> None:
         """Follow, evaluate or start a trial that has no result yet, as its folder requires."""
@@ -437,18 +426,16 @@ class Searcher:
             )
             self._study.add_trial(trial)
             if not same:
-                self._begin(number, drawn)
+                try:
+                    point = self._search.point(number, drawn)
+                    notes = notes_of(point.config, point.identity)
+                except UsageError as error:
+                    self._tell(number, TrialState.FAIL, str(error))
+                else:
+                    task = PointTask(point=point, action=Action.START, why="new", notes=notes)
+                    self._take_up(number, task)
+                    self._start_waiting()
             self._write_table()
-
-    def _begin(self, number: int, drawn: Mapping[str, Any]) -> None:
-        try:
-            point = self._search.point(number, drawn)
-            notes = notes_of(point.config, point.identity)
-        except UsageError as error:
-            self._tell(number, TrialState.FAIL, str(error))
-            return
-        self._take_up(number, PointTask(point=point, action=Action.START, why="new", notes=notes))
-        self._start_waiting()
 
     # Trials end.
 

@@ -10,12 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from orchestrator.cli.follow import OutputOptions
-from orchestrator.cli.resume import (
-    changed_inputs,
-    refuse_changed,
-    resumption,
-    submission_directory,
-)
+from orchestrator.cli.resume import changed_inputs, refuse_changed, resumption, submission_directory
 from orchestrator.cli.start import config_of, prepare
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import Culprit, class_for

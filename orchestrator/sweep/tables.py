@@ -18,12 +18,7 @@ from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.run_tables import print_plan
 from orchestrator.report.sweep_tables import only_varying
-from orchestrator.report.terminal import (
-    literal,
-    new_table,
-    print_json,
-    say,
-)
+from orchestrator.report.terminal import literal, new_table, print_json, say
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
 from orchestrator.units import plural

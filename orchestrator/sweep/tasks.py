@@ -20,13 +20,7 @@ from orchestrator.config.changes import changes, flat
 from orchestrator.config.job_source import read_once
 from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
-from orchestrator.errors import (
-    ClusterError,
-    Interrupted,
-    NotNow,
-    RunFolderError,
-    UsageError,
-)
+from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
 from orchestrator.plugins import CLUSTERS
 from orchestrator.rundir.files import make_folder, names_in, written_together
 from orchestrator.rundir.folder import RunDir
@@ -53,8 +47,9 @@ def notes_of(config: Config, overrides: tuple[str, ...]) -> dict[str, Any]:
     Args:
         overrides: that tell it from the sweep's other points.
     """
-    task = {"of": sorted(overrides), "config": _digest(_counted(plain(config)))}
-    return {CELL: task, INPUTS: inputs_of(config)}
+    text = json.dumps(_counted(plain(config)), sort_keys=True, default=str)
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {CELL: {"of": sorted(overrides), "config": digest}, INPUTS: inputs_of(config)}
 
 
 def why_changed(
@@ -83,11 +78,6 @@ def _counted(values: Mapping[str, Any]) -> dict[str, Any]:
         for k, v in flat(values)
         if not f"{k}.".startswith(IRRELEVANT_KEYS) and v not in (None, {}, [])
     }
-
-
-def _digest(value: Any) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
 
 
 REPLACED = ".replaced"  # where tasks go that are begun anew, in the sweep's folder
@@ -265,21 +255,20 @@ def locked_sweep(folder: Path) -> Generator[None]:
     Raises:
         RunFolderError: another command holds it.
     """
+    sweep = RunDir(folder)
     with contextlib.ExitStack() as until_the_end:
         try:
             folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            until_the_end.enter_context(locked(RunDir(folder)))
+            until_the_end.enter_context(locked(sweep))
         except OSError as error:
             raise RunFolderError(f"{folder} cannot be written: {error.strerror}") from error
-        until_the_end.callback(_remove_if_empty, RunDir(folder))
-        yield
-
-
-def _remove_if_empty(sweep: RunDir) -> None:
-    if {entry.name for entry in sweep.path.iterdir()} <= {sweep.lock.name}:
-        sweep.lock.unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # another process has put something there
-            sweep.path.rmdir()
+        try:
+            yield
+        finally:
+            if {entry.name for entry in folder.iterdir()} <= {sweep.lock.name}:
+                sweep.lock.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # another process has put something there
+                    folder.rmdir()
 
 
 @contextlib.contextmanager
@@ -315,7 +304,22 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
     """
     with interrupts, read_once():
         made = _prepare_all(tasks, OutputOptions(console=output.console, quiet=True))
-        _submit(made, at_once(tasks[0].point.config.sweep.parallel))
+        most = at_once(tasks[0].point.config.sweep.parallel)
+        for kind in sorted({ready.config.cluster.kind for ready in made}):
+            members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
+            try:
+                with CLUSTERS.wrap_errors(kind, "to submit the points"):
+                    class_of(kind).submit_all(members, most)
+            except ClusterError as error:
+                queued = [r for r in made if r.run.handle.exists()]
+                _withdraw(made)
+                if not queued:
+                    raise
+                raise ClusterError(
+                    f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
+                    f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits "
+                    f"the others"
+                ) from error
 
 
 def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[PreparedRun]:
@@ -351,21 +355,3 @@ def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
         if not ready.run.may_be_queued:
             ready.run.withdraw()
-
-
-def _submit(made: Sequence[PreparedRun], most: int | None) -> None:
-    for kind in sorted({ready.config.cluster.kind for ready in made}):
-        members = [(r.cluster, r.request) for r in made if r.config.cluster.kind == kind]
-        try:
-            with CLUSTERS.wrap_errors(kind, "to submit the points"):
-                class_of(kind).submit_all(members, most)
-        except ClusterError as error:
-            queued = [r for r in made if r.run.handle.exists()]
-            _withdraw(made)
-            if not queued:
-                raise
-            raise ClusterError(
-                f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
-                f"{'is' if len(queued) == 1 else 'are'} queued; the same line again submits the "
-                f"others"
-            ) from error

@@ -93,7 +93,7 @@ class WorkerProcess:
         self._ahead_s = float(cluster.signal_ahead_s)
         self.link.expect_progress(ProgressWatchdog.of(cluster))
         if self.topology.scheduled and self.topology.rank == 0:
-            self.fence.take()
+            self.fence.publish()
 
     # ------------------------------------------------------------------ stops
 

@@ -192,18 +192,18 @@ def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, content):
 def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
     path = tmp_path_factory.mktemp("fence") / "newest"
     assert read_newest(path) == -1
-    Fence(path, newest).take()
+    Fence(path, newest).publish()
     fence = Fence(path, own)
     assert fence.is_stale == (newest > own)
     if newest > own:
         with pytest.raises(StaleAttempt, match=f"attempt {newest} of this run has begun"):
             fence.check()
         with pytest.raises(StaleAttempt):
-            fence.take()
+            fence.publish()
         assert read_newest(path) == newest
     else:
         fence.check()
-        fence.take()
+        fence.publish()
         assert read_newest(path) == own
 
 
@@ -214,5 +214,5 @@ def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first
     with pytest.raises(RunFolderError, match=f"{path} is"):
         read_newest(path)
     with pytest.raises(RunFolderError):
-        Fence(path, 99).take()
+        Fence(path, 99).publish()
     assert path.read_text() == damage

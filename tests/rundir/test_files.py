@@ -46,7 +46,7 @@ def test_links_are_neither_read_nor_written(tmp_path):
         with pytest.raises(RunFolderError):
             ProgressWriter(path)
         with pytest.raises(RunFolderError):
-            Fence(path, 3).take()
+            Fence(path, 3).publish()
     assert precious.read_text() == "keep"
     assert not (tmp_path / "in" / "nowhere").exists()
 

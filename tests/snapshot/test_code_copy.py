@@ -42,7 +42,7 @@ def taken(tmp_path):
     run = RunDir(tmp_path / "run")
     run.create()
     copy = run.snapshot(0)
-    left_out = snapshot.take("mine.Mine", run.path, copy)
+    left_out = snapshot.copy_code("mine.Mine", run.path, copy)
     found = {
         str(path.relative_to(copy / "0")): path
         for path in (copy / "0").rglob("*")
@@ -100,11 +100,11 @@ def test_a_copy_is_private_cannot_be_written_and_replaces_that_of_a_refused_star
 ):
     (project / "tool.sh").write_text("#!/bin/sh\n")
     (project / "tool.sh").chmod(0o777)
-    snapshot.take("mine.Mine", tmp_path / "run", tmp_path / "run" / "code" / "000")
+    snapshot.copy_code("mine.Mine", tmp_path / "run", tmp_path / "run" / "code" / "000")
     shutil.rmtree(tmp_path / "run" / "code" / "000" / "0" / "package")
     (project / "mine.py").write_text("mine = 2\n")
     copy = tmp_path / "run" / "code" / "000"
-    snapshot.take("mine.Mine", tmp_path / "run", copy)
+    snapshot.copy_code("mine.Mine", tmp_path / "run", copy)
     assert [path.name for path in copy.parent.iterdir()] == ["000"]
     assert copy.stat().st_mode & 0o777 == 0o700
     modes = {name: (copy / "0" / name).stat().st_mode & 0o777 for name in (*CODE, "tool.sh")}

@@ -131,7 +131,7 @@ def test_updates_longer_than_the_grace_are_warned_of_once(run):
 
 def test_a_superseded_attempt_writes_nothing_more(run):
     rank = Rank0(run, 10.0)
-    Fence(run.newest_attempt, 1).take()
+    Fence(run.newest_attempt, 1).publish()
     with pytest.raises(StaleAttempt):
         rank.callback.before_record()
     rank.ask()

@@ -25,16 +25,15 @@ from orchestrator.agent.local_nodes import (
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import fork
 from orchestrator.agent.root_cause import tail
-from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, State
+from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, Share, State
 from orchestrator.clusters.machine import share_gpu_over_nccl, share_gpus, visible_gpus
-from orchestrator.clusters.request import Share
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import AttemptOutcome, outcome_from_json, read_outcome
+from orchestrator.rundir.outcome import outcome_from_json, read_outcome
 
 END_S = 10.0
 OUTCOME_BYTES = 1 << 20
@@ -146,23 +145,18 @@ class LocalHandle(Handle):
             os.close(self._control)
             self._control = -1
 
-    def _outcome(self) -> AttemptOutcome | None:
-        """Return the coordinator's outcome; None if no agent remained to decide."""
+    def _finish(self) -> None:
+        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
+        os.close(self._ended)
+        self._close_control()
         try:
             reported = os.read(self._report, OUTCOME_BYTES)
         except BlockingIOError:  # an agent still holds it
             reported = b""
         os.close(self._report)
-        written = read_outcome(self._run, self._request.attempt)
-        return outcome_from_json(json.loads(reported)) if written is None and reported else written
-
-    def _finish(self) -> None:
-        if self._state.ended:
-            return
-        code = os.waitstatus_to_exitcode(os.waitpid(self._pid, 0)[1])
-        os.close(self._ended)
-        self._close_control()
-        outcome = self._outcome()
+        outcome = read_outcome(self._run, self._request.attempt)
+        if outcome is None and reported:
+            outcome = outcome_from_json(json.loads(reported))
         if outcome is None and self._stopping and not self._has_begun:
             self._state = State.STOPPED  # in the import, before there was an agent
         elif outcome is None:

@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from orchestrator.clusters.request import Admission
+from orchestrator.clusters.api import Admission
 from orchestrator.errors import ClusterError, did_you_mean
 from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
 
@@ -179,23 +179,18 @@ def preempt_grace_s(
     kind = settings.get("PreemptType")
     if kind == "preempt/none":
         return None
-    if kind == "preempt/qos":
-        return _grace_of_qos(client, str(qos) if qos else None)
-    return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
-
-
-def _grace_of_qos(client: SlurmClient, qos: str | None) -> float | None:
-    """Return GraceTime of the job's qos, in seconds, if another may preempt it."""
+    if kind != "preempt/qos":
+        return min((float(p.grace_s) for p in partitions if p.grace_s is not None), default=None)
 
     def rows(*command: str) -> list[list[str]]:
         answer = client.run("sacctmgr", "-nP", "show", *command, timeout_s=ACCOUNTING_S)
         return [line.split("|") for line in answer.out.splitlines()] if not answer.code else []
 
-    if qos is None:
+    if not qos:
         own = rows("assoc", "where", f"user={getpass.getuser()}", "format=DefaultQOS")
         qos = next((row[0] for row in own if row[0]), "normal")
-    known = {name: (grace, preempts) for name, grace, preempts in
-             rows("qos", "format=Name,GraceTime,Preempt")}  # fmt: skip
-    if not any(qos.lower() in preempts.lower().split(",") for _, preempts in known.values()):
+    name = str(qos).lower()
+    known = rows("qos", "format=Name,GraceTime,Preempt")
+    if not any(name in preempts.lower().split(",") for _, _, preempts in known):
         return None
-    return seconds(known[qos.lower()][0]) if qos.lower() in known else None
+    return next((seconds(grace) for other, grace, _ in known if other == name), None)

@@ -18,12 +18,7 @@ from pathlib import Path
 from orchestrator.agent.processes import set_parent_death_signal
 from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import (
-    SubmitHost,
-    script_name,
-    shape_of,
-    step_script,
-)
+from orchestrator.clusters.slurm.batch_script import SubmitHost, script_name, shape_of, step_script
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError
@@ -59,23 +54,21 @@ class StepHandle(Handle):
             )
 
     def poll(self, timeout_s: float) -> State:
-        if not self._state.ended:
-            try:
-                self._state = self._meaning(self._process.wait(timeout_s))
-            except subprocess.TimeoutExpired:
-                return State.RUNNING
-        return self._state
-
-    def _meaning(self, code: int) -> State:
+        if self._state.ended:
+            return self._state
+        try:
+            code = self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return State.RUNNING
         run, attempt = self._run, self._attempt
         outcome = read_outcome(run, attempt)
         if outcome is not None:
-            self.culprit = outcome.culprit
-            return outcome.state
-        if self._stopping and code in STOP_CODES and not run.failures(attempt):
-            return State.STOPPED  # before there was an agent
-        self.culprit = culprit_of(run, attempt, code)
-        return State.FAILED
+            self._state, self.culprit = outcome.state, outcome.culprit
+        elif self._stopping and code in STOP_CODES and not run.failures(attempt):
+            self._state = State.STOPPED  # before there was an agent
+        else:
+            self._state, self.culprit = State.FAILED, culprit_of(run, attempt, code)
+        return self._state
 
     def stop(self) -> None:
         self._stopping = True

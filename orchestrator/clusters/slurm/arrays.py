@@ -23,12 +23,7 @@ from orchestrator.clusters.slurm.submission import ARRAYS, NUMBER, BeyondLimit, 
 from orchestrator.clusters.slurm.task import write_task
 from orchestrator.config.program import target_of
 from orchestrator.errors import spans
-from orchestrator.rundir.files import (
-    make_folder,
-    names_in,
-    write_atomically,
-    written_together,
-)
+from orchestrator.rundir.files import make_folder, names_in, write_atomically, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import plural
@@ -50,8 +45,18 @@ def submit_as_arrays(placed: Sequence[Placed], at_once: int | None) -> None:
             are queued; of the others only their folders are left.
     """
     fit, why = fitting(placed)
+    groups: dict[object, list[Placed]] = {}  # equal runs of one parent folder; each other run alone
+    for index, (cluster, request) in enumerate(fit):
+        key: object = (
+            cluster.config.cluster.slurm_conf,
+            request.run.parent,
+            request.attempt,
+            tuple((k, v) for k, v in request.details["options"].items() if k not in UNLIKE),
+        )
+        numbered = NUMBER.fullmatch(request.run.name)
+        groups.setdefault(key if numbered else index, []).append((cluster, request))
     starts: list[Callable[[], object]] = []
-    for group in _equal_runs(fit):  # all files are written before the first job is queued
+    for group in groups.values():  # all files are written before the first job is queued
         starts += _starts(group, at_once)
     for start in starts:
         start()
@@ -112,21 +117,6 @@ def largest_array(slurm_conf: str | None) -> tuple[int, int]:
     indices = int(settings.get("MaxArraySize", 1001))
     tasks = MAX_ARRAY_TASKS.search(settings.get("SchedulerParameters", ""))
     return indices, min(indices, int(tasks[1])) if tasks else indices
-
-
-def _equal_runs(placed: Sequence[Placed]) -> list[list[Placed]]:
-    """Group equal runs in one parent folder, in order; each other run alone."""
-    groups: dict[object, list[Placed]] = {}
-    for index, (cluster, request) in enumerate(placed):
-        key: object = (
-            cluster.config.cluster.slurm_conf,
-            request.run.parent,
-            request.attempt,
-            tuple((k, v) for k, v in request.details["options"].items() if k not in UNLIKE),
-        )
-        numbered = NUMBER.fullmatch(request.run.name)
-        groups.setdefault(key if numbered else index, []).append((cluster, request))
-    return list(groups.values())
 
 
 def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], object]]:

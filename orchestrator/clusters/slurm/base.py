@@ -94,7 +94,7 @@ class BaseSlurmCluster(Cluster):
 
     def copy_code(self, run: Path, into: Path) -> None:
         """Copy the run's code, and report the files left out."""
-        left_out = snapshot.take(target_of(self.config.job), run, into)
+        left_out = snapshot.copy_code(target_of(self.config.job), run, into)
         if left_out:
             self.tell(
                 f"the copy of the code leaves out what holds secrets by its name, and links "

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from string import Template
@@ -254,15 +254,6 @@ def all_options(config: Config, run: RunDir, host: SubmitHost) -> dict[str, obje
     return {**stated, **{d.option: d.value for d in applicable(host.defaults, stated)}}
 
 
-def _from_environment(config: Config, run: RunDir, host: SubmitHost) -> Iterator[str]:
-    """Yield the #SBATCH lines of the user's defaults, under a comment with their source."""
-    taken = applicable(host.defaults, dict(options(config, run)))
-    if taken:
-        yield f"# as set in the environment: {', '.join(default.variable for default in taken)}"
-    for default in taken:
-        yield option_line(default.option, default.value)
-
-
 def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
@@ -273,15 +264,15 @@ def batch_script(config: Config, run: RunDir, attempt: int, host: SubmitHost) ->
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
+    stated = dict(options(config, run))
+    lines = ["#!/bin/bash", *(option_line(name, value) for name, value in stated.items())]
+    if taken := applicable(host.defaults, stated):
+        variables = ", ".join(default.variable for default in taken)
+        lines.append(f"# as set in the environment: {variables}")
+        lines += [option_line(default.option, default.value) for default in taken]
+    lines += ["", *_step(config, run, attempt, host)]
     starter = _quoted([host.python, *host.starter])
-    lines = [
-        "#!/bin/bash",
-        *(option_line(name, value) for name, value in options(config, run)),
-        *_from_environment(config, run, host),
-        "",
-        *_step(config, run, attempt, host),
-        *FINALIZE.lines(starter=starter, START_AGAIN=START_AGAIN),
-    ]
+    lines += FINALIZE.lines(starter=starter, START_AGAIN=START_AGAIN)
     return "\n".join(lines) + "\n"
 
 
@@ -321,7 +312,10 @@ def _step(
     if host.code is not None:
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
     yield from SUBSHELL.lines()
-    yield from _exports(config.cluster.environment, config.cluster.cpus_per_rank)
+    threads = str(config.cluster.cpus_per_rank)
+    values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
+    for name, value in values.items():  # for the preamble, for srun and for the ranks
+        yield f"export {name}={quoted(value)}"
     yield from _preamble(config)
     if config.cluster.interface is not None:
         yield f"export {INTERFACE_VARIABLE}={quoted(config.cluster.interface)}"
@@ -337,13 +331,6 @@ def _step(
 
 def _quoted(argv: Sequence[str]) -> str:
     return " ".join(map(quoted, argv))
-
-
-def _exports(environment: Mapping[str, str], threads: int) -> Iterator[str]:
-    """Yield the user's variables. They hold for the preamble, for srun and for the ranks."""
-    values = {"OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads), **environment}
-    for name, value in values.items():
-        yield f"export {name}={quoted(value)}"
 
 
 def _preamble(config: Config) -> Iterator[str]:
@@ -391,12 +378,7 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
 
 def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[list[str], list[str]]:
     """Return (srun's options, the command before the starter) for a container, or for none."""
-    folders = {
-        run.path,
-        host.folder,
-        *host.path,
-        *([host.code] if host.code else []),
-    }
+    folders = {run.path, host.folder, *host.path, *([host.code] if host.code else [])}
     inner = {f for f in folders if any(f != other and f.is_relative_to(other) for other in folders)}
     shared = sorted(str(folder) for folder in folders - inner)
     if cluster.container_runtime == "pyxis":
@@ -407,10 +389,9 @@ def _launcher(cluster: ClusterConfig, host: SubmitHost, run: RunDir) -> tuple[li
             f"--container-workdir={host.folder}",
         ], ["python3"]
     if cluster.container_runtime == "apptainer":
-        flags = (
-            f"{name}={value}" for name, value in cluster.slurm_flags.items()
-        )  # gres=gpu:4, say
-        on_gpus = gpu_count(cluster.gpus_per_node) or any("gpu" in flag for flag in flags)
+        # by a flag: gres=gpu:4, say
+        in_flags = any("gpu" in f"{name}={value}" for name, value in cluster.slurm_flags.items())
+        on_gpus = gpu_count(cluster.gpus_per_node) or in_flags
         gpus = ["--nv"] if on_gpus else []
         binds = "--bind=" + ",".join(shared)
         return [], ["apptainer", "exec", *gpus, binds, str(cluster.container), "python3"]

@@ -18,7 +18,7 @@ from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
-from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config.schema import Config, gpu_count, node_range
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import SlurmClient, retry_unanswered
@@ -47,27 +47,28 @@ class SlurmCluster(BaseSlurmCluster):
         Equal requests, as a sweep's points, are asked about once per process.
         """
         cluster, options = self.config.cluster, request.details["options"]
+        least = node_range(cluster.nodes)[0]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _answers:
             client = SlurmClient(cluster.slurm_conf)
-            least = node_range(cluster.nodes)[0]
             _answers[alike] = retry_unanswered(
                 lambda: check_request(client, options, least, request.text), tell=self.tell
             )
-        admission = _answers[alike]
-        warnings = (*admission.warnings, *_few_cpus(cluster))
-        return replace(admission, message=admission.message + self._survives(), warnings=warnings)
-
-    def _survives(self) -> str:
-        """Describe which losses the run survives."""
-        if not self.survival.on:
-            return ""
-        nodes = self.config.cluster.nodes
-        least = plural(1 if isinstance(nodes, int) else node_range(nodes)[0], "node")
-        return (
-            f"; a rank or a node that is lost does not end it, down to {least}, but its first node "
-            "set down does: it goes back to the queue then, with a checkpoint"
-        )
+        message, warnings = _answers[alike].message, _answers[alike].warnings
+        if self.survival.on:
+            nodes = plural(1 if isinstance(cluster.nodes, int) else least, "node")
+            message += (
+                f"; a rank or a node that is lost does not end it, down to {nodes}, but its first "
+                "node set down does: it goes back to the queue then, with a checkpoint"
+            )
+        if gpu_count(cluster.gpus_per_node) and cluster.cpus_per_rank < CPUS_FOR_A_GPU:
+            few_cpus = (
+                f"cluster.cpus_per_rank={cluster.cpus_per_rank} is little for a rank with a GPU: "
+                "its main and autograd threads, NCCL's, and train.loader_workers share them; with "
+                f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
+            )
+            warnings = (*warnings, few_cpus)
+        return replace(_answers[alike], message=message, warnings=warnings)
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""
@@ -109,13 +110,3 @@ class SlurmCluster(BaseSlurmCluster):
         from orchestrator.clusters.slurm.status import update_statuses
 
         return update_statuses(runs, found)
-
-
-def _few_cpus(cluster: ClusterConfig) -> Iterator[str]:
-    """Warn of a rank whose threads share a CPU or two while it feeds a GPU."""
-    if gpu_count(cluster.gpus_per_node) and cluster.cpus_per_rank < CPUS_FOR_A_GPU:
-        yield (
-            f"cluster.cpus_per_rank={cluster.cpus_per_rank} is little for a rank with a GPU: its "
-            "main and autograd threads, NCCL's, and train.loader_workers share them; with "
-            f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
-        )

@@ -17,19 +17,13 @@ from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
 from orchestrator.clusters.slurm.root_cause import diagnose
-from orchestrator.clusters.slurm.submission import is_element
+from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
-from orchestrator.slurm_client import (
-    Job,
-    SchedulerDown,
-    SlurmClient,
-    accounted,
-    queued,
-)
+from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, accounted, queued
 
 CANCEL_S, POLL_S = 5.0, 0.2
 UNSENT = "nothing was sent"
@@ -57,36 +51,27 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
     found: dict[Path, str] = {}
     for conf, members in clusters.items():
         [*_, client] = [client_of(run, conf) for run, _ in members]
-        found |= _cancel(client, members, now=now)
-    return found
-
-
-def _cancel(
-    client: SlurmClient, members: Sequence[tuple[RunDir, str]], *, now: bool
-) -> dict[Path, str]:
-    """Cancel the runs of one cluster."""
-    jobs = queued(client, [job_id for _, job_id in members])
-    found: dict[Path, str] = {}
-    ends: dict[RunDir, Job] = {}
-    stops: dict[RunDir, Job] = {}
-    for run, job_id in members:
-        job = jobs.get(job_id)
-        if job is None or not job.alive:
-            continue
-        if not is_ours(run, job):
-            found[run.path] = (
-                f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
-            )
-            continue
-        (ends if now or job.waiting else stops)[run] = job
-    _send(client, ends, "now")
-    _send(client, stops, "stop", "--signal=USR2")
-    _await_end(client, {run: job for run, job in ends.items() if job.waiting})
-    for run in ends:
-        found[run.path] = "is cancelled; resume goes on from what was saved"
-    for run, job in stops.items():
-        still = f"; until then, {job.standstill}" if job.standstill else ""
-        found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
+        jobs = queued(client, [job_id for _, job_id in members])
+        ends: dict[RunDir, Job] = {}
+        stops: dict[RunDir, Job] = {}
+        for run, job_id in members:
+            job = jobs.get(job_id)
+            if job is None or not job.alive:
+                continue
+            if is_ours(run, job):
+                (ends if now or job.waiting else stops)[run] = job
+            else:
+                found[run.path] = (
+                    f"which {run.handle} names, is not this run's: it runs {job.command}; {UNSENT}"
+                )
+        _send(client, ends, "now")
+        _send(client, stops, "stop", "--signal=USR2")
+        _await_end(client, {run: job for run, job in ends.items() if job.waiting})
+        for run in ends:
+            found[run.path] = "is cancelled; resume goes on from what was saved"
+        for run, job in stops.items():
+            still = f"; until then, {job.standstill}" if job.standstill else ""
+            found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
     return found
 
 
@@ -119,10 +104,13 @@ def _scancel(client: SlurmClient, ids: Sequence[str], *flags: str) -> None:
 
 
 def is_ours(run: RunDir, job: Job) -> bool:
-    """Return whether a job's batch script, as the scheduler knows it, is in this run's folder."""
+    """Return whether a job runs this run: its batch script, as the scheduler knows it, is in the
+    run's folder, or it is the run's element of an array of its sweep.
+    """
     script = Path(os.path.realpath(job.command))
-    own = script.is_relative_to(os.path.realpath(run.submitit))
-    return own or is_element(run.path, script, job.id)
+    of_the_sweep = script.parent == Path(os.path.realpath(run.path.parent / ARRAYS))
+    is_element = of_the_sweep and run.path.name == job.id.partition("_")[2]
+    return is_element or script.is_relative_to(os.path.realpath(run.submitit))
 
 
 def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:

@@ -43,6 +43,7 @@ from orchestrator.rundir.checkpoints import Fence, read_newest
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
+from orchestrator.rundir.metrics import recent_records, updates_of
 from orchestrator.rundir.outcome import (
     State,
     decide_restart,
@@ -50,7 +51,6 @@ from orchestrator.rundir.outcome import (
     read_outcome,
     write_result,
 )
-from orchestrator.rundir.status import recent_updates
 from orchestrator.slurm_client import (
     STOP_CODES,
     TIMEOUT_S,
@@ -292,7 +292,7 @@ def _describe_no_progress(run: RunDir, attempt: int) -> str | None:
         return None
     notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
     began_at = {note.get("resumed_from") for note in notes}
-    done = recent_updates(run)[-1:]
+    done = updates_of(recent_records(run.metrics))[-1:]
     if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):
         return None
     return (
@@ -335,7 +335,13 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
     if read_newest(run.newest_attempt) > attempt:
         return None
-    departure = read_json(run.departure(attempt)) or _departure_of_killed_script(run, attempt, job)
+    departure = read_json(run.departure(attempt))
+    if departure is None:
+        why = _cut_short(run, attempt, 0, "")
+        if not why and job.exit_signal and job.state == "FAILED" and not run.failures(attempt):
+            # SLURM ends the ranks of a script that a signal has killed; they may have had no time.
+            why = "its batch script was killed"
+        departure = departure_note(why) if why else None
     again = restart_or_end(
         run,
         attempt,
@@ -350,22 +356,6 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
         if again
         else None
     )
-
-
-def _departure_of_killed_script(run: RunDir, attempt: int, job: Job) -> dict[str, Any] | None:
-    """Return a departure if only the batch script failed, by a signal.
-
-    SLURM then ends the ranks, which may have had no time.
-    """
-    if lost := _cut_short(run, attempt, 0, ""):
-        return departure_note(lost)
-    if not job.exit_signal or job.state != "FAILED" or run.failures(attempt):
-        return None
-    return departure_note("its batch script was killed")
-
-
-# ----------------------------------------------------------------------
-# Why the scheduler stops a job, and its return to the queue.
 
 
 def stop_reason(job: Job, now: float, ahead_s: float, restarts: int = 0) -> str | None:

@@ -95,19 +95,16 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
         return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
     first = next(iter(task_exits("\n".join(srun_log))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
-        cause = f"the agent of node {first.node} {first.description}: {_last_error(log)}"
+        written = [line.strip() for line in log if line.strip()]
+        raised = [index for index, line in enumerate(written) if RAISED.match(line)]
+        # an agent that could not begin: its last message, with an exception's lines
+        lines = written[raised[-1] :][:EXCEPTION_LINES] if raised else written[-1:]
+        error = " ".join(lines).removeprefix(PREFIX)
+        cause = f"the agent of node {first.node} {first.description}: {error}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
     own = [line for line in srun_log if not line.startswith("srun: error: ") or first is None]
     cause = f"srun {describe_code(code)}" + (f": {own[-1]}" if own else "")
     return Culprit(rank=None, node="batch", cause=cause, log_tail=srun_log[-TAIL_LINES:])
-
-
-def _last_error(log: tuple[str, ...]) -> str:
-    """Return the last message of a process that could not begin, with an exception's lines."""
-    written = [line.strip() for line in log if line.strip()]
-    raised = [index for index, line in enumerate(written) if RAISED.match(line)]
-    lines = written[raised[-1] :][:EXCEPTION_LINES] if raised else written[-1:]
-    return " ".join(lines).removeprefix(PREFIX)
 
 
 def _of_script(run: RunDir, job: Job) -> Culprit:

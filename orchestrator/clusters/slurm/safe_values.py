@@ -64,16 +64,14 @@ class Default:
 
 def read_defaults(environment: Mapping[str, str]) -> tuple[Default, ...]:
     """Return an environment's defaults, in the order of `OPTION_OF`; empty ones are none."""
-    return tuple(
-        Default(variable=variable, option=option, value=_value(option, environment[variable]))
-        for variable, option in OPTION_OF.items()
-        if environment.get(variable, "").strip() or (option in BARE and variable in environment)
-    )
-
-
-def _value(option: str, text: str) -> str | bool:
-    alone = option == "exclusive" and text not in ("user", "mcs", "topo")
-    return True if option in BARE or alone else text
+    found: list[Default] = []
+    for variable, option in OPTION_OF.items():
+        text = environment.get(variable, "")
+        if text.strip() or (option in BARE and variable in environment):
+            alone = option == "exclusive" and text not in ("user", "mcs", "topo")
+            value = True if option in BARE or alone else text
+            found.append(Default(variable=variable, option=option, value=value))
+    return tuple(found)
 
 
 def applicable(defaults: Iterable[Default], stated: Collection[str]) -> list[Default]:

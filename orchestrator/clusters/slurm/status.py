@@ -42,7 +42,12 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
     for conf, members in clusters.items():
         try:
             client = client_of(members[0], conf)
-            jobs = _queue(client, sorted({str(found[run.path].job_id) for run in members}), members)
+            ids = sorted({str(found[run.path].job_id) for run in members})
+            if any(run.handle.stat().st_uid != os.getuid() for run in members):
+                jobs = queued(client, ids)
+            else:  # a long list of ids would not fit a command line; a user's own jobs need none
+                own = jobs_of_user(client, os.getuid())
+                jobs = {job_id: job for job_id, job in own.items() if job_id in ids}
         except ClusterError as error:
             yield str(error)
             infer_from_heartbeats(members, found)
@@ -50,22 +55,18 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
             yield from _query(client, jobs, members, found)
 
 
-def _queue(client: SlurmClient, ids: list[str], runs: list[RunDir]) -> dict[str, Job]:
-    """Return the jobs that squeue knows, by one call. Raises `SchedulerDown`.
-
-    A long list of ids would not fit a command line; a user's own jobs need none.
-    """
-    own = os.getuid()
-    if any(run.handle.stat().st_uid != own for run in runs):
-        return queued(client, ids)
-    return {job_id: job for job_id, job in jobs_of_user(client, own).items() if job_id in ids}
-
-
 def _query(
     client: SlurmClient, jobs: dict[str, Job], runs: list[RunDir], found: dict[Path, RunStatus]
 ) -> Iterator[str]:
-    """Yield jobs by squeue, whatever happens to sacct, which is asked for forgotten ones."""
-    still = {str(found[run.path].job_id) for run in runs if _open(found[run.path])}
+    """Fill in the status of one cluster's runs; finalize attempts that have ended.
+
+    Args:
+        jobs: as squeue knows them, which count whatever happens to sacct; that is asked for the
+            others.
+    """
+    still = {
+        str(found[run.path].job_id) for run in runs if found[run.path].state not in ENDED_STATES
+    }
     gone = sorted(still - jobs.keys())
     silent = False
     try:
@@ -76,34 +77,25 @@ def _query(
         forgotten = [run for run in runs if str(found[run.path].job_id) not in jobs]
         infer_from_heartbeats(forgotten, found)
     for run in runs:
-        job_id = str(found[run.path].job_id)
-        if job_id in jobs:
-            yield from _with_job(run, jobs[job_id], found)
-        elif _open(found[run.path]) and not silent:
-            reason = f"job {job_id} has left the queue without a result"
-            found[run.path] = replace(found[run.path], state="lost", reason=reason)
-
-
-def _open(status: RunStatus) -> bool:
-    return status.state not in ENDED_STATES
-
-
-def _with_job(run: RunDir, job: Job, found: dict[Path, RunStatus]) -> Iterator[str]:
-    """Merge the scheduler's answer into a run's status; finalize an attempt that has ended."""
-    over = not _open(found[run.path])
-    if not job.alive and not over:
-        try:
-            sentence = finalize_ended_job(run, job)
-        except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
-            yield f"{run.path}: {error}"
-        else:
-            if sentence is not None:
-                yield sentence
-                job = replace(job, state="REQUEUED")
-            found[run.path] = status_or_damage(run, partial(from_folder, run))
-    if found[run.path].state not in UNREADABLE:
         status = found[run.path]
-        found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
+        job = jobs.get(str(status.job_id))
+        if job is None:
+            if status.state not in ENDED_STATES and not silent:
+                reason = f"job {status.job_id} has left the queue without a result"
+                found[run.path] = replace(status, state="lost", reason=reason)
+            continue
+        if not job.alive and status.state not in ENDED_STATES:
+            try:
+                sentence = finalize_ended_job(run, job)
+            except DAMAGE as error:  # the scheduler is silent again, or the folder is damaged
+                yield f"{run.path}: {error}"
+            else:
+                if sentence is not None:
+                    yield sentence
+                    job = replace(job, state="REQUEUED")
+                status = found[run.path] = status_or_damage(run, partial(from_folder, run))
+        if status.state not in UNREADABLE:
+            found[run.path] = status_or_damage(run, partial(with_job, run, status, job))
 
 
 def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:

@@ -48,17 +48,6 @@ class BeyondLimit(NotNow):
         return bool(SUBMIT_LIMIT.search(message))
 
 
-def is_element(run: Path, script: Path, job_id: str) -> bool:
-    """Return whether a job is this run's element of an array of its sweep.
-
-    Args:
-        script: the job's script as the scheduler knows it, without links.
-        job_id: as in `123_4`.
-    """
-    of_the_sweep = script.parent == Path(os.path.realpath(run.parent / ARRAYS))
-    return of_the_sweep and run.name == job_id.partition("_")[2]
-
-
 def queue(
     folder: RunDir,
     script: Path,

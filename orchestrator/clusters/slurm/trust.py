@@ -40,7 +40,14 @@ def is_trusted(conf: Path) -> bool:
     configured = os.environ.get(CONF)
     if configured is not None and os.path.realpath(configured) == real:
         return True
-    return real in _remembered() and _only_writable_by(Path(real), {0, os.geteuid()})
+    if real not in _remembered():
+        return False
+    try:
+        facts = os.lstat(real)
+    except OSError:
+        return False
+    writable_by_others = facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
+    return facts.st_uid in {0, os.geteuid()} and not writable_by_others
 
 
 def remember(conf: str) -> None:
@@ -72,14 +79,6 @@ def _remembered() -> set[str]:
         return set(read_text(_memory()).splitlines())
     except (FileNotFoundError, NotADirectoryError, PermissionError):
         return set()  # nothing is vouched for here
-
-
-def _only_writable_by(path: Path, owners: set[int]) -> bool:
-    try:
-        facts = path.lstat()
-    except OSError:
-        return False
-    return facts.st_uid in owners and not facts.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def read_handle(run: RunDir) -> dict[str, Any]:
