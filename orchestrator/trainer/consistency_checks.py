@@ -208,7 +208,16 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
     named = f"{type(job).__name__}.learning_rate"
 
     def rates(update: int) -> float:
-        return _rate(job.learning_rate(update), named, update)
+        found = job.learning_rate(update)
+        try:
+            rate = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            rate = math.nan
+        if not (math.isfinite(rate) and rate >= 0):
+            raise JobError(
+                f"{named}({update}) must give a number, 0 or more, but gives {found!r:.60}"
+            )
+        return rate
 
     compared = sorted({0, 1 % updates, updates // 2, updates - 1})
     first, again = ([rates(update) for update in compared] for _ in range(2))
@@ -224,16 +233,6 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
             f"{named}(update) gives other rates on {named_ranks(odd)}; it must be the same on all"
         )
     return rates
-
-
-def _rate(found: Any, named: str, update: int) -> float:
-    try:
-        rate = float(found)
-    except (TypeError, ValueError, RuntimeError):
-        rate = math.nan
-    if not (math.isfinite(rate) and rate >= 0):
-        raise JobError(f"{named}({update}) must give a number, 0 or more, but gives {found!r:.60}")
-    return rate
 
 
 # ----------------------------------------------------------------------

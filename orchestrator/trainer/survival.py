@@ -10,9 +10,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     ConfigError,
     Evicted,
-    OrchestratorError,
     PeerLost,
     RendezvousError,
     StateLost,
@@ -37,7 +34,6 @@ from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import GroupChange
 from orchestrator.trainer.worker import WorkerProcess
 
@@ -180,19 +176,6 @@ class Generation:
     number: int
     members: Members
     noticed: float
-
-
-@contextmanager
-def may_stay_out() -> Generator[None]:
-    """Raise `Evicted` for any error of a replacement that has not joined: the others train on."""
-    try:
-        yield
-    except Evicted:
-        raise
-    except BaseException as error:
-        if not isinstance(error, OrchestratorError):
-            traceback.print_exception(error)
-        raise Evicted(f"it could not take its place again: {describe(error)}") from error
 
 
 class GroupMembership(Callback):
@@ -477,7 +460,14 @@ class GroupMembership(Callback):
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over else {}
             change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
-            self._count_try(progress.updates, named_ranks(gone))
+            tries = 1 + self._tries[1] * (self._tries[0] == progress.updates)
+            self._tries = (progress.updates, tries)
+            if tries > MOST_TRIES:
+                raise self._unrecoverable(
+                    f"{tries} groups began update {progress.updates + 1}, and each lost ranks in "
+                    f"it, at last {named_ranks(gone)}: so many losses in one update are not "
+                    f"survived"
+                )
             sentence = went_away(gone, update, why, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
@@ -485,14 +475,6 @@ class GroupMembership(Callback):
         self._history.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
-
-    def _count_try(self, updates: int, who: str) -> None:
-        self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
-        if self._tries[1] > MOST_TRIES:
-            raise self._unrecoverable(
-                f"{self._tries[1]} groups began update {updates + 1}, and each lost ranks in it, "
-                f"at last {who}: so many losses in one update are not survived"
-            )
 
     def _say(self, sentence: str) -> None:
         """Print a sentence to this rank's log; on the first rank, also warn."""
