@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,13 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     found.pop("", None)
     if found.pop("force", False):
         overrides.append("sweep.force=true")
-    line = replace(CommandLine(), overrides=tuple(overrides), **found)
-    _check(line)
-    return line
-
-
-def _check(line: CommandLine) -> None:
+    line = CommandLine(overrides=tuple(overrides), **found)
     if line.cfg not in (None, "job"):
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
         raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
     check_overrides(line.overrides)
+    return line
 
 
 LENGTHS = ("train.updates", "train.epochs")

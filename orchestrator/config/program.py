@@ -206,10 +206,16 @@ def program_problems(config: Any) -> list[str]:
             _ = program_of(job).argv
         except ConfigError as error:
             wrong.append(str(error))
+    in_vain: list[str] = []  # keys about our training that are not at their defaults
+    for section, value in stated(config, MEANINGLESS).items():
+        if is_dataclass(value):
+            in_vain += [f"{section}.{key}={inner}" for key, inner in stated(value).items()]
+        else:
+            in_vain.append(f"{section}={value}" if isinstance(value, str) else section)
     return wrong + [
         f"{key} means nothing to a program, which trains by itself; what the program "
         f"needs belongs to job.arguments, or after --"
-        for key in _in_vain(config)
+        for key in in_vain
     ]
 
 
@@ -235,12 +241,3 @@ def _wrong_command(command: Any) -> Iterator[str]:
             f"{starter} starts ranks itself, and would do so in each of ours; name the script "
             f"alone: python -m orchestrator run cluster.nodes=2 -- train.py"
         )
-
-
-def _in_vain(config: Any) -> Iterator[str]:
-    """Yield keys about our training that are not at their defaults."""
-    for section, value in stated(config, MEANINGLESS).items():
-        if is_dataclass(value):
-            yield from (f"{section}.{key}={inner}" for key, inner in stated(value).items())
-        else:
-            yield f"{section}={value}" if isinstance(value, str) else section

@@ -286,7 +286,7 @@ def compare_facts(
 
 
 # ----------------------------------------------------------------------
-# Whether losses are survived, decided when group and job exist.
+# Survival of losses, decided when group and job exist.
 
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
@@ -334,7 +334,7 @@ def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: 
 
 
 # ----------------------------------------------------------------------
-# What ran: versions, machine and the state of the code, for environment.json.
+# Versions, machine and the state of the code, for environment.json.
 
 PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
 

@@ -93,14 +93,14 @@ def _log(line: str) -> None:
 
 
 # ----------------------------------------------------------------------
-# What rank 0 writes into result.json when a run ends well, or is stopped.
+# The content of result.json, which rank 0 writes when a run ends well, or is stopped.
 
 
 def facts_of_ranks(engine: Engine) -> dict[str, Any]:
     """Return values of result.json that all ranks know together. Collective.
 
     `memory` has bytes by what they are for, and their peak, a number for each rank;
-    `weights_sha256` is there where no rank holds all weights.
+    `weights_sha256` is among them if no rank holds all weights.
     """
     mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
     rows = engine.gather([float(size) for size in mine.values()])
