@@ -34,9 +34,7 @@ from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.rundir.checkpoints import Checkpoint
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
@@ -104,7 +102,6 @@ def main_help(context: typer.Context) -> None:
 
 
 _program: list[str] = []
-
 """`--` and the program after it on our command line; empty without."""
 
 

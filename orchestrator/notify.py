@@ -173,36 +173,28 @@ def main(kind: str, recipient: str, marker: Path, message: Mapping[str, str]) ->
     key = f"notify.{kind}" if kind == "command" else f"notify.{kind}={recipient}"
     try:
         if kind == "command":
-            _run_command(recipient, message)
+            names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
+            subprocess.run(
+                shlex.split(recipient),
+                input=json.dumps(message),
+                text=True,
+                env={**os.environ, **names},
+                timeout=SEND_S,
+                check=True,
+            )
         else:
-            _post(os.environ.get(recipient, ""), message)
+            request = urllib.request.Request(  # noqa: S310  # `check_recipients` checks its scheme
+                os.environ.get(recipient, ""),
+                json.dumps(message).encode(),
+                {"Content-Type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=SEND_S).close()  # noqa: S310
     except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
         print(f"{key}: {error}", file=sys.stderr)  # noqa: T201  # notify.log
         if isinstance(error, UNSENT):
             marker.unlink(missing_ok=True)
         return 1
     return 0
-
-
-def _run_command(command: str, message: Mapping[str, str]) -> None:
-    names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
-    subprocess.run(
-        shlex.split(command),
-        input=json.dumps(message),
-        text=True,
-        env={**os.environ, **names},
-        timeout=SEND_S,
-        check=True,
-    )
-
-
-def _post(address: str, message: Mapping[str, str]) -> None:
-    content = json.dumps(message).encode()
-    request = urllib.request.Request(  # noqa: S310  # `check_recipients` has seen its scheme
-        address, content, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=SEND_S):  # noqa: S310
-        pass
 
 
 if __name__ == "__main__":

@@ -199,7 +199,9 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
             f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
         )
-    for update in _looked_at(old, new):
+    common = min(old.updates or 0, new.updates or 0)  # 0: one of them is not known yet
+    step = max(1, common // MOST_UPDATES)
+    for update in sorted({*range(0, common, step), *range(common)[-1:]}):
         rates = [plan.rates.schedule.learning_rate(update)
                  for plan in (old, new) if plan.rates.schedule]  # fmt: skip
         if len(set(rates)) > 1:
@@ -214,14 +216,6 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
                 f"update {update + 1} was of {was} samples, and would be of {would_be} in the run "
                 f"that is asked for now\n{anew(run)}"
             )
-
-
-def _looked_at(old: Plan, new: Plan) -> list[int]:
-    if old.updates is None or new.updates is None:
-        return []
-    common = min(old.updates, new.updates)
-    step = max(1, common // MOST_UPDATES)
-    return sorted({*range(0, common, step), common - 1})
 
 
 def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
@@ -361,8 +355,7 @@ def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None)
         if "train.epochs" in stated and "train.updates" not in stated:
             values.train.updates = None  # it would win, and what was typed would mean nothing
         plain: Any = OmegaConf.to_container(values, resolve=True)
-    sentences = unknown_keys(plain)
-    if sentences:
+    if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
     return read_config(plain)
 

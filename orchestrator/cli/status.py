@@ -84,17 +84,11 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
         return status
-    if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
-        return replace(status, state="lost", reason="it was never submitted")
+    if status.state not in ENDED_STATES:
+        with contextlib.suppress(ConfigError):  # the cluster's kind is not installed here
+            if not run.read_submission().get("attended", class_of(status.cluster).attended):
+                return replace(status, state="lost", reason="it was never submitted")
     return with_lock(run, status)
-
-
-def _is_held(run: RunDir, kind: str) -> bool:
-    """Return True if a launcher holds the run, or if its cluster's kind is not installed here."""
-    try:
-        return bool(run.read_submission().get("attended", class_of(kind).attended))
-    except ConfigError:
-        return True
 
 
 CANCEL_POLL_S = 0.2
@@ -137,7 +131,11 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         for path, message in cluster.cancel_all(some, now=now).items():
             found.setdefault(message, []).append(path)
     for message, paths in found.items():
-        sentences.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {message}")
+        names = [str(path.relative_to(folder)) for path in paths]
+        named = ", ".join(names)
+        if all(name.isdigit() for name in names):
+            named = named_numbers("point", sorted(map(int, names)))
+        sentences.append(f"{named}{': each' * (len(paths) > 1)} {message}")
     if not sentences:
         raise ClusterError(
             f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
@@ -167,13 +165,6 @@ def _is_here(run: RunDir) -> bool:
     with contextlib.suppress(ConfigError, RunFolderError):  # a damaged one keeps none from ending
         return class_of(kind_of(run)).attended
     return False
-
-
-def _name_runs(paths: Sequence[Path], sweep: Path) -> str:
-    names = [str(path.relative_to(sweep)) for path in paths]
-    if all(name.isdigit() for name in names):
-        return named_numbers("point", sorted(map(int, names)))
-    return ", ".join(names)
 
 
 LOG_POLL_S = 0.2
