@@ -1,11 +1,11 @@
 """Messages about a run to a command or a web hook: `notify.command` and `notify.webhook`.
 
-What there is to say is read from the run's folder (`news`). A local launcher looks several times a
+Messages follow from the run's folder (`messages`). A local launcher reads it several times a
 second, elsewhere the coordinator's agent once a second, and the process that finalizes an attempt
-looks once more. A process of its own sends each message to each recipient (`main`), which neither
-delays nor fails a training. Exactly one process creates a message's marker in `notified`, so none
-is sent twice. The marker is removed if the message certainly was not sent, as notify.log says: the
-next process that looks sends it.
+once more. A process of its own sends each message to each recipient (`main`), which neither delays
+nor fails a training. Exactly one process creates a message's marker in `notified`, so none is sent
+twice. The marker is removed if the message certainly was not sent, as notify.log says: the next
+process that reads the folder sends it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_recipients(notify: NotifyConfig) -> None:
         )
 
 
-def news(run: RunDir) -> Iterator[tuple[str, str, str]]:
+def messages(run: RunDir) -> Iterator[tuple[str, str, str]]:
     """Yield what can be said of a run: a name for each message, its event, and a sentence.
 
     Events: `first_update`; `requeue` (an attempt has ended, and another follows); `failure`, or
@@ -116,7 +116,7 @@ class Notifier:
         """Begin to send each message that no process has sent; what fails is not tried again."""
         self._senders = [process for process in self._senders if process.poll() is None]
         try:
-            for name, event, sentence in news(self._run) if self._recipients else ():
+            for name, event, sentence in messages(self._run) if self._recipients else ():
                 for kind in self._recipients:
                     marker = self._run.path / "notified" / f"{name}.{kind}"
                     if marker not in self._tried and _claim(marker):

@@ -208,7 +208,7 @@ SCHEDULER_OPTIONS = re.compile(
 )
 
 
-def spelled(override: str, *, sweep: bool = False) -> str:
+def to_hydra(override: str, *, sweep: bool = False) -> str:
     """Translate an override as people type it into Hydra's grammar.
 
     `+cluster=slurm` means `cluster=slurm`. A job's keys, an optimizer's and options need no `+`:
@@ -216,9 +216,9 @@ def spelled(override: str, *, sweep: bool = False) -> str:
     A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
     partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
 
-    >>> spelled("cluster.partition=long,short"), spelled("cluster.partition=long")
+    >>> to_hydra("cluster.partition=long,short"), to_hydra("cluster.partition=long")
     ("cluster.partition='long,short'", 'cluster.partition=long')
-    >>> spelled("+cluster=slurm"), spelled("job.width=3"), spelled("job.data_dir=~/mnist")
+    >>> to_hydra("+cluster=slurm"), to_hydra("job.width=3"), to_hydra("job.data_dir=~/mnist")
     ('cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
     """
     key, equals, value = override.partition("=")

@@ -138,21 +138,27 @@ class Loader(ConfigLoaderImpl):
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
 
+    def swept(self, overrides: Sequence[str]) -> list[Override]:
+        """Parse all overrides. Raises `ConfigError` for a sweep over keys that its points share."""
+        parsed = self.parse(overrides)
+        for override in parsed:
+            section = override.key_or_group.replace("/", ".").partition(".")[0]
+            if override.is_sweep_override() and section in OF_THE_SWEEP:
+                raise ConfigError(
+                    f"{override.input_line} cannot be swept: {section} holds for the sweep as a "
+                    f"whole, and its points share it; state one value"
+                )
+        return parsed
+
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a sweep over keys that all its points share, or of no point, or
         of too many points.
         """
-        sizes: dict[str, int] = {}
-        for o in self.parse(overrides):
-            section = o.key_or_group.replace("/", ".").partition(".")[0]
-            if o.is_sweep_override() and section in OF_THE_SWEEP:
-                raise ConfigError(
-                    f"{o.input_line} cannot be swept: {section} holds for the sweep as a whole, "
-                    f"and its points share it; state one value"
-                )
-            if o.is_discrete_sweep():  # counted without making a list of a long range
-                values = islice(o.sweep_string_iterator(), MOST_POINTS + 1)
-                sizes[o.key_or_group] = sum(1 for _ in values)
+        sizes = {  # counted without making a list of a long range
+            o.key_or_group: sum(1 for _ in islice(o.sweep_string_iterator(), MOST_POINTS + 1))
+            for o in self.swept(overrides)
+            if o.is_discrete_sweep()
+        }
         if math.prod(sizes.values()) > MOST_POINTS:
             raise ConfigError(f"{' and '.join(sizes)} make more than {MOST_POINTS} points")
         for key in (key for key, size in sizes.items() if not size):

@@ -84,7 +84,7 @@ class ProgramConfig:
         ('--tiny', '--optim.beta=0.9')
         """
         typed = self.command[2 if self.is_module else 1 :]
-        return (*typed, *rendered(self.arguments, self.argument_style))
+        return (*typed, *render(self.arguments, self.argument_style))
 
 
 def with_newest_files(argv: Sequence[str]) -> list[str]:
@@ -134,15 +134,15 @@ def program_of(job: Mapping[str, Any]) -> ProgramConfig:
     return ProgramConfig(**values)
 
 
-def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
+def render(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
     """Yield arguments as a command line has them; see `ProgramConfig.argument_style`.
 
     A name in a name has a dot (`optim.lr`). true is the name alone and false is nothing, but in
     bare style `name=true`; null is nothing. Raises `ConfigError` for what has no such form.
 
-    >>> list(rendered({"lr": 0.1, "fp16": True, "tiny": False}, "words"))
+    >>> list(render({"lr": 0.1, "fp16": True, "tiny": False}, "words"))
     ['--lr', '0.1', '--fp16']
-    >>> list(rendered({"layers": [1, 2]}, "words")), list(rendered({"on": True}, "bare"))
+    >>> list(render({"layers": [1, 2]}, "words")), list(render({"on": True}, "bare"))
     (['--layers', '1', '2'], ['on=true'])
     """
     bare = style == "bare"

@@ -40,22 +40,22 @@ from orchestrator.trainer.worker import WorkerProcess
 log = logging.getLogger(__name__)
 
 
-def went_away(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
+def describe_loss(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
     """Return which ranks were lost, when, and why.
 
-    >>> went_away([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
+    >>> describe_loss([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
     'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL); '
-    >>> went_away([0, 1], 41, [], over=True)
+    >>> describe_loss([0, 1], 41, [], over=True)
     'ranks 0-1 went away after the last update, 40; '
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
     return ", ".join([f"{named_ranks(gone)} went away {when}", *why]) + "; "
 
 
-def those_left(count: int, *, over: bool) -> str:
+def describe_rest(count: int, *, over: bool) -> str:
     """Return what the others do: redo the update or, if none was under way, end the run.
 
-    >>> those_left(5, over=False), those_left(1, over=True)
+    >>> describe_rest(5, over=False), describe_rest(1, over=True)
     ('5 ranks redo it and go on', '1 rank ends the run')
     """
     if over:
@@ -114,10 +114,10 @@ def modules_of(job: Any) -> dict[str, str]:
     return found
 
 
-def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed_modules(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the modules that both have with different digests.
 
-    >>> changed({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
+    >>> changed_modules({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
     ['job']
     """
     return sorted(name for name in then.keys() & now.keys() if then[name] != now[name])
@@ -129,7 +129,7 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 JOIN_S = 0.005
 
 
-def formed(framework: Framework, spec: GroupSpec) -> Any:
+def form_in_thread(framework: Framework, spec: GroupSpec) -> Any:
     """Return the group. The thread that forms it stays behind if one more member dies: it would
     wait for that member for ever.
 
@@ -297,7 +297,7 @@ class GroupMembership(Callback):
         """
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
-        if odd := changed(first["code"], modules_of(job)):
+        if odd := changed_modules(first["code"], modules_of(job)):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
         log.info("this rank asks to join the others")
         self._link.send_event("joins")
@@ -371,7 +371,7 @@ class GroupMembership(Callback):
         noticed = 0.0
         with for_others("the next group to form"):
             while True:
-                newer = self._next(error)
+                newer = self._await_next(error)
                 noticed = noticed or newer.noticed
                 try:
                     lost = self._join(newer, progress)
@@ -392,7 +392,7 @@ class GroupMembership(Callback):
             )
             return self._latest
 
-    def _next(self, error: PeerLost) -> Generation:
+    def _await_next(self, error: PeerLost) -> Generation:
         """Return the next generation. Raises as `go_on` does if there is none."""
         newer = self._await_newer(self._silence_s + MARGIN_S)
         if newer.number <= self._generation:
@@ -415,7 +415,7 @@ class GroupMembership(Callback):
         spec = replace(
             self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
         )
-        group = formed(self._framework, spec)
+        group = form_in_thread(self._framework, spec)
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
@@ -468,10 +468,10 @@ class GroupMembership(Callback):
                     f"it, at last {named_ranks(gone)}: so many losses in one update are not "
                     f"survived"
                 )
-            sentence = went_away(gone, update, why, over=over)
+            sentence = describe_loss(gone, update, why, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
-            self._say(sentence + (self._few() or those_left(count, over=over)))
+            self._say(sentence + (self._node_shortage() or describe_rest(count, over=over)))
         self._history.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
@@ -491,10 +491,11 @@ class GroupMembership(Callback):
 
     def too_few(self) -> Unrecoverable | None:
         """Return why the ranks that are left must not continue; None where they may."""
-        refusal = self._few()
+        refusal = self._node_shortage()
         return self._unrecoverable(refusal) if refusal else None
 
-    def _few(self) -> str:
+    def _node_shortage(self) -> str:
+        """Return a sentence if too few nodes are left for the run; else ""."""
         count, least = len(self._nodes), self._least_nodes
         if count >= least:
             return ""
