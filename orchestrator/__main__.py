@@ -30,6 +30,7 @@ from orchestrator.errors import (
     require_cwd,
 )
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
+from orchestrator.rundir.folder import RunDir
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.rundir.checkpoints import Checkpoint
@@ -179,7 +180,6 @@ def resume(
     """
     from orchestrator.cli.follow import OutputOptions, start_run
     from orchestrator.cli.start import prepared_resume
-    from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
@@ -253,7 +253,6 @@ def attach(
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.cli.follow import OutputOptions
     from orchestrator.cli.follow import attach as show
-    from orchestrator.rundir.folder import RunDir
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     raise typer.Exit(show(RunDir(run.absolute()).existing(), output).exit_code)
@@ -272,7 +271,6 @@ def logs(
     """Print a rank's log."""
     del verbose
     from orchestrator.cli import status as of_run
-    from orchestrator.rundir.folder import RunDir
 
     folder = RunDir(run.absolute()).existing()
     if follow:
@@ -295,7 +293,6 @@ def cancel(
     """
     del verbose
     from orchestrator.cli import status as cancelling
-    from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
     folder = RunDir(run.absolute())
@@ -311,7 +308,6 @@ def _newest_checkpoint(run: Path) -> Checkpoint:
     damaged.
     """
     from orchestrator.rundir.checkpoints import complete, load
-    from orchestrator.rundir.folder import RunDir
 
     folder = RunDir(run).existing()
     saved = complete(folder.checkpoints)
@@ -348,7 +344,6 @@ def compare(
     from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
-    from orchestrator.rundir.folder import RunDir
 
     found = comparing.compare(_final_weights(a), _final_weights(b))
     if as_json:
@@ -393,7 +388,6 @@ def export(
     from orchestrator.engine.api import Framework
     from orchestrator.plugins import FRAMEWORKS
     from orchestrator.rundir.files import make_folder, remove
-    from orchestrator.rundir.folder import RunDir
 
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")

@@ -162,7 +162,7 @@ def _claim(marker: Path) -> bool:
     """Return True to the first caller, of all processes, that asks about a message."""
     marker.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        marker.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
         return False
     return True

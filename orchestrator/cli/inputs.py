@@ -220,20 +220,16 @@ def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for node in ast.walk(tree):
             complete = complete and not _imports_dynamically(node)
-            for name in _imports(node, package):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):  # `b` of `from a import b` may be a module
+                names = [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
+            for name in names:
                 new = {p: m for p, m in _files_of_module(name).items() if p not in found}
                 found.update(new)
                 todo.extend(new.items())
     return found, complete
-
-
-def _imports(node: ast.AST, package: str) -> list[str]:
-    """Return the dotted names that a statement may import; of `from a import b`, `a.b`."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    return [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
 
 
 def _imports_dynamically(node: ast.AST) -> bool:

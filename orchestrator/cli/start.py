@@ -110,7 +110,13 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if not _is_of_folder(run, error):
+        if error.filename is None:  # writing to an open file names none
+            concerns_run = error.errno in DISK_ERRORS
+        else:
+            path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # keeps links
+            inside = path.is_relative_to(run.path.absolute())
+            concerns_run = inside and error.errno in FOLDER_ERRORS
+        if not concerns_run:
             raise
         sentence = f"{run.path} cannot be written: {error.strerror}"
         if run.metrics.exists():
@@ -118,16 +124,6 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
                 f"{sentence}; the last good checkpoint is kept, to resume from"
             ) from error
         raise RunFolderError(sentence) from error
-
-
-def _is_of_folder(run: RunDir, error: OSError) -> bool:
-    """Return whether a file of the run could not be written, or perhaps one: writing to an open
-    file gives no name.
-    """
-    if error.filename is None:
-        return error.errno in DISK_ERRORS
-    path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # links stay
-    return error.errno in FOLDER_ERRORS and path.is_relative_to(run.path.absolute())
 
 
 def _admitted(

@@ -322,7 +322,7 @@ def check_program(program: ProgramConfig) -> None:
     path = expand_user(target)
     if not os.path.exists(path):  # noqa: PTH110  # no error where one may not look
         if os.sep in target or shutil.which(target) is None:
-            raise JobError(_not_there(target, path))
+            raise JobError(_describe_missing(target, path))
     elif path.is_dir():
         raise JobError(
             f"{target} is a folder; to run a package of Python: -m {path.name.replace('-', '_')}"
@@ -389,7 +389,7 @@ def _check_executable(spelled: str, path: Path) -> None:
         raise JobError(f"{spelled} may not be executed; chmod +x {spelled}")
 
 
-def _not_there(spelled: str, path: Path) -> str:
+def _describe_missing(spelled: str, path: Path) -> str:
     sentence = f"there is no program {spelled}"
     if os.sep not in spelled and path.suffix == "":
         sentence += " here or on PATH"
