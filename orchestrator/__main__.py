@@ -29,6 +29,7 @@ from orchestrator.errors import (
     UsageError,
     require_cwd,
 )
+from orchestrator.launch import main as launch_line
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
 from orchestrator.rundir.folder import RunDir
 
@@ -107,27 +108,19 @@ _program: list[str] = []
 
 
 def launch(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="KEY=VALUE, -m, …"),
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
-    from orchestrator.launch import main as start
-
-    raise typer.Exit(start([*(arguments or []), *_program]))
+    raise typer.Exit(launch_line([*(arguments or []), *_program]))
 
 
 def run(
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]..."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...")
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
-    from orchestrator.launch import main as start
-
-    raise typer.Exit(start([*(arguments or []), *(_program or ["--"])]))
+    raise typer.Exit(launch_line([*(arguments or []), *(_program or ["--"])]))
 
 
 for starts in (launch, run):  # their errors are messages already, and their help is Hydra's
@@ -539,8 +532,7 @@ def rehearse(
 @verb
 def audit(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]..."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")
     ] = None,
     steps: Annotated[
         str | None,

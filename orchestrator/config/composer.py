@@ -63,7 +63,7 @@ def _expand_home(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-def _resolved(found: DictConfig, key: Any) -> Any:
+def _resolve_section(found: DictConfig, key: Any) -> Any:
     """Return a section with its interpolations resolved; in `job`, the run's folder stays open."""
     node = found[key]
     if not OmegaConf.is_config(node):
@@ -283,7 +283,7 @@ class Composer:
         self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
     ) -> Composed:
         values: dict[str, Any] = {
-            str(key): _resolved(found, key) for key in found if key != "hydra"
+            str(key): _resolve_section(found, key) for key in found if key != "hydra"
         }
         refuse_null_in_text(found, values)
         sweep = found.hydra.sweep

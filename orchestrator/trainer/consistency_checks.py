@@ -153,13 +153,13 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
         yield f"{array.dtype} {array.shape}".encode()
         yield array.tobytes()
     elif depth < _DEEPEST:
-        inner = _within(value)
+        inner = _inner_values(value)
         yield str(len(inner)).encode()
         for one in inner:
             yield from _parts(one, depth + 1)
 
 
-def _within(value: Any) -> list[Any]:
+def _inner_values(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [part for key, one in value.items() for part in (str(key), one)]
     if isinstance(value, AbstractSet):

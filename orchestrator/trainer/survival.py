@@ -371,7 +371,7 @@ class GroupMembership(Callback):
         noticed = 0.0
         with for_others("the next group to form"):
             while True:
-                newer = self._await_next(error)
+                newer = self._advance(error)
                 noticed = noticed or newer.noticed
                 try:
                     lost = self._join(newer, progress)
@@ -392,8 +392,8 @@ class GroupMembership(Callback):
             )
             return self._latest
 
-    def _await_next(self, error: PeerLost) -> Generation:
-        """Return the next generation. Raises as `go_on` does if there is none."""
+    def _advance(self, error: PeerLost) -> Generation:
+        """Move to the next generation, and return it. Raises as `go_on` does if there is none."""
         newer = self._await_newer(self._silence_s + MARGIN_S)
         if newer.number <= self._generation:
             raise error
