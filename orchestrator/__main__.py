@@ -29,14 +29,14 @@ from orchestrator.errors import (
     UsageError,
     require_cwd,
 )
+from orchestrator.launch import main as launch_line
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
+from orchestrator.rundir.folder import RunDir
 
 if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.rundir.checkpoints import Checkpoint
 
-app = typer.Typer(
-    pretty_exceptions_enable=False,
-)
+app = typer.Typer(pretty_exceptions_enable=False)
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
@@ -104,32 +104,23 @@ def main_help(context: typer.Context) -> None:
 
 
 _program: list[str] = []
-
 """`--` and the program after it on our command line; empty without."""
 
 
 def launch(
-    arguments: Annotated[
-        list[str] | None,
-        typer.Argument(help="KEY=VALUE, -m, …"),
-    ] = None,
+    arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
-    from orchestrator.launch import main as start
-
-    raise typer.Exit(start([*(arguments or []), *_program]))
+    raise typer.Exit(launch_line([*(arguments or []), *_program]))
 
 
 def run(
     arguments: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]..."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...")
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
-    from orchestrator.launch import main as start
-
-    raise typer.Exit(start([*(arguments or []), *(_program or ["--"])]))
+    raise typer.Exit(launch_line([*(arguments or []), *(_program or ["--"])]))
 
 
 for starts in (launch, run):  # their errors are messages already, and their help is Hydra's
@@ -182,7 +173,6 @@ def resume(
     """
     from orchestrator.cli.follow import OutputOptions, start_run
     from orchestrator.cli.start import prepared_resume
-    from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
@@ -256,7 +246,6 @@ def attach(
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.cli.follow import OutputOptions
     from orchestrator.cli.follow import attach as show
-    from orchestrator.rundir.folder import RunDir
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     raise typer.Exit(show(RunDir(run.absolute()).existing(), output).exit_code)
@@ -275,7 +264,6 @@ def logs(
     """Print a rank's log."""
     del verbose
     from orchestrator.cli import status as of_run
-    from orchestrator.rundir.folder import RunDir
 
     folder = RunDir(run.absolute()).existing()
     if follow:
@@ -298,7 +286,6 @@ def cancel(
     """
     del verbose
     from orchestrator.cli import status as cancelling
-    from orchestrator.rundir.folder import RunDir
     from orchestrator.rundir.status import find_runs
 
     folder = RunDir(run.absolute())
@@ -314,7 +301,6 @@ def _newest_checkpoint(run: Path) -> Checkpoint:
     damaged.
     """
     from orchestrator.rundir.checkpoints import complete, load
-    from orchestrator.rundir.folder import RunDir
 
     folder = RunDir(run).existing()
     saved = complete(folder.checkpoints)
@@ -351,7 +337,6 @@ def compare(
     from orchestrator.cli.inputs import code_differences
     from orchestrator.report import compare as comparing
     from orchestrator.report.compare import differing, print_comparison
-    from orchestrator.rundir.folder import RunDir
 
     found = comparing.compare(_final_weights(a), _final_weights(b))
     if as_json:
@@ -396,7 +381,6 @@ def export(
     from orchestrator.engine.api import Framework
     from orchestrator.plugins import FRAMEWORKS
     from orchestrator.rundir.files import make_folder, remove
-    from orchestrator.rundir.folder import RunDir
 
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
@@ -548,8 +532,7 @@ def rehearse(
 @verb
 def audit(
     overrides: Annotated[
-        list[str] | None,
-        typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]..."),
+        list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")
     ] = None,
     steps: Annotated[
         str | None,

@@ -1,11 +1,11 @@
 """Messages about a run to a command or a web hook: `notify.command` and `notify.webhook`.
 
-What there is to say is read from the run's folder (`news`). A local launcher looks several times a
+Messages follow from the run's folder (`messages`). A local launcher reads it several times a
 second, elsewhere the coordinator's agent once a second, and the process that finalizes an attempt
-looks once more. A process of its own sends each message to each recipient (`main`), which neither
-delays nor fails a training. Exactly one process creates a message's marker in `notified`, so none
-is sent twice. The marker is removed if the message certainly was not sent, as notify.log says: the
-next process that looks sends it.
+once more. A process of its own sends each message to each recipient (`main`), which neither delays
+nor fails a training. Exactly one process creates a message's marker in `notified`, so none is sent
+twice. The marker is removed if the message certainly was not sent, as notify.log says: the next
+process that reads the folder sends it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def check_recipients(notify: NotifyConfig) -> None:
         )
 
 
-def news(run: RunDir) -> Iterator[tuple[str, str, str]]:
+def messages(run: RunDir) -> Iterator[tuple[str, str, str]]:
     """Yield what can be said of a run: a name for each message, its event, and a sentence.
 
     Events: `first_update`; `requeue` (an attempt has ended, and another follows); `failure`, or
@@ -116,7 +116,7 @@ class Notifier:
         """Begin to send each message that no process has sent; what fails is not tried again."""
         self._senders = [process for process in self._senders if process.poll() is None]
         try:
-            for name, event, sentence in news(self._run) if self._recipients else ():
+            for name, event, sentence in messages(self._run) if self._recipients else ():
                 for kind in self._recipients:
                     marker = self._run.path / "notified" / f"{name}.{kind}"
                     if marker not in self._tried and _claim(marker):
@@ -162,7 +162,7 @@ def _claim(marker: Path) -> bool:
     """Return True to the first caller, of all processes, that asks about a message."""
     marker.parent.mkdir(mode=0o700, exist_ok=True)
     try:
-        os.close(os.open(marker, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
+        marker.touch(mode=0o600, exist_ok=False)
     except FileExistsError:
         return False
     return True
@@ -173,36 +173,28 @@ def main(kind: str, recipient: str, marker: Path, message: Mapping[str, str]) ->
     key = f"notify.{kind}" if kind == "command" else f"notify.{kind}={recipient}"
     try:
         if kind == "command":
-            _run_command(recipient, message)
+            names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
+            subprocess.run(
+                shlex.split(recipient),
+                input=json.dumps(message),
+                text=True,
+                env={**os.environ, **names},
+                timeout=SEND_S,
+                check=True,
+            )
         else:
-            _post(os.environ.get(recipient, ""), message)
+            request = urllib.request.Request(  # noqa: S310  # `check_recipients` checks its scheme
+                os.environ.get(recipient, ""),
+                json.dumps(message).encode(),
+                {"Content-Type": "application/json"},
+            )
+            urllib.request.urlopen(request, timeout=SEND_S).close()  # noqa: S310
     except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
         print(f"{key}: {error}", file=sys.stderr)  # noqa: T201  # notify.log
         if isinstance(error, UNSENT):
             marker.unlink(missing_ok=True)
         return 1
     return 0
-
-
-def _run_command(command: str, message: Mapping[str, str]) -> None:
-    names = {f"ORCHESTRATOR_{name.upper()}": value for name, value in message.items()}
-    subprocess.run(
-        shlex.split(command),
-        input=json.dumps(message),
-        text=True,
-        env={**os.environ, **names},
-        timeout=SEND_S,
-        check=True,
-    )
-
-
-def _post(address: str, message: Mapping[str, str]) -> None:
-    content = json.dumps(message).encode()
-    request = urllib.request.Request(  # noqa: S310  # `check_recipients` has seen its scheme
-        address, content, {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=SEND_S):  # noqa: S310
-        pass
 
 
 if __name__ == "__main__":

@@ -141,9 +141,9 @@ TRACKERS = PluginKind(
     key="tracker.kind",
     group="orchestrator.trackers",
     ours={
-        "tensorboard": "orchestrator.trainer.tracker_tensorboard:TensorBoard",
-        "mlflow": "orchestrator.trainer.tracker_mlflow:MLflow",
-        "wandb": "orchestrator.trainer.tracker_wandb:WandB",
+        "tensorboard": "orchestrator.trainer.trackers:TensorBoard",
+        "mlflow": "orchestrator.trainer.trackers:MLflow",
+        "wandb": "orchestrator.trainer.trackers:WandB",
     },
     besides=("none",),
 )

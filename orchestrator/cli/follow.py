@@ -340,5 +340,4 @@ def submit(ready: PreparedRun) -> LaunchResult:
             say(output.console, f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
         return LaunchResult(run=run, state=State.PENDING, exit_code=0)
-
     return follow(handle, run, output)

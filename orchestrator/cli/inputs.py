@@ -220,20 +220,16 @@ def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for node in ast.walk(tree):
             complete = complete and not _imports_dynamically(node)
-            for name in _imports(node, package):
+            names: list[str] = []
+            if isinstance(node, ast.Import):
+                names = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom):  # `b` of `from a import b` may be a module
+                names = [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
+            for name in names:
                 new = {p: m for p, m in _files_of_module(name).items() if p not in found}
                 found.update(new)
                 todo.extend(new.items())
     return found, complete
-
-
-def _imports(node: ast.AST, package: str) -> list[str]:
-    """Return the dotted names that a statement may import; of `from a import b`, `a.b`."""
-    if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    if not isinstance(node, ast.ImportFrom):
-        return []
-    return [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
 
 
 def _imports_dynamically(node: ast.AST) -> bool:
@@ -290,33 +286,29 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
         yield from ((str(p), p) for p in _existing(values) if p.is_file() and p.absolute() != own)
     else:
         target = str(config.job["_target_"])
-        for key, text in _constructor_defaults(target).items():
-            yield from ((f"job.{key}", path) for path in _existing([text]) if key not in config.job)
+        for key, value in _constructor_defaults(target).items():
+            if key not in config.job:
+                yield from ((f"job.{key}", path) for path in _existing([value]))
     for path in _existing([config.train.initial_weights]):
         saved = RunDir(path).checkpoints
         yield "train.initial_weights", saved if saved.is_dir() else path
 
 
 def _constructor_defaults(target: str) -> dict[str, Any]:
-    """Return the literal defaults of a class's constructor, as its source states them."""
+    """Return the literal defaults of a class's constructor, as its source states them; also of a
+    data class.
+    """
     found = find_class(target)
-    return {
-        key: value.value
-        for node in (found.members.values() if found else ())
-        for key, value in _defaults(node)
-        if isinstance(value, ast.Constant)
-    }
-
-
-def _defaults(node: ast.stmt) -> Iterator[tuple[str, ast.expr | None]]:
-    """Yield what a statement of a class sets for the constructor: also that of a data class."""
-    if isinstance(node, ast.FunctionDef) and node.name == "__init__":
-        given = node.args
-        arguments = [*given.posonlyargs, *given.args][::-1]
-        yield from zip((one.arg for one in arguments), given.defaults[::-1], strict=False)
-        yield from zip((one.arg for one in given.kwonlyargs), given.kw_defaults, strict=True)
-    elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
-        yield node.target.id, node.value
+    defaults: list[tuple[str, ast.expr | None]] = []
+    for node in found.members.values() if found else ():
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__":
+            given = node.args
+            names = [one.arg for one in (*given.posonlyargs, *given.args)]
+            defaults += zip(names[::-1], given.defaults[::-1], strict=False)
+            defaults += zip((one.arg for one in given.kwonlyargs), given.kw_defaults, strict=True)
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            defaults.append((node.target.id, node.value))
+    return {key: value.value for key, value in defaults if isinstance(value, ast.Constant)}
 
 
 def _existing(texts: Sequence[Any]) -> Iterator[Path]:

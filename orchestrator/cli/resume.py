@@ -17,11 +17,11 @@ from omegaconf import OmegaConf
 from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
-from orchestrator.config.command_line import CommandLine, check_overrides, key_of, spelled
+from orchestrator.config.command_line import CommandLine, check_overrides, key_of, to_hydra
 from orchestrator.config.composer import Composer
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
-from orchestrator.config.reading import as_they_are, read_config, to_yaml, unknown_keys
+from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
 from orchestrator.plan.parts import JobFacts
@@ -163,10 +163,10 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool) -> None
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
-        raise ConfigError("\n".join([*wrong, new_program if program else anew(run)]))
+        raise ConfigError("\n".join([*wrong, new_program if program else advise_new_run(run)]))
 
 
-def anew(run: str) -> str:
+def advise_new_run(run: str) -> str:
     """Return what to do instead."""
     return (
         f"to go on from these weights with other settings, start a new run: "
@@ -186,45 +186,39 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"{done} updates are done already, which is more than the {new.updates} that are asked "
             f"for now; try train.updates={done + 1} or more"
         )
-    before, after = old.batch, new.batch
+    before, after, instead = old.batch, new.batch, advise_new_run(run)
     if after.global_batch != before.global_batch:
         raise ConfigError(
             f"an update would be of {after.global_batch} samples, but was of {before.global_batch} "
             f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
-            f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{anew(run)}"
+            f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{instead}"
         )
     leaf, leaf_before = after.micro_batch_cap, before.micro_batch_cap
     if new.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(
             f"accumulation.micro_batch={leaf}: in reproducible mode it is the size of a "
-            f"leaf, which was {leaf_before} so far; another one is another sum\n{anew(run)}"
+            f"leaf, which was {leaf_before} so far; another one is another sum\n{instead}"
         )
-    for update in _looked_at(old, new):
+    common = min(old.updates or 0, new.updates or 0)  # 0: one of them is not known yet
+    step = max(1, common // MOST_UPDATES)
+    for update in sorted({*range(0, common, step), *range(common)[-1:]}):
         rates = [plan.rates.schedule.learning_rate(update)
                  for plan in (old, new) if plan.rates.schedule]  # fmt: skip
         if len(set(rates)) > 1:
             raise ConfigError(
                 f"the learning rate of update {update + 1} would be {rates[1]:.6g}, but "
                 f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
-                f"schedule.decay is not none, the number of updates does, too\n{anew(run)}"
+                f"schedule.decay is not none, the number of updates does, too\n{instead}"
             )
         was, would_be = old.order.samples_of(update), new.order.samples_of(update)
         if update < done and was != would_be:
             raise ConfigError(
                 f"update {update + 1} was of {was} samples, and would be of {would_be} in the run "
-                f"that is asked for now\n{anew(run)}"
+                f"that is asked for now\n{instead}"
             )
 
 
-def _looked_at(old: Plan, new: Plan) -> list[int]:
-    if old.updates is None or new.updates is None:
-        return []
-    common = min(old.updates, new.updates)
-    step = max(1, common // MOST_UPDATES)
-    return sorted({*range(0, common, step), common - 1})
-
-
-def rounding(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
+def rounding_warning(made: list[Change], old: Plan, new: Plan, config: Config) -> str | None:
     """Return a sentence if the rest agrees with the undisturbed run only up to rounding."""
     kept = config.accumulation.reduction == old.reduction == "reproducible"
     same_split = kept or old.split.micro_batches == new.split.micro_batches
@@ -305,14 +299,14 @@ def resumption(
     made: list[Change] = []
     warning: str | None = None
     if overrides or to is not None:
-        config = to or _with(asdict(config), overrides, config_dir)
+        config = to or _with_overrides(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
         refuse_other_numbers(made, str(run.path), program=program)
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))
-            warning = rounding(made, old, plan, config)
+            warning = rounding_warning(made, old, plan, config)
     return Resumption(
         config=config,
         overrides=tuple(overrides),
@@ -341,33 +335,34 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
         raise ConfigError(str(error)) from error
 
 
-def _with(old: dict[str, Any], overrides: Sequence[str], config_dir: str | None) -> Config:
+def _with_overrides(
+    old: dict[str, Any], overrides: Sequence[str], config_dir: str | None
+) -> Config:
     """Return the configuration `old` with the overrides. Raises `ConfigError`."""
     from hydra.core.override_parser.overrides_parser import OverridesParser
 
     check_overrides(overrides)
-    values = as_they_are(old)
+    values = literal_container(old)
     stated = {key_of(text) for text in overrides}
     with config_errors():
         for text in sorted(overrides, key=lambda text: "." in key_of(text)):  # groups first
-            [override] = OverridesParser.create().parse_overrides([spelled(text)])
+            [override] = OverridesParser.create().parse_overrides([to_hydra(text)])
             if override.is_sweep_override() or override.is_delete() or override.package:
                 raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
             key, value = override.key_or_group, override.value()
             if "." not in key and isinstance(value, str) and key != "transport":
-                _choose(values, key, value, text, config_dir, stated)
+                _choose_group(values, key, value, text, config_dir, stated)
             else:
                 OmegaConf.update(values, key, value, force_add=True)
         if "train.epochs" in stated and "train.updates" not in stated:
             values.train.updates = None  # it would win, and what was typed would mean nothing
         plain: Any = OmegaConf.to_container(values, resolve=True)
-    sentences = unknown_keys(plain)
-    if sentences:
+    if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
     return read_config(plain)
 
 
-def _choose(
+def _choose_group(
     values: Any, group: str, choice: str, text: str, config_dir: str | None, stated: set[str]
 ) -> None:
     """Take another file of a group: `cluster=slurm`. The run's ranks stay as many."""

@@ -85,7 +85,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     if new:
         initial_weights(config)
     facts = check_target(config.job["_target_"])
-    refuse_unsupported(config, facts.framework, coupled=bool(facts.coupled))
+    refuse_unsupported(config, facts.framework, coupled=facts.coupled)
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
         refuse_schedule(str(config.job["_target_"]), config.schedule)
@@ -101,7 +101,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
 
 
 @contextlib.contextmanager
-def writing(run: RunDir) -> Generator[None]:
+def wrap_disk_errors(run: RunDir) -> Generator[None]:
     """Put a disk's refusals (full, read-only) of the run's files into a message.
 
     Raises:
@@ -110,7 +110,13 @@ def writing(run: RunDir) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if not _is_of_folder(run, error):
+        if error.filename is None:  # writing to an open file names none
+            concerns_run = error.errno in DISK_ERRORS
+        else:
+            path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # keeps links
+            inside = path.is_relative_to(run.path.absolute())
+            concerns_run = inside and error.errno in FOLDER_ERRORS
+        if not concerns_run:
             raise
         sentence = f"{run.path} cannot be written: {error.strerror}"
         if run.metrics.exists():
@@ -118,16 +124,6 @@ def writing(run: RunDir) -> Generator[None]:
                 f"{sentence}; the last good checkpoint is kept, to resume from"
             ) from error
         raise RunFolderError(sentence) from error
-
-
-def _is_of_folder(run: RunDir, error: OSError) -> bool:
-    """Return whether a file of the run could not be written, or perhaps one: writing to an open
-    file gives no name.
-    """
-    if error.filename is None:
-        return error.errno in DISK_ERRORS
-    path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # links stay
-    return error.errno in FOLDER_ERRORS and path.is_relative_to(run.path.absolute())
 
 
 def _admitted(
@@ -180,7 +176,7 @@ def prepared_run(
             if cluster.survival.description:
                 say(output.console, cluster.survival.description, "dim", prose=True)
         try:
-            with writing(run):
+            with wrap_disk_errors(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
@@ -239,7 +235,7 @@ def prepared_resume(
         say(output.console, resumed.message, prose=True)
     if resumed.warning:
         say(output.console, f"warning: {resumed.warning}", "yellow", prose=True)
-    with submission_directory(run), interrupts, writing(run), locked(run):
+    with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
         inputs = changed_inputs(run, resumed)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})

@@ -61,7 +61,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     alone: dict[str, list[RunDir]] = {}
     sentences, unknown = resolve_submissions(runs)
     for run in runs:
-        found[run.path] = status_or_damage(run, partial(_first_look, run, alone))
+        found[run.path] = status_or_damage(run, partial(_status_by_folder, run, alone))
     for kind, members in alone.items():
         try:
             cluster = class_of(kind)
@@ -76,7 +76,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     return [found[run.path] for run in runs], sentences
 
 
-def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
+def _status_by_folder(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     """Return the status by the folder and its launcher's lock; collect runs of schedulers in
     `alone`.
     """
@@ -84,17 +84,11 @@ def _first_look(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     if status.job_id is not None:
         alone.setdefault(status.cluster, []).append(run)
         return status
-    if status.state not in ENDED_STATES and not _is_held(run, status.cluster):
-        return replace(status, state="lost", reason="it was never submitted")
+    if status.state not in ENDED_STATES:
+        with contextlib.suppress(ConfigError):  # the cluster's kind is not installed here
+            if not run.read_submission().get("attended", class_of(status.cluster).attended):
+                return replace(status, state="lost", reason="it was never submitted")
     return with_lock(run, status)
-
-
-def _is_held(run: RunDir, kind: str) -> bool:
-    """Return True if a launcher holds the run, or if its cluster's kind is not installed here."""
-    try:
-        return bool(run.read_submission().get("attended", class_of(kind).attended))
-    except ConfigError:
-        return True
 
 
 CANCEL_POLL_S = 0.2
@@ -114,7 +108,7 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
     """Stop all points of a sweep that are not over, and the command that is at work in it.
 
     Returns:
-        What happens, a sentence for all points that it happens to.
+        A sentence for all points with the same outcome.
 
     Raises:
         ClusterError: there is nothing to stop, or the scheduler does not answer.
@@ -137,7 +131,11 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         for path, message in cluster.cancel_all(some, now=now).items():
             found.setdefault(message, []).append(path)
     for message, paths in found.items():
-        sentences.append(f"{_name_runs(paths, folder)}{': each' * (len(paths) > 1)} {message}")
+        names = [str(path.relative_to(folder)) for path in paths]
+        named = ", ".join(names)
+        if all(name.isdigit() for name in names):
+            named = named_numbers("point", sorted(map(int, names)))
+        sentences.append(f"{named}{': each' * (len(paths) > 1)} {message}")
     if not sentences:
         raise ClusterError(
             f"none of the {plural(len(runs), 'point')} in {folder} is queued or running; there is "
@@ -147,12 +145,18 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
 
 
 def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
-    """Tell the command that is at work in a sweep's folder to end. What it submits is in the queue
-    when this returns, or will not be; what it runs here ends with it, and in its time.
+    """Ask the command that is at work in a sweep's folder to end. Its submissions are in the queue
+    when this returns, or will not be; its runs on this machine end with it, and in their time.
     """
     runs = [RunDir(path) for path in find_runs(sweep.path)]
     signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
-    here = [run for run in runs if _is_here(run)]
+    here: list[RunDir] = []
+    for run in runs:
+        with contextlib.suppress(
+            ConfigError, RunFolderError
+        ):  # a damaged one keeps none from ending
+            if class_of(kind_of(run)).attended:
+                here.append(run)
     if here:
         how = "ends at once" if now else describe_stop(here[0])
         return f"the command that runs the sweep was asked to end; what it runs {how}"
@@ -161,19 +165,6 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
         time.sleep(CANCEL_POLL_S)
     still = "; it has not yet: what it may still submit, the same again ends" * is_locked(sweep)
     return f"the command that is at work in {sweep.path} was asked to end{still}"
-
-
-def _is_here(run: RunDir) -> bool:
-    with contextlib.suppress(ConfigError, RunFolderError):  # a damaged one keeps none from ending
-        return class_of(kind_of(run)).attended
-    return False
-
-
-def _name_runs(paths: Sequence[Path], sweep: Path) -> str:
-    names = [str(path.relative_to(sweep)) for path in paths]
-    if all(name.isdigit() for name in names):
-        return named_numbers("point", sorted(map(int, names)))
-    return ", ".join(names)
 
 
 LOG_POLL_S = 0.2

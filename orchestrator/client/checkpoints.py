@@ -76,7 +76,7 @@ class Part:
         """Return for all ranks: 1 once it is written, else 0; an errno; its number; its digest."""
         if wait and self._background:
             self._thread.join()
-        done = not self._thread.is_alive()  # first: what it has found is there only then
+        done = not self._thread.is_alive()  # first: the thread has written its results only then
         if self._failed is not None:
             raise self._failed
         words = [self._digest[start : start + 8] or "0" for start in range(0, 64, 8)]
@@ -183,7 +183,7 @@ class Checkpoints(Callback):
         """Check this rank's share of the files: each is read once in all. Collective.
 
         Returns:
-            What is wrong; on other ranks than 0 of their own share.
+            The damage; on other ranks than 0, of their own share.
         """
         names = sorted(found.files)
         mine = found.damage(names[self.rank :: ranks])

@@ -102,18 +102,15 @@ class RankWindows:
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
-        window = self._padded(self._planner.window(update, self._rank))
-        return replace(window, learning_rate=self._rates(update)) if self._rates else window
-
-    def _padded(self, window: Window) -> Window:
-        of_ranks = self._planner.assignment(window.update).micro_batches
+        window = self._planner.window(update, self._rank)
+        of_ranks = self._planner.assignment(update).micro_batches
         longest = max(self._shard_ranks, key=lambda rank: len(of_ranks[rank]), default=self._rank)
         own = len(window.micro_batches)
-        if (padding := len(of_ranks[longest]) - own) == 0:
-            return window
-        others = self._planner.window(window.update, longest).micro_batches[own:]
-        micro_batches = (*window.micro_batches, *others)
-        return replace(window, micro_batches=micro_batches, padding=padding)
+        if padding := len(of_ranks[longest]) - own:
+            others = self._planner.window(update, longest).micro_batches[own:]
+            micro_batches = (*window.micro_batches, *others)
+            window = replace(window, micro_batches=micro_batches, padding=padding)
+        return replace(window, learning_rate=self._rates(update)) if self._rates else window
 
     def epoch_of(self, update: int) -> int:
         return self._planner.order.epoch_of(update)

@@ -82,26 +82,22 @@ class WindowOptions:
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
             raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
         options = cls(**checked)
-        options._check()
-        return options
-
-    def _check(self) -> None:
-        if self.first is not None and self.checkpoints is not None:
+        folder: Any = options.checkpoints
+        if options.first is not None and folder is not None:
             raise ConfigError(
-                f"first={self.first} is for checkpoints of your own, and checkpoints= for ours, "
+                f"first={options.first} is for checkpoints of your own, and checkpoints= for ours, "
                 "which know where to go on; leave one out"
             )
-        folder: Any = self.checkpoints
         if folder is not None and not isinstance(folder, (str, os.PathLike)):
-            raise ConfigError(f"checkpoints must be a folder, but is {self.checkpoints!r:.60}")
-        for name, part in self.state.items():
-            if not all(
-                callable(getattr(part, call, None)) for call in ("state_dict", "load_state_dict")
-            ):
+            raise ConfigError(f"checkpoints must be a folder, but is {folder!r:.60}")
+        calls = ("state_dict", "load_state_dict")
+        for name, part in options.state.items():
+            if not all(callable(getattr(part, call, None)) for call in calls):
                 raise ConfigError(
                     f"state[{name!r}] must have state_dict() and load_state_dict(), as a scheduler "
                     f"has, but is {part!r:.60}"
                 )
+        return options
 
 
 def whole_number(name: str, value: Any, *, least: int) -> int:

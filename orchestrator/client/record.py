@@ -44,7 +44,7 @@ def _figure(call: str, name: str, value: Any) -> Figure:
     if hasattr(value, "detach") and value.numel() == 1:  # a tensor of torch's
         value = value.detach()
         if value.device.type not in ("cpu", "meta"):
-            return _on_its_way(value)
+            return _deferred_number(value)
     if not isinstance(value, str | bytes):  # of which float() would take some
         with contextlib.suppress(TypeError, ValueError, OverflowError, RuntimeError):
             return float(value)
@@ -55,8 +55,8 @@ def _figure(call: str, name: str, value: Any) -> Figure:
     )
 
 
-def _on_its_way(value: Any) -> Callable[[], float]:
-    """Copy a number on its device, in the order of this thread's work there."""
+def _deferred_number(value: Any) -> Callable[[], float]:
+    """Copy a number on its device, in the order of this thread's work there; return its reader."""
     copy = value.clone()
     copied = sys.modules["torch"].Event(copy.device)
     copied.record()

@@ -143,7 +143,7 @@ class Run:
     def take_sigterm(self) -> None:
         """In a run, replace a framework's handler of SIGTERM by a request to stop."""
         if self._is:
-            self._stop.take()
+            self._stop.replace_handlers()
 
     def is_stop_requested(self) -> bool:
         """Return whether a stop reached this rank. For `windows`, whose boundaries agree on it."""

@@ -98,7 +98,7 @@ class Stop:
         self._after = self._calls + 1
         write_number(self._after_file, self._after)
 
-    def take(self) -> None:
+    def replace_handlers(self) -> None:
         """Handle stop signals from now on, in the place of any handler of a framework."""
         self._pid = os.getpid()
         for number in self._signals:

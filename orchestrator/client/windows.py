@@ -367,8 +367,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     """
     options = WindowOptions.of(given)
     samples = whole_number("samples", samples, least=1)
-    accumulators = _listed(accumulator)
-    _check_group(run, accumulators)
+    accumulators = _accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
     decided = decided_by(samples, options, plan)
@@ -389,7 +388,8 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     return Windows(run, plan, accumulators, options, checkpoints)
 
 
-def _listed(accumulator: Any) -> list[Accumulator]:
+def _accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
+    """Return the accumulators that share the windows. Raises `ConfigError` if they cannot."""
     if accumulator is None:
         accumulator = only_accumulator()
     given = list(accumulator) if isinstance(accumulator, (list, tuple)) else [accumulator]
@@ -398,15 +398,10 @@ def _listed(accumulator: Any) -> list[Accumulator]:
             "run.windows(len(data), accumulator): it must be an Accumulator, or a list of those "
             f"that share the windows, but is {accumulator!r:.60}"
         )
-    return given
-
-
-def _check_group(run: Run, accumulators: Sequence[Accumulator]) -> None:
-    group = accumulators[0].group
-    if any(one.group is not group and one.group.size != group.size for one in accumulators):
+    group = given[0].group
+    if any(one.group.size != group.size for one in given):
         raise ConfigError("accumulators that share windows must be of the same ranks")
-    reductions = {one.options.reduction for one in accumulators}
-    if len(reductions) > 1:
+    if len({one.options.reduction for one in given}) > 1:
         raise ConfigError("accumulators that share windows must have the same reduction=")
     if run.ranks is not None and run.ranks != group.size:
         raise ConfigError(
@@ -414,6 +409,7 @@ def _check_group(run: Run, accumulators: Sequence[Accumulator]) -> None:
             "sample would be computed by several. Call init_process_group() before, and leave the "
             "group out, or give it TorchGroup.wrap(torch.distributed.group.WORLD)"
         )
+    return given
 
 
 def _checkpoints(

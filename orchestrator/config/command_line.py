@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -102,17 +102,13 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     found.pop("", None)
     if found.pop("force", False):
         overrides.append("sweep.force=true")
-    line = replace(CommandLine(), overrides=tuple(overrides), **found)
-    _check(line)
-    return line
-
-
-def _check(line: CommandLine) -> None:
+    line = CommandLine(overrides=tuple(overrides), **found)
     if line.cfg not in (None, "job"):
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
         raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
     check_overrides(line.overrides)
+    return line
 
 
 LENGTHS = ("train.updates", "train.epochs")
@@ -212,7 +208,7 @@ SCHEDULER_OPTIONS = re.compile(
 )
 
 
-def spelled(override: str, *, sweep: bool = False) -> str:
+def to_hydra(override: str, *, sweep: bool = False) -> str:
     """Translate an override as people type it into Hydra's grammar.
 
     `+cluster=slurm` means `cluster=slurm`. A job's keys, an optimizer's and options need no `+`:
@@ -220,9 +216,9 @@ def spelled(override: str, *, sweep: bool = False) -> str:
     A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
     partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
 
-    >>> spelled("cluster.partition=long,short"), spelled("cluster.partition=long")
+    >>> to_hydra("cluster.partition=long,short"), to_hydra("cluster.partition=long")
     ("cluster.partition='long,short'", 'cluster.partition=long')
-    >>> spelled("+cluster=slurm"), spelled("job.width=3"), spelled("job.data_dir=~/mnist")
+    >>> to_hydra("+cluster=slurm"), to_hydra("job.width=3"), to_hydra("job.data_dir=~/mnist")
     ('cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
     """
     key, equals, value = override.partition("=")

@@ -18,7 +18,7 @@ from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
 from orchestrator.config.changes import flat
-from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, spelled
+from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, to_hydra
 from orchestrator.config.job_source import builds_optimizer
 from orchestrator.config.loader import Loader, register_resolver
 from orchestrator.config.messages import config_errors
@@ -63,7 +63,7 @@ def _expand_home(text: str) -> str:
     return str(Path(text).expanduser()) if text.startswith("~/") else text
 
 
-def _resolved(found: DictConfig, key: Any) -> Any:
+def _resolve_section(found: DictConfig, key: Any) -> Any:
     """Return a section with its interpolations resolved; in `job`, the run's folder stays open."""
     node = found[key]
     if not OmegaConf.is_config(node):
@@ -194,7 +194,7 @@ class Composer:
             if self.searches and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
-            self.params = [spelled(f"{key}={value}") for key, value in params.items()]
+            self.params = [to_hydra(f"{key}={value}") for key, value in params.items()]
             HydraConfig.instance().set_config(found)  # for ${hydra:…}
             return self._composed(found, self.line.overrides, sweeps=sweeps)
 
@@ -202,7 +202,7 @@ class Composer:
     def overrides(self) -> list[str]:
         """The line's overrides in Hydra's grammar."""
         sweep = self.line.multirun
-        return [spelled(override, sweep=sweep) for override in self.line.overrides]
+        return [to_hydra(override, sweep=sweep) for override in self.line.overrides]
 
     @property
     def stated(self) -> list[str]:
@@ -229,7 +229,7 @@ class Composer:
         Raises:
             ConfigError: it cannot be composed.
         """
-        overrides = [spelled(override) for override in given]
+        overrides = [to_hydra(override) for override in given]
         with config_errors():
             parsed = self.loader.parse(overrides)
             kind = tuple(o.get_key_element() if _is_value(o) else o.input_line for o in parsed)
@@ -283,7 +283,7 @@ class Composer:
         self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
     ) -> Composed:
         values: dict[str, Any] = {
-            str(key): _resolved(found, key) for key in found if key != "hydra"
+            str(key): _resolve_section(found, key) for key in found if key != "hydra"
         }
         refuse_null_in_text(found, values)
         sweep = found.hydra.sweep

@@ -309,13 +309,20 @@ MOST_NAMED = 200
 
 def check_program(program: ProgramConfig) -> None:
     """Refuse what cannot be started. Raises `JobError`."""
+    target = program.target
     if program.is_module:
-        _check_module(program.target)
+        spec = find_module(target)
+        if spec is None:
+            raise JobError(_missing_module(f"-m {target}", target))
+        if spec.submodule_search_locations is None:
+            load_module(target)  # raises if it is no Python
+        elif find_module(f"{target}.__main__") is None:
+            raise JobError(f"-m {target}: the package has no __main__, so it cannot be run")
         return
-    target, path = program.target, expand_user(program.target)
+    path = expand_user(target)
     if not os.path.exists(path):  # noqa: PTH110  # no error where one may not look
         if os.sep in target or shutil.which(target) is None:
-            raise JobError(_not_there(target, path))
+            raise JobError(_describe_missing(target, path))
     elif path.is_dir():
         raise JobError(
             f"{target} is a folder; to run a package of Python: -m {path.name.replace('-', '_')}"
@@ -356,23 +363,12 @@ def is_this_python(word: str) -> bool:
     return found is not None and Path(found).resolve() == Path(sys.executable).resolve()
 
 
-def _check_module(name: str) -> None:
-    spec = find_module(name)
-    if spec is None:
-        raise JobError(_missing_module(f"-m {name}", name))
-    if spec.submodule_search_locations is not None:
-        if find_module(f"{name}.__main__") is None:
-            raise JobError(f"-m {name}: the package has no __main__, so it cannot be run")
-    else:
-        load_module(name)  # whether it is Python at all
-
-
 def _check_python(spelled: str, path: Path) -> None:
     """Check that a script is Python, as every rank would find out."""
     try:
         with warnings.catch_warnings(
             action="ignore"
-        ):  # what it is warned of, it hears when it runs
+        ):  # Python repeats them when it runs the script
             ast.parse(path.read_bytes(), spelled)
     except (SyntaxError, ValueError) as error:
         at = f"line {error.lineno}: " if isinstance(error, SyntaxError) and error.lineno else ""
@@ -393,7 +389,7 @@ def _check_executable(spelled: str, path: Path) -> None:
         raise JobError(f"{spelled} may not be executed; chmod +x {spelled}")
 
 
-def _not_there(spelled: str, path: Path) -> str:
+def _describe_missing(spelled: str, path: Path) -> str:
     sentence = f"there is no program {spelled}"
     if os.sep not in spelled and path.suffix == "":
         sentence += " here or on PATH"

@@ -80,19 +80,6 @@ SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"
 
 
-def config_folder() -> Path:
-    """Return the folder with the shipped configuration: in an installed wheel, or next to the
-    package.
-    """
-    package = Path(__file__).resolve().parents[1]
-    for candidate in (package / "conf", package.parent / "conf"):
-        if (candidate / "config.yaml").is_file():
-            return candidate
-    raise ConfigError(
-        f"the shipped configuration is missing: there is no conf/config.yaml in {package}"
-    )
-
-
 class UserFirstSearchPath(ConfigSearchPathImpl):
     """A search path on which the shipped configuration always comes last.
 
@@ -109,9 +96,16 @@ class UserFirstSearchPath(ConfigSearchPathImpl):
 
 def search_path(config_dir: str | None) -> UserFirstSearchPath:
     """Return Hydra's own configuration, the user's folder, the shipped one, and the schema."""
+    package = Path(__file__).resolve().parents[1]
+    folders = (package / "conf", package.parent / "conf")  # of a wheel, of a checkout
+    shipped = next((folder for folder in folders if (folder / "config.yaml").is_file()), None)
+    if shipped is None:
+        raise ConfigError(
+            f"the shipped configuration is missing: there is no conf/config.yaml in {package}"
+        )
     path = UserFirstSearchPath()
     path.append("hydra", "pkg://hydra.conf")
-    path.append(SHIPPED, f"file://{config_folder()}")
+    path.append(SHIPPED, f"file://{shipped}")
     if config_dir is not None:
         folder = expand_user(config_dir).resolve()
         if not folder.is_dir():
@@ -123,18 +117,14 @@ def search_path(config_dir: str | None) -> UserFirstSearchPath:
     return path
 
 
-def _store_schema() -> None:
-    """Have Hydra know the schema: once in a process, it takes as long as reading all files."""
-    stored = ConfigStore.instance().repo.get("schema.yaml")
-    if stored is None or OmegaConf.get_type(stored.node) is not Config:
-        ConfigStore.instance().store(name="schema", node=Config)
-
-
 class Loader(ConfigLoaderImpl):
     """Composes, and reads sweeps."""
 
     def __init__(self, config_dir: str | None) -> None:
-        _store_schema()
+        # Once in a process: storing the schema takes as long as reading all files.
+        stored = ConfigStore.instance().repo.get("schema.yaml")
+        if stored is None or OmegaConf.get_type(stored.node) is not Config:
+            ConfigStore.instance().store(name="schema", node=Config)
         if OLDER_HYDRA:
             version.setbase("1.3")
         setup_globals()  # Hydra's own resolvers
@@ -149,7 +139,7 @@ class Loader(ConfigLoaderImpl):
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
 
     def swept(self, overrides: Sequence[str]) -> list[Override]:
-        """Parse all overrides. Raises `ConfigError` for a sweep over what all its points share."""
+        """Parse all overrides. Raises `ConfigError` for a sweep over keys that its points share."""
         parsed = self.parse(overrides)
         for override in parsed:
             section = override.key_or_group.replace("/", ".").partition(".")[0]
@@ -161,8 +151,8 @@ class Loader(ConfigLoaderImpl):
         return parsed
 
     def refuse_sweep(self, overrides: Sequence[str]) -> None:
-        """Raise `ConfigError` for a sweep over what all its points share, or of no point, or of
-        too many points.
+        """Raise `ConfigError` for a sweep over keys that all its points share, or of no point, or
+        of too many points.
         """
         sizes = {  # counted without making a list of a long range
             o.key_or_group: sum(1 for _ in islice(o.sweep_string_iterator(), MOST_POINTS + 1))

@@ -26,7 +26,11 @@ def config_errors() -> Generator[None]:
     except OrchestratorError:
         raise
     except Exception as error:
-        raise explained(error) from error
+        if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
+            sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
+        else:
+            sentence = _known(str(error)) or _reason(error)
+        raise ConfigError(sentence) from error
 
 
 GROUPS = ("experiment",)  # groups whose name is no key of the schema
@@ -64,7 +68,7 @@ def no_such_key(key: str) -> str:
     return f"there is no key '{key}'{tail}"
 
 
-# What Hydra's and OmegaConf's errors say, and what we say.
+# Patterns of Hydra's and OmegaConf's errors, and our messages for them.
 MESSAGES = {
     r"Could not override '(\w+)'\.? No match": (
         "the primary configuration lists no {0} to choose; write +{0}=…, or begin its defaults "
@@ -97,13 +101,6 @@ MESSAGES = {
         "choose points from one by what came of others, add sweep.search=tpe sweep.trials=20"
     ),
 }
-
-
-def explained(error: BaseException) -> ConfigError:
-    """Put an exception of Hydra or OmegaConf into one clear message."""
-    if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
-        return ConfigError(f"{mark.name}, line {mark.line + 1}: {error.problem}")
-    return ConfigError(_known(str(error)) or _reason(error))
 
 
 def _known(text: str) -> str | None:

@@ -84,7 +84,7 @@ class ProgramConfig:
         ('--tiny', '--optim.beta=0.9')
         """
         typed = self.command[2 if self.is_module else 1 :]
-        return (*typed, *rendered(self.arguments, self.argument_style))
+        return (*typed, *render(self.arguments, self.argument_style))
 
 
 def with_newest_files(argv: Sequence[str]) -> list[str]:
@@ -134,15 +134,15 @@ def program_of(job: Mapping[str, Any]) -> ProgramConfig:
     return ProgramConfig(**values)
 
 
-def rendered(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
+def render(arguments: Mapping[str, Any], style: str) -> Iterator[str]:
     """Yield arguments as a command line has them; see `ProgramConfig.argument_style`.
 
     A name in a name has a dot (`optim.lr`). true is the name alone and false is nothing, but in
     bare style `name=true`; null is nothing. Raises `ConfigError` for what has no such form.
 
-    >>> list(rendered({"lr": 0.1, "fp16": True, "tiny": False}, "words"))
+    >>> list(render({"lr": 0.1, "fp16": True, "tiny": False}, "words"))
     ['--lr', '0.1', '--fp16']
-    >>> list(rendered({"layers": [1, 2]}, "words")), list(rendered({"on": True}, "bare"))
+    >>> list(render({"layers": [1, 2]}, "words")), list(render({"on": True}, "bare"))
     (['--layers', '1', '2'], ['on=true'])
     """
     bare = style == "bare"
@@ -206,10 +206,16 @@ def program_problems(config: Any) -> list[str]:
             _ = program_of(job).argv
         except ConfigError as error:
             wrong.append(str(error))
+    in_vain: list[str] = []  # keys about our training that are not at their defaults
+    for section, value in stated(config, MEANINGLESS).items():
+        if is_dataclass(value):
+            in_vain += [f"{section}.{key}={inner}" for key, inner in stated(value).items()]
+        else:
+            in_vain.append(f"{section}={value}" if isinstance(value, str) else section)
     return wrong + [
         f"{key} means nothing to a program, which trains by itself; what the program "
         f"needs belongs to job.arguments, or after --"
-        for key in _in_vain(config)
+        for key in in_vain
     ]
 
 
@@ -235,12 +241,3 @@ def _wrong_command(command: Any) -> Iterator[str]:
             f"{starter} starts ranks itself, and would do so in each of ours; name the script "
             f"alone: python -m orchestrator run cluster.nodes=2 -- train.py"
         )
-
-
-def _in_vain(config: Any) -> Iterator[str]:
-    """Yield keys about our training that are not at their defaults."""
-    for section, value in stated(config, MEANINGLESS).items():
-        if is_dataclass(value):
-            yield from (f"{section}.{key}={inner}" for key, inner in stated(value).items())
-        else:
-            yield f"{section}={value}" if isinstance(value, str) else section

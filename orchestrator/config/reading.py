@@ -40,10 +40,10 @@ def with_run_folder(value: Any, folder: str) -> Any:
     return map_texts(value, lambda text: text.replace(RUN_FOLDER, folder))
 
 
-def as_they_are(values: Any) -> Any:
+def literal_container(values: Any) -> Any:
     """Return an OmegaConf container of plain values, in which `${…}` is text.
 
-    >>> OmegaConf.to_container(as_they_are({"word": "${HOME}", "n": 1}), resolve=True)
+    >>> OmegaConf.to_container(literal_container({"word": "${HOME}", "n": 1}), resolve=True)
     {'word': '${HOME}', 'n': 1}
     """
     return OmegaConf.create(map_texts(values, escape_interpolations))
@@ -59,7 +59,7 @@ def read_config(values: Any) -> Config:
         config: Config = _direct(Config, values)
     except _NeedsConversion:
         try:
-            merged = OmegaConf.merge(OmegaConf.structured(Config), as_they_are(values))
+            merged = OmegaConf.merge(OmegaConf.structured(Config), literal_container(values))
             config = cast("Config", OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
             reason = str(error).split("\n", maxsplit=1)[0]

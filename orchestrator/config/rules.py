@@ -219,8 +219,16 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         return
     if refusal := FRAMEWORKS.refusal(framework):
         raise JobError(f"{config.job['_target_']}: {refusal}")
+    wrong: list[str] = []
+    known = TRANSPORTS.get(framework, (config.transport,))
+    others = framework == "torch" and config.transport not in TRANSPORTS["mindspore"]
+    if config.transport not in known and not others:
+        wrong.append(
+            f"transport={config.transport} is not one of {framework}'s, which are "
+            f"{', '.join(known)}; try transport=auto"
+        )
     engine = {"torch": _torch, "mindspore": _mindspore}.get(framework, lambda *_, **__: ())
-    _refuse([*_transport(config, framework), *engine(config, coupled=coupled)])
+    _refuse([*wrong, *engine(config, coupled=coupled)])
 
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
@@ -276,51 +284,34 @@ def _any_job(config: Config) -> Iterator[str]:
         yield "job._target_ must be the dotted name of a job class, as in my_jobs.line.Line"
 
 
-def _transport(config: Config, framework: str) -> Iterator[str]:
-    known = TRANSPORTS.get(framework, (config.transport,))
-    others = framework == "torch" and config.transport not in TRANSPORTS["mindspore"]
-    if config.transport not in known and not others:
-        yield (
-            f"transport={config.transport} is not one of {framework}'s, which are "
-            f"{', '.join(known)}; try transport=auto"
-        )
-
-
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
+    reduction = config.accumulation.reduction
     if config.engine.shard_model != "none":
-        yield from _model_in_shards(config, coupled=coupled)
+        key = f"engine.shard_model={config.engine.shard_model}"
+        if reduction != "fast":
+            yield (
+                f"{key} is not available with accumulation.reduction={reduction}: FSDP adds up "
+                "gradients in an order of its own; try accumulation.reduction=fast"
+            )
+        if config.engine.shard_optimizer:
+            yield f"{key} shards the optimizer's state already; leave engine.shard_optimizer out"
+        if coupled:
+            yield f"{key} is not available with embed() and loss_of_embeddings(); leave it out"
     elif config.engine.shard_optimizer:
-        yield from _shards(config)
+        sharded = "engine.shard_optimizer=true is not available with"
+        module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
+        if module == "torch.optim" and name not in SHARDABLE:
+            yield (
+                f"{sharded} optimizer._target_={module}.{name}, which does not "
+                f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
+            )
+        if reduction != "fast":
+            key = "accumulation.reduction"
+            yield f"{sharded} {key}={reduction}; try {key}=fast"
     if config.run.survive:
         yield from _survive_on_torch(config)
     for key in stated(config.engine, ("mode", "jit_level", "style")):
         yield f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
-
-
-def _shards(config: Config) -> Iterator[str]:
-    sharded = "engine.shard_optimizer=true is not available with"
-    module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
-    if module == "torch.optim" and name not in SHARDABLE:
-        yield (
-            f"{sharded} optimizer._target_={module}.{name}, which does not "
-            f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
-        )
-    if (reduction := config.accumulation.reduction) != "fast":
-        key = "accumulation.reduction"
-        yield f"{sharded} {key}={reduction}; try {key}=fast"
-
-
-def _model_in_shards(config: Config, *, coupled: bool) -> Iterator[str]:
-    key = f"engine.shard_model={config.engine.shard_model}"
-    if (reduction := config.accumulation.reduction) != "fast":
-        yield (
-            f"{key} is not available with accumulation.reduction={reduction}: FSDP adds up "
-            "gradients in an order of its own; try accumulation.reduction=fast"
-        )
-    if config.engine.shard_optimizer:
-        yield f"{key} shards the optimizer's state already; leave engine.shard_optimizer out"
-    if coupled:
-        yield f"{key} is not available with embed() and loss_of_embeddings(); leave it out"
 
 
 def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.cli.follow import OutputOptions, PreparedRun, interrupts
 from orchestrator.cli.inputs import INPUTS, differences, inputs_of, other_versions
-from orchestrator.cli.start import prepared_resume, prepared_run, writing
+from orchestrator.cli.start import prepared_resume, prepared_run, wrap_disk_errors
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import class_of
 from orchestrator.config.changes import changes, flat
@@ -328,7 +328,7 @@ def _prepare_all(tasks: Sequence[PointTask], quiet: OutputOptions) -> list[Prepa
     wrong: dict[str, list[int]] = {}
     sweeps = {task.run.path.parent for task in tasks}
     try:
-        with writing(RunDir(tasks[0].run.path.parent)), written_together(sweeps):
+        with wrap_disk_errors(RunDir(tasks[0].run.path.parent)), written_together(sweeps):
             for task in tasks:
                 _refuse_interrupted()
                 try:

@@ -66,6 +66,7 @@ class AgentLink:
         run_failed: another worker failed, and the run ends.
         on_message: called with each message, from the thread that receives them.
         on_beat: called once a second, from the thread that sends heartbeats.
+        watchdog: of the main thread's progress; None: it is not checked yet.
     """
 
     def __init__(self, log: Path, on_stop: Callable[[str], None]) -> None:
@@ -78,7 +79,7 @@ class AgentLink:
         self._sending = threading.Lock()
         self._broken = False
         self._ended = threading.Event()
-        self._standstill: ProgressWatchdog | None = None
+        self.watchdog: ProgressWatchdog | None = None
         self.on_message: Callable[[Mapping[str, Any]], None] = lambda _: None
         self.on_beat: Callable[[], None] = lambda: None
         self._position: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
@@ -133,17 +134,13 @@ class AgentLink:
 
     # ------------------------------------------------------------------ progress
 
-    def expect_progress(self, watchdog: ProgressWatchdog) -> None:
-        """Check the main thread's progress from now on."""
-        self._standstill = watchdog
-
     def mark(self, position: str, *numbers: int) -> None:
         """Mark where the main thread is. `position` has a `%d` for each number."""
         self._position = (time.monotonic(), position, numbers)
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
-            stood_s = 0.0 if self._standstill is None else self._check_progress(self._standstill)
+            stood_s = 0.0 if self.watchdog is None else self._check_progress(self.watchdog)
             self._send({"seen": asdict(self._seen(stood_s))})
             self.on_beat()
 
@@ -155,11 +152,11 @@ class AgentLink:
         at = f"at {where}, {describe_stack(stack)}"
         return RankPosition(at=at, waits=waits, stack=stack, stood_s=stood_s)
 
-    def _check_progress(self, standstill: ProgressWatchdog) -> float:
+    def _check_progress(self, watchdog: ProgressWatchdog) -> float:
         """Report a standstill. Return for how long it has lasted, if unusually long."""
         now, (came, position, numbers) = time.monotonic(), self._position
         where, since = position % numbers, max(came, waiting.last_ended())
-        change = standstill.look(now, since, waits=waiting.waits())
+        change = watchdog.look(now, since, waits=waiting.waits())
         if change == "moves":
             log.info("progress resumed")
         elif change == "behind":
@@ -170,15 +167,15 @@ class AgentLink:
                 f"{self._children()}; {self._shown_log} has its stack",
                 kind=f"standing at {position}",
             )
-        if standstill.due(now):
-            self._check_hang(standstill, where, now - since)
-        return now - since if standstill.reported else 0.0
+        if watchdog.due(now):
+            self._check_hang(watchdog, where, now - since)
+        return now - since if watchdog.reported else 0.0
 
-    def _check_hang(self, standstill: ProgressWatchdog, where: str, stood_s: float) -> None:
+    def _check_hang(self, watchdog: ProgressWatchdog, where: str, stood_s: float) -> None:
         children = descendants(os.getpid())
         stopped = [pid for pid in children if state_of(pid) == "T"]
         used_s = sum(map(processor_s, [os.getpid(), *children]))
-        if not standstill.idle.hangs(time.monotonic(), used_s) and not stopped:
+        if not watchdog.idle.hangs(time.monotonic(), used_s) and not stopped:
             return
         why = "without using a processor (cluster.hang_timeout_s)"
         if stopped:

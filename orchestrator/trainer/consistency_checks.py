@@ -153,13 +153,13 @@ def _parts(value: Any, depth: int) -> Iterator[bytes]:
         yield f"{array.dtype} {array.shape}".encode()
         yield array.tobytes()
     elif depth < _DEEPEST:
-        inner = _within(value)
+        inner = _inner_values(value)
         yield str(len(inner)).encode()
         for one in inner:
             yield from _parts(one, depth + 1)
 
 
-def _within(value: Any) -> list[Any]:
+def _inner_values(value: Any) -> list[Any]:
     if isinstance(value, Mapping):
         return [part for key, one in value.items() for part in (str(key), one)]
     if isinstance(value, AbstractSet):
@@ -208,7 +208,16 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
     named = f"{type(job).__name__}.learning_rate"
 
     def rates(update: int) -> float:
-        return _rate(job.learning_rate(update), named, update)
+        found = job.learning_rate(update)
+        try:
+            rate = float(found)
+        except (TypeError, ValueError, RuntimeError):
+            rate = math.nan
+        if not (math.isfinite(rate) and rate >= 0):
+            raise JobError(
+                f"{named}({update}) must give a number, 0 or more, but gives {found!r:.60}"
+            )
+        return rate
 
     compared = sorted({0, 1 % updates, updates // 2, updates - 1})
     first, again = ([rates(update) for update in compared] for _ in range(2))
@@ -224,16 +233,6 @@ def own_rates(job: Any, schedule: ScheduleConfig, engine: Engine, updates: int) 
             f"{named}(update) gives other rates on {named_ranks(odd)}; it must be the same on all"
         )
     return rates
-
-
-def _rate(found: Any, named: str, update: int) -> float:
-    try:
-        rate = float(found)
-    except (TypeError, ValueError, RuntimeError):
-        rate = math.nan
-    if not (math.isfinite(rate) and rate >= 0):
-        raise JobError(f"{named}({update}) must give a number, 0 or more, but gives {found!r:.60}")
-    return rate
 
 
 # ----------------------------------------------------------------------
@@ -287,7 +286,7 @@ def compare_facts(
 
 
 # ----------------------------------------------------------------------
-# Whether losses are survived, decided when group and job exist.
+# Survival of losses, decided when group and job exist.
 
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
@@ -335,7 +334,7 @@ def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: 
 
 
 # ----------------------------------------------------------------------
-# What ran: versions, machine and the state of the code, for environment.json.
+# Versions, machine and the state of the code, for environment.json.
 
 PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torch", "mindspore")
 

@@ -130,7 +130,9 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             if membership is None:
                 if worker.topology.scheduled:
                     worker.fence.check()
-                training.save_after_failure()
+                checkpoints = training.checkpoints
+                if training.saves_on_failure and not checkpoints.has(progress.updates):
+                    checkpoints.save_now(progress)
                 raise
             changes = membership.go_on(error, progress)
 

@@ -67,7 +67,8 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         most_restarts=config.run.max_restarts,
         timeout_s=cluster.rendezvous_timeout_s,
     )
-    copies = copies_of(os.environ)
+    copied = submitted(os.environ) or {"roots": {}}  # a local run has no copy of the code
+    copies = {Path(root): Path(copy) for root, copy in copied["roots"].items()}
     argv = command_line(program, run, copies, attempt)
     log.info("attempt %d: %s", attempt, shlex.join(argv))
     variables = environment(os.environ, start, copies)
@@ -188,12 +189,6 @@ def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
     return path
 
 
-def copies_of(env: Mapping[str, str]) -> dict[Path, Path]:
-    """Return each source folder's copy; none for a run without copies, as a local one."""
-    record = submitted(env) or {"roots": {}}
-    return {Path(root): Path(copy) for root, copy in record["roots"].items()}
-
-
 def environment(
     env: Mapping[str, str], start: ProgramStart, copies: Mapping[Path, Path]
 ) -> dict[str, str]:
@@ -218,16 +213,13 @@ def environment(
     _devices(found, start)
     launcher = _msrun if start.program.style == "mindspore" else _torchrun
     set_by_launcher = launcher(start, start.rendezvous) if start.rendezvous else {}
-    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **_ours(start)}
-
-
-def _ours(start: ProgramStart) -> dict[str, str]:
     topology = start.topology
-    return {
+    ours = {
         RUN: str(start.run.path), ATTEMPT: str(start.attempt),
         RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }  # fmt: skip
+    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **ours}
 
 
 def _search_path(

@@ -13,7 +13,7 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
-from orchestrator.engine.api import BoundaryReport, Engine
+from orchestrator.engine.api import Engine
 from orchestrator.errors import RunFolderError
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
@@ -93,14 +93,14 @@ def _log(line: str) -> None:
 
 
 # ----------------------------------------------------------------------
-# What rank 0 writes into result.json when a run ends well, or is stopped.
+# The content of result.json, which rank 0 writes when a run ends well, or is stopped.
 
 
 def facts_of_ranks(engine: Engine) -> dict[str, Any]:
     """Return values of result.json that all ranks know together. Collective.
 
     `memory` has bytes by what they are for, and their peak, a number for each rank;
-    `weights_sha256` is there where no rank holds all weights.
+    `weights_sha256` is among them if no rank holds all weights.
     """
     mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
     rows = engine.gather([float(size) for size in mine.values()])
@@ -250,7 +250,13 @@ class Recorder(Callback):
     def on_boundary(self, done: CompletedUpdate) -> None:
         window, report = done.window, done.report
         self._update = window.update
-        _warn_of_metrics(report)
+        for name, value in report.metrics.items():  # `train.on_non_finite` is for the loss
+            if not math.isfinite(value):
+                warn(
+                    f"metric '{name}' is {value} in update {report.update}: a sum in Loss.metrics "
+                    "was not finite, on some rank in some micro-step",
+                    kind=f"metric {name}",
+                )
         line = update_line(done, self._engine.peak_memory_bytes())
         self._line(line | self.note | self._warned())
         self.note = {}
@@ -335,14 +341,3 @@ class Recorder(Callback):
         if waited:
             lost = f", {self._metrics.lost} had to be given up" if self._metrics.lost else ""
             warn(f"there is room again: {waited} lines of metrics.jsonl that waited follow{lost}")
-
-
-def _warn_of_metrics(report: BoundaryReport) -> None:
-    """Warn of metrics that are not finite; `train.on_non_finite` is for the loss."""
-    for name, value in report.metrics.items():
-        if not math.isfinite(value):
-            warn(
-                f"metric '{name}' is {value} in update {report.update}: a sum in Loss.metrics was "
-                "not finite, on some rank in some micro-step",
-                kind=f"metric {name}",
-            )

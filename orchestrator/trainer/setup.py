@@ -5,8 +5,8 @@ from __future__ import annotations
 import importlib
 import inspect
 import os
+import traceback
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -22,7 +22,7 @@ from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import JobError, RunFolderError, did_you_mean
+from orchestrator.errors import Evicted, JobError, OrchestratorError, RunFolderError, did_you_mean
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
@@ -43,9 +43,10 @@ from orchestrator.trainer.consistency_checks import (
     devices_asked,
     own_rates,
 )
+from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import GroupChange, Recorder
 from orchestrator.trainer.stop import StopFlag
-from orchestrator.trainer.survival import GroupMembership, may_stay_out
+from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
 
 
@@ -100,11 +101,6 @@ class Training:
         able = self.recorder is not None and self.checkpoints.can_save()
         return able and isinstance(self.engine, Survives)
 
-    def save_after_failure(self) -> None:
-        """Save the last boundary's state, on the rank that can, unless it is saved already."""
-        if self.saves_on_failure and not self.checkpoints.has(self.progress.updates):
-            self.checkpoints.save_now(self.progress)
-
     def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one.
 
@@ -119,50 +115,52 @@ class Training:
         return max(0, before - self.progress.updates)
 
     def record(self) -> Recorder:
-        """Make this rank the one that writes."""
-        self.recorder = Recorder(
-            self.run, self.attempt, self.config, self.engine, self.checkpoints, self.updates
-        )
-        self.recorder.note["planned_collectives"] = self._planned_collectives()
-        return self.recorder
-
-    def _planned_collectives(self) -> int | None:
-        """Return the collectives of each update of this group, if the plan knows them."""
+        """Make this rank the one that writes, and note how many collectives its group needs."""
+        if self.recorder is None:
+            self.recorder = Recorder(
+                self.run, self.attempt, self.config, self.engine, self.checkpoints, self.updates
+            )
         ranks = self.membership.size if self.membership else self.planned.ranks
-        return self.planned.traffic.among(ranks)
+        self.recorder.note["planned_collectives"] = self.planned.traffic.among(ranks)
+        return self.recorder
 
     def take_over_record(self, changes: list[GroupChange]) -> None:
         """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
-        recorder = self.recorder
-        if recorder is None:
-            recorder = self.record()
-            self._continue_record(recorder)
-        recorder.record_changes(changes, self.progress.updates)
-        recorder.note["planned_collectives"] = self._planned_collectives()
-
-    def _continue_record(self, recorder: Recorder) -> None:
-        progress, history = self.progress, read_metrics(self.run.metrics)
-        mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
-        recorder.generation = max((line["generation"] for line in mine), default=0)
-        recorded = max((r["update"] + 1 for r in history.updates), default=0)
-        progress.recorded = min(recorded, progress.updates)
-        first = progress.kept[0].window.update if progress.kept else progress.updates
-        if progress.recorded < first:
-            warn(
-                f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank that "
-                f"wrote it is gone, and there had been no room for its lines"
-            )
-        for record in history.evaluations:
-            if record["update"] == progress.updates - 1:
-                progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
+        progress, took_over = self.progress, self.recorder is None
+        recorder = self.record()
+        if took_over:
+            history = read_metrics(self.run.metrics)
+            mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
+            recorder.generation = max((line["generation"] for line in mine), default=0)
+            recorded = max((r["update"] + 1 for r in history.updates), default=0)
+            progress.recorded = min(recorded, progress.updates)
+            first = progress.kept[0].window.update if progress.kept else progress.updates
+            if progress.recorded < first:
+                warn(
+                    f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank "
+                    f"that wrote it is gone, and there had been no room for its lines"
+                )
+            for record in history.evaluations:
+                if record["update"] == progress.updates - 1:
+                    progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
+        recorder.record_changes(changes, progress.updates)
 
 
 def set_up(worker: WorkerProcess) -> Training:
     """Build what this rank trains with, and restore the run's state. Collective; a replacement of a
     lost rank does so alone, until the others let it in.
+
+    Raises:
+        Evicted: for any error of a replacement, without which the others train on.
     """
-    with may_stay_out() if worker.topology.incarnation else nullcontext():
+    try:
         return _set_up(worker)
+    except BaseException as error:
+        if isinstance(error, Evicted) or not worker.topology.incarnation:
+            raise
+        if not isinstance(error, OrchestratorError):
+            traceback.print_exception(error)
+        raise Evicted(f"it could not take its place again: {describe(error)}") from error
 
 
 def _set_up(worker: WorkerProcess) -> Training:
@@ -352,21 +350,17 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     return planned
 
 
-def _environment_before(run: RunDir) -> dict[str, Any] | None:
-    """Return the environment of the attempt before; None, with a warning, if it is unreadable."""
-    try:
-        return run.read_environment()
-    except RunFolderError as error:
-        warn(f"{error}; so whether this start computes with the same is unknown")
-        return None
-
-
 def _write_environment(
     run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan
 ) -> None:
     """On rank 0, write the environment and the plan, and warn of what is unusual in them."""
     environment["optimizer"] = engine.optimizer_used()
-    changed = warnings_of(environment, _environment_before(run))
+    before: dict[str, Any] | None = None
+    try:
+        before = run.read_environment()
+    except RunFolderError as error:
+        warn(f"{error}; so whether this start computes with the same is unknown")
+    changed = warnings_of(environment, before)
     micro_batches = sum(map(len, planned.split.micro_batches))
     for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
         warn(sentence)

@@ -141,7 +141,11 @@ class LeaveInTime(Callback):
         if done == 0:
             self._began = self._clock()
         if done == steps:
-            self._check_cancel()
+            now = self._clock()
+            if now - self._checked >= CANCEL_CHECK_S:
+                self._checked = now
+                if self._cancelled():
+                    self._stop.set()
             return
         if not self._stop.requested or self._grace is None or self._cancelled():
             return
@@ -159,13 +163,6 @@ class LeaveInTime(Callback):
             f"left inside update {update}: its boundary would have come after the grace of "
             f"{grace_s:g} s{lost}"
         )
-
-    def _check_cancel(self) -> None:
-        now = self._clock()
-        if now - self._checked >= CANCEL_CHECK_S:
-            self._checked = now
-            if self._cancelled():
-                self._stop.set()
 
     def _too_late(self, done: int, steps: int, deadline: float) -> bool:
         """Return whether the boundary and a checkpoint after it would come after the deadline.

@@ -10,9 +10,7 @@ import signal
 import sys
 import threading
 import time
-import traceback
-from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +24,6 @@ from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import (
     ConfigError,
     Evicted,
-    OrchestratorError,
     PeerLost,
     RendezvousError,
     StateLost,
@@ -37,29 +34,28 @@ from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import GroupChange
 from orchestrator.trainer.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
 
 
-def went_away(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
+def describe_loss(gone: Sequence[int], update: int, why: Sequence[str], *, over: bool) -> str:
     """Return which ranks were lost, when, and why.
 
-    >>> went_away([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
+    >>> describe_loss([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
     'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL); '
-    >>> went_away([0, 1], 41, [], over=True)
+    >>> describe_loss([0, 1], 41, [], over=True)
     'ranks 0-1 went away after the last update, 40; '
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
     return ", ".join([f"{named_ranks(gone)} went away {when}", *why]) + "; "
 
 
-def those_left(count: int, *, over: bool) -> str:
+def describe_rest(count: int, *, over: bool) -> str:
     """Return what the others do: redo the update or, if none was under way, end the run.
 
-    >>> those_left(5, over=False), those_left(1, over=True)
+    >>> describe_rest(5, over=False), describe_rest(1, over=True)
     ('5 ranks redo it and go on', '1 rank ends the run')
     """
     if over:
@@ -118,10 +114,10 @@ def modules_of(job: Any) -> dict[str, str]:
     return found
 
 
-def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+def changed_modules(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     """Return the modules that both have with different digests.
 
-    >>> changed({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
+    >>> changed_modules({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
     ['job']
     """
     return sorted(name for name in then.keys() & now.keys() if then[name] != now[name])
@@ -133,7 +129,7 @@ def changed(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
 JOIN_S = 0.005
 
 
-def formed(framework: Framework, spec: GroupSpec) -> Any:
+def form_in_thread(framework: Framework, spec: GroupSpec) -> Any:
     """Return the group. The thread that forms it stays behind if one more member dies: it would
     wait for that member for ever.
 
@@ -180,19 +176,6 @@ class Generation:
     number: int
     members: Members
     noticed: float
-
-
-@contextmanager
-def may_stay_out() -> Generator[None]:
-    """Raise `Evicted` for any error of a replacement that has not joined: the others train on."""
-    try:
-        yield
-    except Evicted:
-        raise
-    except BaseException as error:
-        if not isinstance(error, OrchestratorError):
-            traceback.print_exception(error)
-        raise Evicted(f"it could not take its place again: {describe(error)}") from error
 
 
 class GroupMembership(Callback):
@@ -314,7 +297,7 @@ class GroupMembership(Callback):
         """
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
-        if odd := changed(first["code"], modules_of(job)):
+        if odd := changed_modules(first["code"], modules_of(job)):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
         log.info("this rank asks to join the others")
         self._link.send_event("joins")
@@ -388,7 +371,7 @@ class GroupMembership(Callback):
         noticed = 0.0
         with for_others("the next group to form"):
             while True:
-                newer = self._next(error)
+                newer = self._advance(error)
                 noticed = noticed or newer.noticed
                 try:
                     lost = self._join(newer, progress)
@@ -409,8 +392,8 @@ class GroupMembership(Callback):
             )
             return self._latest
 
-    def _next(self, error: PeerLost) -> Generation:
-        """Return the next generation. Raises as `go_on` does if there is none."""
+    def _advance(self, error: PeerLost) -> Generation:
+        """Move to the next generation, and return it. Raises as `go_on` does if there is none."""
         newer = self._await_newer(self._silence_s + MARGIN_S)
         if newer.number <= self._generation:
             raise error
@@ -432,7 +415,7 @@ class GroupMembership(Callback):
         spec = replace(
             self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
         )
-        group = formed(self._framework, spec)
+        group = form_in_thread(self._framework, spec)
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
@@ -477,22 +460,21 @@ class GroupMembership(Callback):
             back = {} if lost is None else {"lost_updates": lost}
             ended = {"redone": 0} if over else {}
             change["survived"] = {**facts, "gone": gone, "why": why, **back, **ended}
-            self._count_try(progress.updates, named_ranks(gone))
-            sentence = went_away(gone, update, why, over=over)
+            tries = 1 + self._tries[1] * (self._tries[0] == progress.updates)
+            self._tries = (progress.updates, tries)
+            if tries > MOST_TRIES:
+                raise self._unrecoverable(
+                    f"{tries} groups began update {progress.updates + 1}, and each lost ranks in "
+                    f"it, at last {named_ranks(gone)}: so many losses in one update are not "
+                    f"survived"
+                )
+            sentence = describe_loss(gone, update, why, over=over)
             if lost is not None:
                 sentence += GOES_BACK.format(progress.updates)
-            self._say(sentence + (self._few() or those_left(count, over=over)))
+            self._say(sentence + (self._node_shortage() or describe_rest(count, over=over)))
         self._history.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
         return list(self._history)
-
-    def _count_try(self, updates: int, who: str) -> None:
-        self._tries = (updates, 1 + self._tries[1] * (self._tries[0] == updates))
-        if self._tries[1] > MOST_TRIES:
-            raise self._unrecoverable(
-                f"{self._tries[1]} groups began update {updates + 1}, and each lost ranks in it, "
-                f"at last {who}: so many losses in one update are not survived"
-            )
 
     def _say(self, sentence: str) -> None:
         """Print a sentence to this rank's log; on the first rank, also warn."""
@@ -509,10 +491,11 @@ class GroupMembership(Callback):
 
     def too_few(self) -> Unrecoverable | None:
         """Return why the ranks that are left must not continue; None where they may."""
-        refusal = self._few()
+        refusal = self._node_shortage()
         return self._unrecoverable(refusal) if refusal else None
 
-    def _few(self) -> str:
+    def _node_shortage(self) -> str:
+        """Return a sentence if too few nodes are left for the run; else ""."""
         count, least = len(self._nodes), self._least_nodes
         if count >= least:
             return ""

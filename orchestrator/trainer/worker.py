@@ -91,7 +91,7 @@ class WorkerProcess:
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
         self._ahead_s = float(cluster.signal_ahead_s)
-        self.link.expect_progress(ProgressWatchdog.of(cluster))
+        self.link.watchdog = ProgressWatchdog.of(cluster)
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.publish()
 

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from orchestrator.cli.resume import record, resumption, submission_directory
-from orchestrator.cli.start import writing
+from orchestrator.cli.start import wrap_disk_errors
 from orchestrator.config.changes import Kind, changes, flat
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import read_config, to_yaml
@@ -211,10 +211,10 @@ def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(tmp_path):
     run.create()
     (run.path / "file").touch()
     unwritable = pytest.raises(RunFolderError, match="run cannot be written: Not a directory")
-    with unwritable, writing(run):
+    with unwritable, wrap_disk_errors(run):
         (run.path / "file" / "config.yaml").write_text("")
-    with pytest.raises(FileNotFoundError, match="my-data"), writing(run):
+    with pytest.raises(FileNotFoundError, match="my-data"), wrap_disk_errors(run):
         Path("/my-data/train.bin").read_bytes()
     full = pytest.raises(RunFolderError, match="run cannot be written: No space left")
-    with full, writing(run), Path("/dev/full").open("w") as file:
+    with full, wrap_disk_errors(run), Path("/dev/full").open("w") as file:
         file.write("a line")

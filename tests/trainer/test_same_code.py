@@ -3,7 +3,7 @@
 import importlib
 import sys
 
-from orchestrator.trainer.survival import changed, modules_of
+from orchestrator.trainer.survival import changed_modules, modules_of
 
 
 def test_a_file_of_the_jobs_own_that_changed_on_disk_is_named(tmp_path, monkeypatch):
@@ -14,8 +14,8 @@ def test_a_file_of_the_jobs_own_that_changed_on_disk_is_named(tmp_path, monkeypa
     then = modules_of(job)
     assert {"its_job", "its_net"} <= then.keys()
     assert not {"json", "pytest", "orchestrator"} & then.keys()
-    assert changed(then, modules_of(job)) == []
+    assert changed_modules(then, modules_of(job)) == []
     (tmp_path / "its_net.py").write_text("WIDTH = 5\n")
-    assert changed(then, modules_of(job)) == ["its_net"]
+    assert changed_modules(then, modules_of(job)) == ["its_net"]
     for name in ("its_job", "its_net"):
         del sys.modules[name]
