@@ -61,11 +61,14 @@ DIFF_LIMIT_BYTES = 1 << 20
 
 
 PYTHONS_FOLDERS = frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
+INSTALLED = {"site-packages", "dist-packages"}
+"""Folders of packages, also those of a user, another environment or an environment module."""
 
 
 def is_installed(path: Path) -> bool:
-    """Return whether a module's file is in one of Python's own folders, as site-packages."""
-    return any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
+    """Return whether a module's file is in a folder of installed packages, or is Python's own."""
+    own = any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
+    return own or not INSTALLED.isdisjoint(path.parts)
 
 
 def folder_of(target: type) -> Path:

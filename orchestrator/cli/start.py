@@ -110,10 +110,11 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        if error.filename is None:  # writing to an open file names none
+        name = error.filename2 or error.filename  # of a copy, where it goes
+        if name is None:  # writing to an open file names none
             concerns_run = error.errno in DISK_ERRORS
         else:
-            path = Path(os.path.abspath(os.fsdecode(error.filename)))  # noqa: PTH100  # keeps links
+            path = Path(os.path.abspath(os.fsdecode(name)))  # noqa: PTH100  # keeps links
             inside = path.is_relative_to(run.path.absolute())
             concerns_run = inside and error.errno in FOLDER_ERRORS
         if not concerns_run:
@@ -191,8 +192,10 @@ def prepared_run(
                         config=config, run=run, cluster=cluster, attempt=0, request=request,
                         output=output,
                     )  # fmt: skip
-        except UsageError:  # before anything was trained; the message says all
-            if not run.metrics.exists() and not run.may_be_queued:
+        except Exception as error:
+            # Nothing was trained, and the message says all; after a start, the logs may say more.
+            begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
+            if not (begun or run.metrics.exists() or run.may_be_queued):
                 run.withdraw()
             raise
 

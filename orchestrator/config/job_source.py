@@ -17,7 +17,7 @@ import sys
 import warnings
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
-from importlib.machinery import ModuleSpec
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
@@ -63,18 +63,24 @@ def cached(function: Callable[Given, Value]) -> Callable[Given, Value]:
 @cached
 def find_module(dotted: str) -> ModuleSpec | None:
     """Find a module's spec without running the `__init__` of its packages."""
-    path: Any = None
+    path: list[str] | None = None
     spec: ModuleSpec | None = None
     parts = dotted.split(".")
-    for index in range(len(parts)):
+    for index, part in enumerate(parts):
         name = ".".join(parts[: index + 1])
-        finders = (getattr(finder, "find_spec", None) for finder in sys.meta_path)
-        spec = next((found for find in finders if find and (found := find(name, path))), None)
+        for finder in sys.meta_path:
+            # By its whole name, it would look for the parent of a package without `__init__.py`
+            # among the imported modules.
+            known_as = part if finder is PathFinder else name
+            spec = finder.find_spec(known_as, path) if hasattr(finder, "find_spec") else None
+            if spec is not None:
+                break
         if spec is None:
             return None
-        path = spec.submodule_search_locations
-        if path is None and index + 1 < len(parts):
-            return None
+        if spec.submodule_search_locations is None:
+            return spec if index + 1 == len(parts) else None
+        # A namespace's own list follows changes of `sys.path`.
+        path = spec.submodule_search_locations = list(spec.submodule_search_locations)
     return spec
 
 

@@ -114,7 +114,12 @@ def remove(path: Path) -> None:
 def make_folder(path: Path) -> None:
     """Create a folder private to its owner, whatever the umask. Raises `FileExistsError`."""
     path.mkdir(mode=PRIVATE)
-    path.chmod(PRIVATE)
+    make_private(path)
+
+
+def make_private(folder: Path) -> None:
+    """Let only the owner in. A setgid bit stays: files in it count for a project's group quota."""
+    folder.chmod(PRIVATE | folder.stat().st_mode & stat.S_ISGID)
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ from orchestrator.rundir.files import (
     PRIVATE,
     is_folder,
     make_folder,
+    make_private,
     names_in,
     open_nofollow,
     read_json,
@@ -186,7 +187,7 @@ class RunDir:
             # Creating the lock file exclusively claims the folder.
             os.close(open_nofollow(self.lock, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
             self._claimed = True
-            path.chmod(PRIVATE)
+            make_private(path)
             for folder in (self.logs, self.checkpoints, self.attempts):
                 make_folder(folder)
         except FileExistsError as error:

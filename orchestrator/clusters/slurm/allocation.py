@@ -18,7 +18,13 @@ from pathlib import Path
 from orchestrator.agent.processes import set_parent_death_signal
 from orchestrator.clusters.api import Admission, Handle, Request, State
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
-from orchestrator.clusters.slurm.batch_script import SubmitHost, script_name, shape_of, step_script
+from orchestrator.clusters.slurm.batch_script import (
+    SubmitHost,
+    cpus_per_node,
+    script_name,
+    shape_of,
+    step_script,
+)
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError
@@ -103,7 +109,9 @@ class CurrentAllocation(BaseSlurmCluster):
         The variables of the shell say that; what a node has is left to srun.
         """
         cluster, job = self.config.cluster, os.environ.get(JOB)
-        begin = " ".join(["salloc", *shape_of(cluster), f"--cpus-per-task={cluster.cpus_per_rank}"])
+        begin = " ".join(
+            ["salloc", *shape_of(cluster), f"--cpus-per-task={cpus_per_node(cluster)}"]
+        )
         if not job:
             raise ClusterError(
                 f"cluster.allocation=current starts the ranks in an existing allocation, and "

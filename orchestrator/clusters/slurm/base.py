@@ -28,6 +28,7 @@ from orchestrator.config.program import target_of
 from orchestrator.config.schema import node_range
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
+from orchestrator.slurm_client import SlurmClient
 from orchestrator.units import first_few
 
 
@@ -50,7 +51,8 @@ class BaseSlurmCluster(Cluster):
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
         host = submit_host(config, copy or folder.snapshot(attempt))
-        check_clusters(os.environ)
+        client = SlurmClient(config.cluster.slurm_conf)
+        check_clusters(os.environ, lambda: client.settings().get("ClusterName", ""))
         check_defaults(host.defaults)
         check_preamble(config.cluster.preamble)
         script = self.script(folder, attempt, host)

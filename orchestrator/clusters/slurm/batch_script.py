@@ -298,7 +298,6 @@ def _step(
     attended: bool = False,
 ) -> Iterator[str]:
     """Yield the lines from the node's checks to srun's `code`."""
-    containers = config.cluster.container is not None  # it has its own Python
     yield OWN_SHELL
     if is_program(config.job):  # what it writes is as private as the user has it
         yield f"export {OUTER_UMASK_VARIABLE}=${{{OUTER_UMASK_VARIABLE}:-$(umask)}}"
@@ -306,7 +305,8 @@ def _step(
     yield f"export {BATCH_PID_VARIABLE}=$$"
     yield from TRAPS.lines(forwarded="$1" if attended else "USR2")
     yield from CHECKS.lines(run=quoted(run.path))
-    yield from () if containers else PYTHON_CHECK.lines(python=quoted(host.python))
+    # Also where a container has its own: the script's last line runs outside.
+    yield from PYTHON_CHECK.lines(python=quoted(host.python))
     yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
     yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
     if host.code is not None:

@@ -25,7 +25,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_stop, write_result
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, accounted, queued
 
-CANCEL_S, POLL_S = 5.0, 0.2
+CANCEL_S, POLL_S = 5.0, 0.5
 UNSENT = "nothing was sent"
 IS_OVER = ("invalid job id", "already completing or completed")
 FRESH_S = 2.5  # squeue needs a moment to know a new job
@@ -84,9 +84,17 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
         return
     ids = sorted({job.id for job in jobs.values()})
     new = [run for run in jobs if not run.cancel.exists()]
-    for run in jobs:
-        write_json(run.cancel, {"how": how, "time": time.time()})
     try:
+        for run in jobs:
+            try:
+                write_json(run.cancel, {"how": how, "time": time.time()})
+            except OSError as error:  # a full disk
+                if how == "now":  # a job that scancel ends is not requeued
+                    continue
+                raise ClusterError(
+                    f"{run.cancel} cannot be written ({error.strerror}), and without it the job "
+                    f"would be requeued after its stop; --now ends it at once"
+                ) from error
         _scancel(client, ids, *flags)
     except ClusterError:
         for run in new:

@@ -38,13 +38,15 @@ def node(folder: str) -> None:
 
 
 def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
-    """Finalize the attempt after srun; exit with 1 if the run has failed.
+    """Finalize the attempt after srun; exit with 3 if the run was stopped, 1 if it failed.
+
+    So `afterok` of another job waits for a run that finished.
 
     Args:
         stop_signal: the first signal that the script got, or "".
     """
     from orchestrator.clusters.slurm.outcome import Next, finalize_in_job
-    from orchestrator.errors import START_AGAIN
+    from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
@@ -54,9 +56,10 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     notifier.wait()
     if follows is Next.NEW_SRUN:
         sys.exit(START_AGAIN)
-    ended = RunDir(Path(run)).read_result()
-    well = follows is Next.REQUEUE or (ended is not None and ended["state"] != "failed")
-    sys.exit(0 if well else 1)
+    if follows is Next.REQUEUE:
+        sys.exit(0)
+    ended = RunDir(Path(run)).read_result() or {"state": "failed"}
+    sys.exit({"finished": 0, "stopped": EXIT_STOPPED}.get(ended["state"], EXIT_FAILED))
 
 
 if __name__ == "__main__":

@@ -314,7 +314,8 @@ def finalize_ended_job(run: RunDir, job: Job) -> str | None:
     Returns:
         A sentence if it was requeued. Raises `ClusterError`.
     """
-    if not os.access(run.path, os.W_OK | os.X_OK):
+    # An administrator's `status` must not leave files of theirs, or requeue another user's job.
+    if run.path.stat().st_uid != os.geteuid() or not os.access(run.path, os.W_OK | os.X_OK):
         return None
     try:
         with locked(run):

@@ -15,7 +15,7 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -232,10 +232,14 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield from _line(f"cluster.environment.{name}", str(value))
 
 
-def check_clusters(environment: Mapping[str, str]) -> None:
-    """Refuse defaults that would send a job to another cluster. Raises `ConfigError`."""
+def check_clusters(environment: Mapping[str, str], own_name: Callable[[], str]) -> None:
+    """Refuse defaults that would send a job to another cluster. Raises `ConfigError`.
+
+    Args:
+        own_name: returns this cluster's name.
+    """
     for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
-        if environment.get(name):
+        if environment.get(name) and environment[name] != own_name():
             raise ConfigError(
                 f"{name}={environment[name]} sends jobs to other clusters, where they would not be "
                 f"found again; unset it, and choose the cluster by cluster.slurm_conf"

@@ -36,7 +36,9 @@ ARRAYS = "arrays"  # the folder of arrays' scripts, next to the runs
 NUMBER = re.compile(r"0|[1-9][0-9]{0,5}")  # a run's folder that can be an element of an array
 ALONE = ("",)  # a run that is a job of its own
 SUBMIT_LIMIT = re.compile(r"\b(Assoc|QOS)\w*SubmitJob\w*Limit\b", re.IGNORECASE)
-LOST_ANSWERS = ("timed out", "zero bytes", "did not answer")
+NO_NUMBER = "sbatch ended well, but printed no job's number"
+PARSABLE = re.compile(r"^(\d+)(?:;(\S+))?\s*$", re.MULTILINE)
+LOST_ANSWERS = ("timed out", "zero bytes", "did not answer", NO_NUMBER)
 
 
 class BeyondLimit(NotNow):
@@ -106,11 +108,14 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
     answer = client.run("sbatch", "--parsable", script, holding=lock)
     if answer.code < 0:
         raise SchedulerDown(f"sbatch did not answer: it was {describe_status(answer.code)}")
-    job_id, _, elsewhere = answer.out.strip().partition(";")
     if answer.code and BeyondLimit.found_in(answer.message):
         raise BeyondLimit(explained(answer.message))
-    if answer.code or not job_id.isdigit():
+    if answer.code:
         raise ClusterError(explained(answer.message))
+    found = PARSABLE.findall(answer.out)  # a site's wrapper may print more
+    if not found:
+        raise SchedulerDown(f"{NO_NUMBER}: {answer.message or answer.out.strip()}")
+    job_id, elsewhere = found[-1]
     if elsewhere and elsewhere != client.settings().get("ClusterName"):
         client.check_output("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(
