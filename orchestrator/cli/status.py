@@ -17,6 +17,7 @@ from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import LogReader
+from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
 from orchestrator.rundir.outcome import describe_stop
@@ -32,6 +33,8 @@ from orchestrator.rundir.status import (
     with_lock,
 )
 from orchestrator.units import plural
+
+FULL = "its disk is full: it trains on, but nothing of it is recorded or saved"
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
@@ -70,6 +73,9 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             infer_from_heartbeats(members, found)
         else:
             sentences += cluster.update_statuses(members, found)
+    for path, status in found.items():
+        if status.state in ("starting", "running") and not status.reason and is_full(path):
+            found[path] = replace(status, reason=FULL)
     for path, why in unknown.items():
         if found[path].state not in UNREADABLE:
             found[path] = replace(found[path], state="unknown", reason=why)

@@ -117,6 +117,11 @@ def make_folder(path: Path) -> None:
     make_private(path)
 
 
+def is_full(path: Path) -> bool:
+    """Return whether a file's system has no room. A user's quota is not seen."""
+    return os.statvfs(path).f_bavail == 0
+
+
 def make_private(folder: Path) -> None:
     """Let only the owner in. A setgid bit stays: files in it count for a project's group quota."""
     folder.chmod(PRIVATE | folder.stat().st_mode & stat.S_ISGID)

@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_target
+from orchestrator.config.job_source import check_target, find_module
 from orchestrator.errors import JobError
 from orchestrator.trainer.setup import build_job
 
@@ -156,3 +156,14 @@ def test_a_worker_refuses_a_class_that_is_no_job_and_arguments_that_it_does_not_
     finally:
         for name in [name for name in sys.modules if name.partition(".")[0] == package]:
             monkeypatch.delitem(sys.modules, name)
+
+
+def test_folders_without_init_files_are_packages_at_every_depth(package, tmp_path):
+    for folder in ("utils/data", "theirs/deep/er"):
+        (tmp_path / folder).mkdir(parents=True)
+        (tmp_path / folder / "load.py").write_text(textwrap.dedent(SOURCE))
+    for module in ("utils.data.load", "theirs.deep.er.load"):
+        check_target(f"{module}.Good")
+        assert find_module(module).origin == str(tmp_path / f"{module.replace('.', '/')}.py")
+    assert find_module("utils.data.lost") is None
+    assert not {"utils.data", "theirs.deep"} & sys.modules.keys()

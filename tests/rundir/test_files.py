@@ -2,6 +2,7 @@
 
 import os
 import random
+import stat
 import threading
 import time
 from pathlib import Path
@@ -142,6 +143,14 @@ def test_a_folder_is_private_whatever_the_umask(tmp_path):
     modes = {p.name: p.stat().st_mode & 0o777 for p in [run.path, *run.path.rglob("*")]}
     assert {modes[name] for name in ("run", "logs", "attempts", "000")} == {0o700}
     assert not any(mode & 0o077 for mode in modes.values()), modes
+
+
+def test_files_of_a_run_belong_to_the_group_of_a_projects_folder(tmp_path):
+    tmp_path.chmod(0o2770)  # its new folders inherit the group and the setgid bit
+    run = made(tmp_path / "run")
+    run.begin_attempt()
+    folders = [run.path, run.logs, run.attempt(0)]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o2700}
 
 
 @pytest.mark.parametrize("lines", range(5))

@@ -131,3 +131,15 @@ def test_the_runs_code_comes_first_in_the_path_of_what_the_batch_script_starts(t
         env={"ORCHESTRATOR_PYTHONPATH": f"{copy}:{tmp_path}", "PYTHONPATH": str(user)},
     )  # fmt: skip
     assert done.stdout == f"ours {copy} {copy}:{tmp_path}:{user}\n"
+
+
+@pytest.mark.parametrize(
+    "folder", ["home/.local/lib/python3.11/site-packages", "usr/lib/python3/dist-packages"]
+)
+def test_packages_of_a_user_or_an_environment_module_are_not_copied(tmp_path, monkeypatch, folder):
+    package = tmp_path / folder / "theirs"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("class Mine: ...")
+    monkeypatch.syspath_prepend(package.parent)
+    assert snapshot.source_root("theirs") is None
+    assert not list(snapshot.python_files("theirs.Mine"))

@@ -225,7 +225,7 @@ class SlurmHandle(Handle):
 
     @property
     def waiting_for(self) -> str:
-        return self.job.reason if self.job is not None and self.job.waiting else ""
+        return self.job.waits_for if self.job is not None and self.job.waiting else ""
 
     def new_messages(self) -> Sequence[str]:
         """Return changes: the scheduler stops or resumes answering; the job's state and nodes."""

@@ -11,7 +11,7 @@ import signal
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
-from orchestrator.rundir.files import read_json
+from orchestrator.rundir.files import is_full, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_exits
@@ -118,7 +118,8 @@ def _of_script(run: RunDir, job: Job) -> Culprit:
         )
     else:
         script = f": its batch script {_how(job)}" if job.exit_signal or job.exit_code else ""
-        cause = f"the job ended ({job.state}) without a result{script}"
+        full = "; the disk of the run folder is full" if is_full(run.path) else ""
+        cause = f"the job ended ({job.state}) without a result{script}{full}"
     return Culprit(rank=None, node=node, cause=cause, log_tail=log)
 
 

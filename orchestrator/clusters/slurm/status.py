@@ -28,11 +28,6 @@ from orchestrator.rundir.status import (
 )
 from orchestrator.slurm_client import Job, SlurmClient, accounted, jobs_of_user, queued
 
-HELD = (
-    "{}: a node could not start it, and it waits until you say `scontrol release {}`; "
-    "`sinfo -R` may know which node, and why"
-)
-
 
 def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
     """Fill in the schedulers' status of these runs; yield sentences about missing answers."""
@@ -118,8 +113,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
             reason = f"{reason}, or by `scancel {job.id}`"
         return replace(status, state="ending", reason=reason)
     if job.waiting:
-        reason = HELD.format(job.reason, job.id) if job.held else job.reason
-        return replace(status, state="pending", reason=reason, boundary_age_s=None)
+        return replace(status, state="pending", reason=job.waits_for, boundary_age_s=None)
     name = "running" if has_begun(run, status) else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"

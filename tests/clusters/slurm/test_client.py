@@ -1,5 +1,6 @@
 """What is asked of SLURM's commands and made of their answers: with stand-ins for them on PATH."""
 
+import errno
 import os
 import time
 
@@ -8,10 +9,12 @@ import pytest
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
+from orchestrator.clusters.slurm.outcome import finalize_ended_job
 from orchestrator.clusters.slurm.submission import queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import LOOK_TWICE_S
+from orchestrator.slurm_client import Job
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.rundir.test_files import made
 
@@ -148,9 +151,24 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     say("squeue", HELD)
     (found,), _ = statuses([submitted])
     assert found.state == "pending"
-    assert "a node could not start it, and it waits until you say `scontrol release 7`" in (
-        found.reason
-    )
+    assert "a node could not start it" in found.reason
+    assert found.reason.endswith("it waits until you type `scontrol release 7`")
+
+
+@pytest.mark.parametrize(
+    ("reason", "words"),
+    [
+        ("JobHeldUser", "`scontrol release 7`"),
+        ("job_requeued_in_held_state", "`scontrol release 7`"),
+        ("DependencyNeverSatisfied", "never starts; cancel it"),
+        ("QOSMaxWallDurationPerJobLimit", "cluster.time_min is above the limit of its QOS"),
+    ],
+)
+def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words):
+    say("squeue", queue_line(State="PENDING", NodeList="", Reason=reason))
+    (found,), _ = statuses([submitted])
+    assert found.reason.startswith(f"{reason}: ")
+    assert words in found.reason
 
 
 @pytest.mark.parametrize(("answer", "accepted"), [("7", True), ("7;own", True), ("7;far", False)])
@@ -169,3 +187,52 @@ def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
         queue(run, tmp_path / "000.sh", 0, None)
     assert calls()[-1] == "scancel --clusters=far 7"
     assert not run.may_be_queued
+
+
+def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say):
+    say("sbatch", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n")
+    run = made(tmp_path / "run")
+    assert queue(run, tmp_path / "000.sh", 0, None) == "7"
+
+
+def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path, say, monkeypatch):
+    calls = say("sbatch", "queued, thank you")
+    script = tmp_path / "000.sh"
+    say("squeue", queue_line(Command=str(script)))
+    monkeypatch.setattr("orchestrator.slurm_client.time", Clock())
+    run = made(tmp_path / "run")
+    assert queue(run, script, 0, None) == "7"
+    assert sum(line.startswith("sbatch") for line in calls()) == 1
+
+
+@pytest.fixture
+def unwritable_mark(submitted, monkeypatch):
+    """The submitted run, whose mark of a cancelled run finds no space."""
+
+    def refuse(path, value):
+        assert path == submitted.cancel
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(followed, "write_json", refuse)
+    return submitted
+
+
+def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
+    unwritable_mark, say
+):
+    script = unwritable_mark.submitit / "000.sh"
+    calls = say("squeue", queue_line(Command=str(script)))
+    say("scancel", "")
+    with pytest.raises(ClusterError, match=r"No space left.*--now ends it at once"):
+        followed.cancel_all([unwritable_mark], now=False)
+    assert not any(line.startswith("scancel") for line in calls())
+    assert followed.cancel_all([unwritable_mark], now=True)
+    assert calls()[-1] == "scancel 7"
+
+
+def test_only_a_runs_owner_ends_or_requeues_it_by_looking(submitted, say, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: submitted.path.stat().st_uid + 1)
+    say("squeue", "")
+    say("sacct", "")
+    assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
+    assert not submitted.result.exists()
