@@ -37,7 +37,7 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     assert "next update boundary" in done.stdout
     stopped = runs.wait_over(slurm, run)
     assert stopped["state"] == "stopped"
-    assert runs.accounted(slurm, job) == "COMPLETED"
+    assert runs.accounted(slurm, job) == "FAILED"  # `afterok` of another job must not start on it
     assert runs.status(run)["state"] == "stopped"
     assert runs.verb("cancel", run).returncode == 2
     hold.release()
