@@ -155,10 +155,7 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     assert not attempt.commands_of("die"), "the others may still write what they saw"
     attempt.tick(GRACE_S)
     killed, ended = attempt.commands_of("kill"), attempt.commands_of("die")
-    assert (len(killed), len(ended)) == (
-        limit_s is not None,
-        limit_s is not None and not survive,
-    )
+    assert (len(killed), len(ended)) == (limit_s is not None, limit_s is not None and not survive)
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(tmp_path):

@@ -5,13 +5,7 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.liveness import RankPosition
-from orchestrator.agent.root_cause import (
-    TAIL_BYTES,
-    AbnormalEnd,
-    Straggler,
-    find_root_cause,
-    tail,
-)
+from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 

@@ -14,13 +14,7 @@ from orchestrator.config.changes import flat
 from orchestrator.config.schema import Config, plain
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
-from tests.docs.printed import (
-    ROOT,
-    blocks,
-    inline,
-    links,
-    python_blocks,
-)
+from tests.docs.printed import ROOT, blocks, inline, links, python_blocks
 from tests.report.conftest import Screen, record, result
 
 

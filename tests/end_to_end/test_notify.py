@@ -85,11 +85,7 @@ def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("recipient", "address", "message"),
     [
-        (
-            {"command": "nosuchprogram x"},
-            "",
-            "notify.command=nosuchprogram x: there is no such",
-        ),
+        ({"command": "nosuchprogram x"}, "", "notify.command=nosuchprogram x: there is no such"),
         ({"webhook": "https://example.org/secret"}, "", "try notify.webhook=NOTIFY_URL"),
         ({"webhook": "HOOK"}, "", "export HOOK before the start"),
         ({"webhook": "HOOK"}, "file:///etc/passwd", "must hold an address"),

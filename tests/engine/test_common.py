@@ -1,7 +1,5 @@
 """Update policy, loss scale, evaluation figures, time accounting and options."""
 
-from __future__ import annotations
-
 import math
 import time
 import warnings

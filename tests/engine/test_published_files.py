@@ -1,7 +1,5 @@
 """Published files and reserved ports."""
 
-from __future__ import annotations
-
 import socket
 
 import pytest

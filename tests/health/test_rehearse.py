@@ -19,13 +19,7 @@ from orchestrator.health.faults import (
     choose,
     draws,
 )
-from orchestrator.health.rehearse import (
-    LEAST_UPDATES,
-    FaultOutcome,
-    Row,
-    compare,
-    plan_rehearsal,
-)
+from orchestrator.health.rehearse import LEAST_UPDATES, FaultOutcome, Row, compare, plan_rehearsal
 from orchestrator.health.rehearsed_run import SimulatedRun
 from orchestrator.rundir.files import write_json
 from tests import helpers

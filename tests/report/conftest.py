@@ -1,7 +1,5 @@
 """Consoles that keep what is printed, and update records as a run writes them."""
 
-from __future__ import annotations
-
 import io
 import json
 

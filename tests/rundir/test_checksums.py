@@ -9,11 +9,7 @@ import pytest
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.folder import (
-    INITIAL_DIGEST,
-    RESUMES,
-    RunDir,
-)
+from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
 from tests.rundir.test_checkpoints import Engine, save
 from tests.rundir.test_files import made
 

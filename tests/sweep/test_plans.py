@@ -18,10 +18,7 @@ def planned(*arguments):
 
 @pytest.mark.parametrize(
     ("asked", "points"),
-    [
-        (["-m", "cluster.nodes=1,3", "accumulation.steps=2"], 2),
-        (["-m", "train.updates=5"], 1),
-    ],
+    [(["-m", "cluster.nodes=1,3", "accumulation.steps=2"], 2), (["-m", "train.updates=5"], 1)],
 )
 def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     found = json.loads(planned(*asked, "--json"))

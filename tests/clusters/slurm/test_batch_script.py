@@ -184,12 +184,7 @@ SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
 
 
 @pytest.mark.parametrize(
-    "shell",
-    [
-        {"POSIXLY_CORRECT": "1"},
-        {"SHELLOPTS": "errexit:nounset"},
-        {"BASH_ENV": "site.sh"},
-    ],
+    "shell", [{"POSIXLY_CORRECT": "1"}, {"SHELLOPTS": "errexit:nounset"}, {"BASH_ENV": "site.sh"}]
 )
 def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_nor_its_end(
     tmp_path, shell

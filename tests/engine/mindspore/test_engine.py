@@ -1,7 +1,5 @@
 """One rank's engine in this process: modes, splits, state, the framework's own style, bad jobs."""
 
-from __future__ import annotations
-
 import importlib.metadata
 import itertools
 

@@ -1,7 +1,5 @@
 """A group of 3 real processes over MCCL: conformance, adjoint laws, the engine's update."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -4,8 +4,6 @@ refused.
 Rendezvous knows no framework, so ranks are threads here.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading
@@ -19,12 +17,7 @@ from orchestrator.engine.mindspore.rendezvous import (
     decide,
     leave_together,
 )
-from orchestrator.errors import (
-    PeerLost,
-    RendezvousError,
-    StopRequested,
-    TransportError,
-)
+from orchestrator.errors import PeerLost, RendezvousError, StopRequested, TransportError
 from tests.engine.mindspore.program import spec
 from tests.helpers import alive, until
 

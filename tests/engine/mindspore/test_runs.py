@@ -1,7 +1,5 @@
 """Whole runs of MindSpore jobs, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

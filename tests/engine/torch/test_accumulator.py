@@ -272,8 +272,7 @@ def test_a_compiled_model_is_taken_as_the_one_that_it_wraps_and_gives_the_same_g
     def train(compiled):
         model = _model()
         ours, run = _accumulator(
-            TorchGroup.alone(),
-            torch.compile(model, backend="aot_eager") if compiled else model,
+            TorchGroup.alone(), torch.compile(model, backend="aot_eager") if compiled else model
         )
         for step in range(2):
             ours.backward(_loss(run), last=step == 1)

@@ -1,7 +1,5 @@
 """Foreign writes to gradients, the gradient's norm, and exact sums."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -57,10 +55,7 @@ WRITES = {
     "zeros": lambda parameter: parameter.grad.zero_(),
     "foreach": _all_at_once,
 }
-REDUCTIONS = {
-    "fast": ({}, {}),
-    "reproducible": ({"reduction": "reproducible"}, {"leaves": 3}),
-}
+REDUCTIONS = {"fast": ({}, {}), "reproducible": ({"reduction": "reproducible"}, {"leaves": 3})}
 
 
 def _model():

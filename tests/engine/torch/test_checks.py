@@ -1,7 +1,5 @@
 """Ranks start equal and stay equal."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest

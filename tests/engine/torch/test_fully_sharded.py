@@ -1,7 +1,5 @@
 """Models that `fully_shard` has sharded: exact updates, one reduction between copies a window."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource
@@ -26,13 +24,7 @@ from orchestrator.client.run import Run
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.errors import (
-    ConfigError,
-    JobError,
-    NonFiniteError,
-    ReplicasDiffer,
-    SilenceError,
-)
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile

@@ -1,7 +1,5 @@
 """Groups of torch: transports, gradients of collectives, silence, tensors that gloo holds."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket

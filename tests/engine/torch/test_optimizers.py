@@ -1,7 +1,5 @@
 """Optimizers and their hyperparameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn

@@ -1,7 +1,5 @@
 """Rendezvous of torch ranks, and its authenticated store."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

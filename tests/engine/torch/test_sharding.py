@@ -1,7 +1,5 @@
 """An optimizer in shards takes the steps of a whole one, with 1/R of its memory."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial

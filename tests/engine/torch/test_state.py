@@ -1,7 +1,5 @@
 """State on disk, and snapshots of it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace

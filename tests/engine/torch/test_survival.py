@@ -1,7 +1,5 @@
 """An engine goes on in another group, with the state of whoever had gone farthest."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial
