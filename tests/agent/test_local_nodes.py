@@ -30,8 +30,7 @@ def importing(run, hanging, *more):
 def test_an_import_that_hangs_ends_the_run_with_its_stack(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging, "cluster.hang_timeout_s=3")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1, output
+    helpers.await_exit(launcher, 1)
     culprit = helpers.result(run)["culprit"]
     assert "the import of the framework has used no processor for 3 s" in culprit["cause"]
     assert any("torch/__init__.py" in line for line in culprit["log_tail"])
@@ -42,8 +41,7 @@ def test_an_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
-    assert launcher.returncode == 3
+    helpers.await_exit(launcher, 3, timeout=20)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
 
@@ -62,8 +60,7 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", "train.updates=400")
     until(lambda: helpers.records(run), what="training")
     helpers.preloaded(run).kill()
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
+    helpers.await_exit(launcher, 1, timeout=30)
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
     assert not helpers.processes_of(run)
 
@@ -85,8 +82,7 @@ def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     launcher.send_signal(signal.SIGINT)
     until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
+    helpers.await_exit(launcher, 130, timeout=20)
     assert not helpers.processes_of(tmp_path / "run")
 
 
@@ -100,8 +96,7 @@ def test_a_node_that_is_stopped_does_not_outlive_its_launcher(tmp_path):
 def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     run = tmp_path / "run"
     launcher, _ = frozen_node(run, "run.survive=false", "cluster.heartbeat_timeout_s=1")
-    output, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1, output
+    helpers.await_exit(launcher, 1, timeout=30)
     found = helpers.result(run)["culprit"]
     assert (found["rank"], found["node"]) == (None, "node1")
     assert "its agent gave no sign of life for 2.5 s" in found["cause"]

@@ -27,8 +27,7 @@ def run(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = helpers.call(*SLOW, *FEW, f"run.dir={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*SLOW, *FEW, f"run.dir={run}", code=0)
     return run
 
 
@@ -66,11 +65,10 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
 
 
 def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
-    done = helpers.call(
+    helpers.call(
         TINY, f"run.dir={run}", "job.fault=drift", "job.fault_rank=2", "job.fault_after=4",
-        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2",
+        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2", code=1,
     )  # fmt: skip
-    assert done.returncode == 1
     found = helpers.result(run)
     assert (found["state"], found["culprit"]["rank"]) == ("failed", 2)
     assert "the weights of rank 2 are no longer those of most ranks" in found["culprit"]["cause"]
@@ -82,12 +80,10 @@ def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, 
     process, hold = held(run, 7)
     process.send_signal(signal.SIGTERM)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    helpers.await_exit(process, 3)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
-    resumed = helpers.verb("resume", run)
-    assert resumed.returncode == 0, resumed.stdout
+    helpers.verb("resume", run, code=0)
     assert helpers.result(run)["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
     assert helpers.compare(run, undisturbed)["equal_bits"]
 
@@ -97,8 +93,7 @@ def test_a_second_interrupt_ends_every_process_at_once(run):
     process.send_signal(signal.SIGINT)
     helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 30, "the word")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
+    helpers.await_exit(process, 130, timeout=30)
     assert not helpers.processes_of(run)
 
 
@@ -119,7 +114,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
     process.communicate()
     hold.release()
     helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
-    assert helpers.verb("resume", run).returncode == 0
+    helpers.verb("resume", run, code=0)
     assert helpers.compare(run, undisturbed)["equal_bits"]
     attempts = [r["attempt"] for r in helpers.records(run)]
     assert set(attempts) == {0, 1}
@@ -132,8 +127,7 @@ def test_a_folder_deleted_in_mid_run_ends_it_with_one_message(run, ends_first):
     shutil.rmtree(run)
     if ends_first:
         hold.release()
-    output, _ = process.communicate(timeout=60)  # the ranks are held until they are ended
-    assert process.returncode == 1
+    output = helpers.await_exit(process, 1)  # the ranks are held until they are ended
     gone = f"error: the run folder {run} was removed or renamed while the run was using it"
     assert " ".join(output.split()).endswith(gone), output
     assert "cannot be written" not in output

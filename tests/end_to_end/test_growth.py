@@ -28,8 +28,7 @@ SHAPE = ("cluster.nodes=2", f"train.updates={UPDATES}")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     one = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.survive=false", "job.pause_s=0")
-    done = helpers.call(*RUN, SHAPE[1], *one, f"run.dir={run}", "-q")
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*RUN, SHAPE[1], *one, f"run.dir={run}", "-q", code=0)
     return helpers.result(run)
 
 
@@ -93,9 +92,7 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
         seen = len(helpers.records(run))
         helpers.until(partial(trains_or_is_held, run, seen), what="training on")
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
-    return output
+    return helpers.await_exit(process, 0)
 
 
 def trains_or_is_held(run, seen):

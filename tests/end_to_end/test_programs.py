@@ -56,8 +56,7 @@ print(said + "\\n", end="", flush=True)
 
 def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun_and_its_variables(tmp_path):
     script(tmp_path, TOLD + TORCH + ENDS)
-    done = call(tmp_path, "cluster.ranks_per_node=1", "job.arguments.lr=0.2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(tmp_path, "cluster.ranks_per_node=1", "job.arguments.lr=0.2", code=0)
     assert re.search(r"state +finished", done.stdout)
     words = ("--nproc-per-node=2", "--max-restarts=2", "train.py", "--lr=0.2")
     printed = helpers.call(*words, module="torch.distributed.run", cwd=tmp_path).stdout
@@ -71,7 +70,7 @@ def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun_and_its_va
     four = tmp_path / "four"
     four.mkdir()
     script(four, TOLD)
-    assert call(four, "run.max_restarts=2").returncode == 0
+    call(four, "run.max_restarts=2", code=0)
     ours = [said(four, rank) for rank in range(4)]
     assert ours[3].keys() == theirs.keys()
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "ROLE_NAME"):
@@ -112,8 +111,7 @@ time.sleep(600)
 )
 def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank, cause):
     script(tmp_path, MISHAPS)
-    done = call(tmp_path, program=("train.py", mishap))
-    assert done.returncode == 1, done.stdout + done.stderr
+    call(tmp_path, program=("train.py", mishap), code=1)
     found = culprit(tmp_path)
     assert (found["rank"], found["node"]) == (rank, f"node{rank // 2}")
     assert found["cause"].replace("'", '"') == cause.replace("'", '"')
@@ -171,11 +169,9 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     process = begin(tmp_path, "job.stop_signal=USR1")
     status = helpers.verb("status", tmp_path / "run", "--json")
     assert json.loads(status.stdout)[0]["state"] == "running"
-    done = helpers.verb("cancel", tmp_path / "run")
-    assert done.returncode == 0
+    done = helpers.verb("cancel", tmp_path / "run", code=0)
     assert "gets SIGUSR1 on every rank" in done.stdout
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 3, output
+    output = helpers.await_exit(process, 3, timeout=30)
     assert "gets SIGUSR1 on every rank" in output
     assert "boundary" not in output + done.stdout, "it has none"
     assert helpers.result(tmp_path / "run")["state"] == "stopped"
@@ -184,8 +180,7 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     )
     assert "asked to stop, the program exited with code 7" in log(tmp_path, 0), "it is said"
     (tmp_path / "go").touch()
-    again = helpers.verb("resume", tmp_path / "run")
-    assert again.returncode == 0, again.stdout + again.stderr
+    helpers.verb("resume", tmp_path / "run", code=0)
     assert "went on in attempt 1" in log(tmp_path, 0)
     over = helpers.verb("resume", tmp_path / "run")
     assert "nothing to resume" in over.stdout
@@ -259,8 +254,9 @@ while time.monotonic() < until:
 raise ConnectionRefusedError("Connection refused")
 """,
     )
-    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)))
-    assert done.returncode == 1
+    done = call(
+        tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)), code=1
+    )
     assert culprit(tmp_path)["rank"] == stuck
     if stuck:
         cause = culprit(tmp_path)["cause"]
@@ -274,17 +270,16 @@ raise ConnectionRefusedError("Connection refused")
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
     script(tmp_path, '#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $*"\n', "train.sh", run=True)
-    assert call(tmp_path, "job.arguments.lr=0.1", program=("./train.sh", "a b")).returncode == 0
+    call(tmp_path, "job.arguments.lr=0.1", program=("./train.sh", "a b"), code=0)
     assert "shell 2 of 4: a b --lr=0.1" in log(tmp_path, 2)
     package = tmp_path / "package"
     package.mkdir()
     script(package, "from package import helper\n", "module.py")
     script(package, "import sys; print('module', sys.argv[1:], sys.stdin.read())\n", "helper.py")
-    done = helpers.call(
+    helpers.call(
         "job=program", "job.command=[-m,package.module]", "job.argument_style=bare",
-        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path,
+        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path, code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "module ['lr=0.1']" in (tmp_path / "second/logs/rank-00000.log").read_text()
 
 
@@ -304,9 +299,8 @@ def swept(tmp_path_factory):
     done = helpers.call(
         "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
         "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
-        cwd=tmp_path,
+        cwd=tmp_path, code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     return tmp_path / "sweep", done.stdout
 
 
@@ -333,9 +327,8 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
     assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", silent).stdout)
     assert "last loss  0.1250" in helpers.verb("attach", reporting).stdout
     assert "given" in helpers.verb("logs", silent).stdout
-    assert helpers.verb("report", silent, "--format", "csv").returncode == 0
-    refused = helpers.verb("compare", reporting, silent)
-    assert refused.returncode == 2
+    helpers.verb("report", silent, "--format", "csv", code=0)
+    refused = helpers.verb("compare", reporting, silent, code=2)
     assert "is a program's, which saves its weights its own way" in refused.stderr
     anew = helpers.verb("resume", silent, "job.arguments.lr=1")
     assert (anew.returncode, "Traceback" in anew.stderr) == (2, False)
@@ -347,14 +340,12 @@ def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap
     process = begin(tmp_path)
     victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
     victim.terminate()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    output = helpers.await_exit(process, 3)
     last = {re.findall("last (.*)", log(tmp_path, rank))[-1] for rank in range(4)}
     assert len(last) == 1
     stopped = int(last.pop().split()[0])
     assert re.search(rf"updates +{stopped + 1}", output)
-    again = helpers.verb("resume", tmp_path / "run")
-    assert again.returncode == 0, again.stdout + again.stderr
+    helpers.verb("resume", tmp_path / "run", code=0)
     updates = [record["update"] for record in helpers.records(tmp_path / "run")]
     assert updates == [*range(stopped + 6)]
     status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
@@ -373,8 +364,7 @@ def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(
     process = begin(tmp_path, "cluster.nodes=1", program=("./train.sh",), waits_for=2)
     done = helpers.verb("cancel", tmp_path / "run")
     assert "once all its ranks are done with the same update" in done.stdout
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    helpers.await_exit(process, 3)
     for rank in range(2):
         said = log(tmp_path, rank)
         assert re.search(r"last (\d+) .*\nworker None\n", said)
@@ -397,8 +387,7 @@ def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
     run = tmp_path / "run"
     line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={run}", "run.max_restarts=3")
     newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
-    done = helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path, code=0)
     given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()
              if line.startswith("given")]  # fmt: skip
     saved = f"{run}/saved"
@@ -411,6 +400,7 @@ def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
         )
     ]
     assert with_newest_files(["--load", f"{{newest:{tmp_path}/nowhere/*}}"]) == []
-    wrong = helpers.call(*line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path)
-    assert wrong.returncode == 2
+    wrong = helpers.call(
+        *line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path, code=2
+    )
     assert "job.resume_arguments must be a list of words" in wrong.stderr

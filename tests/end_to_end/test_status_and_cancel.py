@@ -45,22 +45,19 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
     assert left.returncode == 130
     assert process.poll() is None
 
-    done = verb("cancel", run)
-    assert done.returncode == 0, done.stderr
+    done = verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
     assert ended(process) == 3
     assert "to go on from here" in stays.communicate(timeout=30)[0]
     assert stays.returncode == 3
     assert found(run)["state"] == "stopped"
     assert found(run)["updates"] == result(run)["updates"] > 0
-    again = verb("cancel", run)
-    assert again.returncode == 2
+    again = verb("cancel", run, code=2)
     assert "nothing to cancel" in again.stderr
     assert "rank 0" not in verb("logs", run).stderr
 
 
 def test_status_without_a_run_says_so(tmp_path):
     assert "no runs" in verb("status", cwd=tmp_path).stdout
-    missing = verb("status", tmp_path / "nothing")
-    assert missing.returncode == 2
+    missing = verb("status", tmp_path / "nothing", code=2)
     assert "there is no run folder" in missing.stderr

@@ -29,8 +29,7 @@ EVERY_RANK = range(6)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = helpers.call(*RUN, "cluster.nodes=1", f"run.dir={run}", "-q")
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*RUN, "cluster.nodes=1", f"run.dir={run}", "-q", code=0)
     return helpers.result(run)
 
 
@@ -79,8 +78,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     frozen = members[-1]
     os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "the others redo its update and go on (run.survive)" in said
     check_whole(run, undisturbed)
@@ -112,8 +110,7 @@ def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbe
     for rank in (2, 3, 4):
         os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "so the run goes back to its newest checkpoint, after update 5" in said
     found, records = helpers.result(run), helpers.records(run)
@@ -142,8 +139,7 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     for log in (run / "logs" / "rank-00002.log", run / "logs" / "rank-00003.log"):
         helpers.until(lambda log=log: "asks to join" in log.read_text(), what="both asking to join")
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    helpers.await_exit(process, 0, timeout=90)
     changes = read_metrics(run / "metrics.jsonl").changes
     assert [change["survived"]["gone"] for change in changes if "survived" in change] == [[2, 3]]
     assert [change["joined"]["came"] for change in changes if "joined" in change] == [[2, 3]]
@@ -151,10 +147,9 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["update-000000011", "update-000000012"]  # and no .partial-*
     whole = tmp_path / "whole"
-    done = helpers.call(
-        *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}"
+    helpers.call(
+        *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}", code=0
     )
-    assert done.returncode == 0, done.stderr
     assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-12
     assert not helpers.processes_of(run)
 
@@ -166,8 +161,7 @@ def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fai
     )  # fmt: skip
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    output = helpers.await_exit(process, 1)
     assert "fewer than cluster.nodes.min=2" in " ".join(output.split())
     assert helpers.result(run)["culprit"]["rank"] == 1
     assert len(helpers.records(run)) == 3

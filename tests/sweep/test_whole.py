@@ -25,20 +25,17 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
         "train.seed=1,2",
         f"run.dir={sweep}",
     )
-    begun = call(*line)
-    assert begun.returncode == 0, begun.stdout + begun.stderr
+    call(*line, code=0)
     (sweep / "1" / "result.json").unlink()  # as if its launcher had been killed at the end
     for saved in (sweep / "1" / "checkpoints").iterdir():
         shutil.rmtree(saved)
-    gone_on = verb("resume", sweep)
-    assert gone_on.returncode == 0, gone_on.stdout + gone_on.stderr
+    gone_on = verb("resume", sweep, code=0)
     assert "done (finished)" in gone_on.stdout
     assert "to go on (lost)" in gone_on.stdout
     assert [result(sweep / n)["updates"] for n in "01"] == [2, 2]
-    assert verb("resume", sweep, "train.updates=3").returncode == 0
+    verb("resume", sweep, "train.updates=3", code=0)
     assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
-    refused = verb("resume", sweep, "train.seed=7")
-    assert refused.returncode == 2
+    refused = verb("resume", sweep, "train.seed=7", code=2)
     assert "train.seed" in refused.stderr
 
 
@@ -49,8 +46,7 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
     script(tmp_path, PROGRAM)
     line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
     words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
-    done = call(*line, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = call(*line, *words, cwd=tmp_path, code=0)
     for point in "01":
         run = tmp_path / "sweep" / point
         log = (run / "logs" / "rank-00000.log").read_text()
