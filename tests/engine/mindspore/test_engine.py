@@ -14,7 +14,7 @@ from orchestrator import Loss
 from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
-from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.mindspore.engine import build_engine, versions
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
@@ -22,6 +22,7 @@ from orchestrator.engine.mindspore.model import advice
 from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
+from tests.engine.windows import make_window, run
 
 
 @pytest.fixture(autouse=True)
@@ -44,21 +45,11 @@ def weights(engine):
     return [p.asnumpy().copy() for p in engine._model.trainable_params()]
 
 
-def update(engine, split, number=0, rate=RATE):
-    edges = np.cumsum([0, *split])
-    micro = tuple(
-        MicroBatch(update=number, start=int(a), indices=tuple(range(a, b)))
-        for a, b in itertools.pairwise(edges)
-    )
-    engine.begin_window(
-        Window(
-            update=number, samples=int(edges[-1]), micro_batches=micro, steps=len(split),
-            learning_rate=rate,
-        )
-    )  # fmt: skip
-    for batch, one in zip(engine.batches(micro), micro, strict=True):
-        engine.micro_step(batch, one)
-    return engine.boundary()
+def update(engine, sizes, number=0, rate=RATE):
+    """Train on micro-batches of these sizes."""
+    starts = itertools.accumulate(sizes[:-1], initial=0)
+    [report] = run(engine, [make_window(number, [*zip(starts, sizes, strict=True)], rate=rate)])
+    return report
 
 
 @pytest.mark.parametrize("mode", ["pynative", "jit", "graph"])
