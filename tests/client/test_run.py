@@ -1,9 +1,13 @@
 """What a program imports of us: light, harmless without a run, and agreed within one."""
 
 import json
+import multiprocessing
 import os
+import random
+import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
@@ -17,12 +21,13 @@ from orchestrator.rundir.program_link import (
     RANK,
     RUN,
     STOP_AFTER,
+    STOP_HANDLER,
     STOP_REQUESTED,
     WORLD,
     write_number,
 )
 from tests.agent.specs import node_spec
-from tests.helpers import environment
+from tests.helpers import environment, until
 
 IMPORT = """
 import sys, time
@@ -115,3 +120,50 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
         program.check_all_handle(1.0)
         program.check_all_handle(1.0 + SHOULD_STOP_S)
         assert not (attempt / "warnings-00000.jsonl").exists()
+
+
+# ------------------------------------------------------------------ Real signals
+
+
+SIZE, ROUNDS = 4, 100
+
+
+def be_rank(rank, folders, meet, ended):
+    """Trains and stops once for each folder; the barrier is the reduction of an update."""
+    for number, folder in enumerate(folders):
+        epoch = (3, 1000)[number % 2]  # many loops begin their count anew
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        stop, update = Stop(folder, rank, SIZE), 0
+        meet.wait(60)
+        while not stop.due(update % epoch):
+            update += 1
+            meet.wait(60)
+        ended.put((rank, update))
+        meet.wait(60)  # a signal that comes late finds the handler still
+
+
+def test_a_hundred_stops_of_random_ranks_at_random_moments_end_after_one_update(tmp_path):
+    draw, fork = random.Random(13), multiprocessing.get_context("fork")
+    folders = [tmp_path / f"{number:03d}" for number in range(ROUNDS)]
+    for folder in folders:
+        folder.mkdir()
+        for name in (STOP_REQUESTED, STOP_AFTER):
+            write_number(str(folder / name), NOT_YET)
+    meet, ended = fork.Barrier(SIZE), fork.SimpleQueue()
+    ranks = [
+        fork.Process(target=be_rank, args=(rank, folders, meet, ended), daemon=True)
+        for rank in range(SIZE)
+    ]
+    for process in ranks:
+        process.start()
+    for folder in folders:
+        until(lambda f=folder: all((f / STOP_HANDLER.format(r)).exists() for r in range(SIZE)))
+        time.sleep(draw.uniform(0, 0.03))
+        for process in draw.sample(ranks, draw.randint(1, 2)):
+            os.kill(process.pid, signal.SIGTERM)
+        last = dict(until(lambda: not ended.empty()) and ended.get() for _ in range(SIZE))
+        assert len(last) == SIZE
+        assert len(set(last.values())) == 1, last
+    for process in ranks:
+        process.join(60)
+        assert process.exitcode == 0

@@ -10,14 +10,14 @@ from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
+from tests.run_folders import make_run
 from tests.rundir.test_checkpoints import Engine, save
-from tests.rundir.test_files import made
 
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A run with two checkpoints; what a resume reads of it."""
-    run = made(tmp_path_factory.mktemp("seal") / "run")
+    run = make_run(tmp_path_factory.mktemp("seal") / "run")
     write_json(run.result, {"state": "stopped", "updates": 2, "restarts": []})
     write_json(run.resumes, {RESUMES: [{"attempt": 1, "overrides": []}]})
     for updates in (1, 2):
