@@ -57,6 +57,23 @@ def _end_what_it_starts() -> Iterator[None]:
 
 
 @pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Return a new run, whose folder has no files yet."""
+    from orchestrator.rundir.folder import RunDir
+
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def begun(run: Any) -> Any:
+    """Return a new run whose first attempt has begun."""
+    run.begin_attempt()
+    return run
+
+
+@pytest.fixture
 def made(tmp_path: Path) -> Callable[..., Any]:
     """Return a function that makes a run's folder below `tmp_path`."""
     from tests.run_folders import maker  # with what composes configurations

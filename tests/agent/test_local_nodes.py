@@ -10,7 +10,6 @@ import sys
 
 import pytest
 
-from orchestrator.rundir.folder import RunDir
 from tests import helpers
 from tests.helpers import LIGHT, SMALL, TINY, environment, until
 
@@ -107,7 +106,7 @@ def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     assert not helpers.processes_of(run)
 
 
-# ------------------------------------------------------------------ Signals at agents' starts and ends
+# ------------------------------------------------------------------ Stop signals
 
 
 NODES = """
@@ -156,12 +155,9 @@ exit_with(lambda: local_nodes.NodeProcesses(specs, [{}, {}], Agent).serve() or 0
 @pytest.mark.parametrize(
     ("where", "signals"), [("fork", [[0, 15], [1, 15]]), ("waitpid", [[0, None], [1, 15]])]
 )
-def test_a_stop_reaches_exactly_the_agents_that_live(tmp_path, where, signals):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.begin_attempt()
+def test_a_stop_reaches_exactly_the_agents_that_live(begun, where, signals):
     done = subprocess.run(
-        [sys.executable, "-c", NODES, where, str(run.path)],
+        [sys.executable, "-c", NODES, where, str(begun.path)],
         stdout=subprocess.PIPE, env=environment(), text=True, timeout=20, check=True,
     )  # fmt: skip
     assert sorted(map(json.loads, done.stdout.splitlines())) == signals

@@ -178,9 +178,7 @@ def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(mak
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def run(run, tmp_path):
     write_json(run.submission, {"folder": str(tmp_path / "project")})
     return run
 
@@ -206,9 +204,7 @@ def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
         raise AssertionError
 
 
-def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(run):
     (run.path / "file").touch()
     unwritable = pytest.raises(RunFolderError, match="run cannot be written: Not a directory")
     with unwritable, writing(run):

@@ -8,15 +8,12 @@ from orchestrator.agent.topology import Topology
 from orchestrator.config.program import ProgramConfig
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
-from orchestrator.rundir.folder import RunDir
 from orchestrator.trainer.consistency_checks import devices_asked
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
 @pytest.fixture
-def variables_of(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def variables_of(run):
     run.write_config("job: {}\n")
     return partial(variables, run)
 

@@ -10,6 +10,11 @@ from orchestrator.rundir.status import from_folder
 from orchestrator.slurm_client import Job
 
 
+@pytest.fixture
+def run(begun):
+    return begun
+
+
 def failure(run, rank, cause, *, secondary, time):
     write_json(
         run.failure(0, rank),
