@@ -58,16 +58,8 @@ class Attempt:
         self.coordinator.handle_event(self.spec.node_of(rank), message)
 
     def end(self, rank, status=0, final_state="", incarnation=0, failure=None):
-        self.take(
-            "exit",
-            rank,
-            incarnation,
-            status=status,
-            final_state=final_state,
-            failure=failure,
-            seen=SEEN,
-            ago_s=0.0,
-        )
+        ended = {"status": status, "final_state": final_state, "failure": failure}
+        self.take("exit", rank, incarnation, **ended, seen=SEEN, ago_s=0.0)
 
     def tick(self, seconds=0.0):
         """Let time pass, in which every agent that is there beats."""
@@ -558,12 +550,7 @@ def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):
     attempt = Attempt(tmp_path, nodes=2, replacements=1, gone=(), begin=False)
     for index, incarnation in ((0, 0), (1, 1)):
         started = {"event": "started", "rank": index, "incarnation": incarnation}
-        begins = {
-            "event": "begins",
-            "rank": index,
-            "incarnation": incarnation,
-            "code": {"job": "abc"},
-        }
+        begins = {**started, "event": "begins", "code": {"job": "abc"}}
         attempt.coordinator.agent_connected(index, [{"rank": index, "events": [started, begins]}])
     attempt.tick()
     attempt.end(1, status=-9, incarnation=1)

@@ -5,6 +5,7 @@ tests/end_to_end/test_printed_commands.py.
 """
 
 import ast
+import doctest
 import importlib
 import inspect
 import re
@@ -142,3 +143,12 @@ def test_the_page_has_every_attribute_with_its_default():
 
 def test_the_page_has_every_field_of_a_loss():
     assert [row[0].strip("`") for row in table(PAGE, "field")] == [f.name for f in fields(Loss)]
+
+
+MATHEMATICS = ROOT / "docs" / "explanation" / "mathematics.md"
+
+
+def test_the_examples_of_the_page_hold():
+    failed, attempted = doctest.testfile(str(MATHEMATICS), module_relative=False, encoding="utf-8")
+    assert attempted >= 5
+    assert failed == 0

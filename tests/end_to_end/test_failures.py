@@ -8,20 +8,14 @@ import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 
 SLOW = (
     TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40",
     "run.survive=false",
 )  # fmt: skip
 
-
 FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0")
-
-
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
@@ -29,14 +23,6 @@ def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
     helpers.call(*SLOW, *FEW, f"run.dir={run}", code=0)
     return run
-
-
-def held(run, update, *more):
-    """Start a run and wait until both of its ranks are held before `update`."""
-    hold = Hold(run.with_name("hold")).hold_before(update)
-    process = helpers.begin(*SLOW, *FEW, f"run.dir={run}", hold.override, *more)
-    hold.wait_until_held(update, (0, 1))
-    return process, hold
 
 
 def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_error_is_named(
@@ -77,7 +63,7 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
 
 
 def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, undisturbed):
-    process, hold = held(run, 7)
+    process, hold = begin_held(run, 7, *SLOW, *FEW)
     process.send_signal(signal.SIGTERM)
     hold.release()
     helpers.await_exit(process, 3)
@@ -89,7 +75,7 @@ def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, 
 
 
 def test_a_second_interrupt_ends_every_process_at_once(run):
-    process, _ = held(run, 3)
+    process, _ = begin_held(run, 3, *SLOW, *FEW)
     process.send_signal(signal.SIGINT)
     helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 30, "the word")
     process.send_signal(signal.SIGINT)
@@ -109,7 +95,7 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
 
 
 def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
-    process, hold = held(run, 13)
+    process, hold = begin_held(run, 13, *SLOW, *FEW)
     process.kill()
     process.communicate()
     hold.release()
@@ -123,7 +109,7 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
 
 @pytest.mark.parametrize("ends_first", [False, True], ids=["it is noticed", "the training ends"])
 def test_a_folder_deleted_in_mid_run_ends_it_with_one_message(run, ends_first):
-    process, hold = held(run, 7, "run.max_restarts=2")
+    process, hold = begin_held(run, 7, *SLOW, *FEW, "run.max_restarts=2")
     shutil.rmtree(run)
     if ends_first:
         hold.release()

@@ -38,9 +38,8 @@ def hook():
         thread.join()
 
 
-def test_a_run_says_that_it_has_begun_and_ended(tmp_path, hook):
+def test_a_run_says_that_it_has_begun_and_ended(run, hook):
     address, got = hook
-    run = tmp_path / "run"
     call(*TWO, f"run.dir={run}", "notify.webhook=HOOK", HOOK=address, code=0)
     until(lambda: len(got) == 2, 20, "both messages")
     assert {one["event"] for one in got} == {"first_update", "end"}
@@ -68,8 +67,7 @@ def test_each_restart_and_the_failure_are_said_once(tmp_path):
     assert sorted(notes.read_text().split()) == ["failure", "failure", "requeue", "requeue"]
 
 
-def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
-    run = tmp_path / "run"
+def test_what_cannot_be_sent_fails_nothing_and_is_noted(run):
     call(
         *TWO, f"run.dir={run}", "notify.webhook=HOOK", "notify.command='cat /nowhere'",
         HOOK="http://127.0.0.1:9/secret", code=0,

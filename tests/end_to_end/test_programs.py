@@ -42,6 +42,10 @@ def programs_of(folder):
     return [p for p in helpers.processes_of(folder / "train.py") if p.is_running()]
 
 
+def program_of(folder, rank):
+    return next(p for p in programs_of(folder) if p.environ().get("RANK") == str(rank))
+
+
 def culprit(folder):
     return helpers.result(folder / "run")["culprit"]
 
@@ -121,7 +125,7 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
 def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
-    victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "1")
+    victim = program_of(tmp_path, 1)
     began = time.monotonic()
     victim.kill()
     output, _ = process.communicate(timeout=30)
@@ -135,7 +139,7 @@ def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path)
 def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
-    agent = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "3").ppid()
+    agent = program_of(tmp_path, 3).ppid()
     os.kill(process.pid if target == "launcher" else agent, signal.SIGKILL)
     process.communicate(timeout=30)
     helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
@@ -146,8 +150,7 @@ def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
 def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
-    frozen = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
-    frozen.suspend()
+    program_of(tmp_path, 2).suspend()
     process.communicate(timeout=30)
     found = culprit(tmp_path)
     assert found["rank"] == 2
@@ -338,8 +341,7 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
 def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap(tmp_path):
     script(tmp_path, LOOP)
     process = begin(tmp_path)
-    victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
-    victim.terminate()
+    program_of(tmp_path, 2).terminate()
     output = helpers.await_exit(process, 3)
     last = {re.findall("last (.*)", log(tmp_path, rank))[-1] for rank in range(4)}
     assert len(last) == 1
@@ -382,23 +384,16 @@ if number < 2:
 """
 
 
-def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
+def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path, run):
     script(tmp_path, SAVES)
-    run = tmp_path / "run"
     line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={run}", "run.max_restarts=3")
     newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
     helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path, code=0)
     given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()
              if line.startswith("given")]  # fmt: skip
     saved = f"{run}/saved"
-    assert given == [
-        f"given {words}"
-        for words in (
-            [saved],
-            [saved, "--load", f"{saved}/9.pt"],
-            [saved, "--load", f"{saved}/8.pt"],
-        )
-    ]
+    loads = [[], ["--load", f"{saved}/9.pt"], ["--load", f"{saved}/8.pt"]]
+    assert given == [f"given {[saved, *words]}" for words in loads]
     assert with_newest_files(["--load", f"{{newest:{tmp_path}/nowhere/*}}"]) == []
     wrong = helpers.call(
         *line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path, code=2

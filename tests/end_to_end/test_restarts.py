@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from orchestrator.__main__ import app
 from tests import helpers
 from tests.helpers import SMALL, TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 from tests.tiny_job import Tiny
 
 FEW = (
@@ -30,8 +30,7 @@ def notes(run):
 def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     more = (*FEW, "train.updates=40", "job.dropout=0.5")
-    hold = Hold(tmp_path / "hold").hold_before(7)
-    process = helpers.begin(*more, f"run.dir={run}", hold.override, "run.max_restarts=2")
+    process, hold = begin_held(run, 7, *more, "run.max_restarts=2")
     for update, rank in ((7, 1), (14, 0)):
         hold.hold_before(update)
         hold.wait_until_held(update, (0, 1))
@@ -138,13 +137,8 @@ def _check_exports(run):
         assert weight.equal(read["model"][name])
 
 
-def test_an_interrupted_run_does_not_start_again(tmp_path):
-    run = tmp_path / "run"
-    hold = Hold(tmp_path / "hold").hold_before(3)
-    process = helpers.begin(
-        *FEW, f"run.dir={run}", hold.override, "train.updates=40", "run.max_restarts=5"
-    )
-    hold.wait_until_held(3, (0, 1))
+def test_an_interrupted_run_does_not_start_again(tmp_path, run):
+    process, hold = begin_held(run, 3, *FEW, "train.updates=40", "run.max_restarts=5")
     process.send_signal(signal.SIGINT)
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()
@@ -152,14 +146,9 @@ def test_an_interrupted_run_does_not_start_again(tmp_path):
     assert len(list((run / "attempts").glob("0*"))) == 1
 
 
-def test_a_jobs_own_rates_are_those_of_every_attempt(tmp_path):
-    run = tmp_path / "run"
-    own = (
-        "job._target_=tests.tiny_job.OwnRate",
-        *FEW[1:],
-        "train.updates=8",
-        "accumulation.steps=1",
-    )
+def test_a_jobs_own_rates_are_those_of_every_attempt(tmp_path, run):
+    job = "job._target_=tests.tiny_job.OwnRate"
+    own = (job, *FEW[1:], "train.updates=8", "accumulation.steps=1")
     fault = ("job.fault=kill", "job.fault_after=6", "run.max_restarts=1")
     helpers.call(*own, f"run.dir={run}", *fault, code=0)
     records = helpers.records(run)

@@ -35,8 +35,7 @@ def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path)
         assert helpers.compare(other, runs[0])["max_relative_difference"] <= 1e-10
 
 
-def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
-    run = tmp_path / "run"
+def test_a_run_does_as_planned_and_says_so(run, capsys):
     asked = [TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}"]
     done = helpers.call(*asked, code=0)
     before = signal.getsignal(signal.SIGINT)

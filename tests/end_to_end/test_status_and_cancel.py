@@ -27,8 +27,7 @@ def ended(process):
     return process.returncode
 
 
-def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
-    run = tmp_path / "run"
+def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
     process = start(run)
     seen = found(run)
     assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)

@@ -15,7 +15,7 @@ from orchestrator.rundir.metrics import read_metrics
 from orchestrator.units import plural
 from tests import helpers
 from tests.helpers import TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 
 RUN = (
     TINY, "job.dropout=0.2", "accumulation.reduction=reproducible",
@@ -33,19 +33,6 @@ def undisturbed(tmp_path_factory):
     return helpers.result(run)
 
 
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
-
-
-def begin_held(run, update, *more, ranks=EVERY_RANK):
-    """Start a run and wait until every rank is held in the first micro-step of `update`."""
-    hold = Hold(run.with_name("hold")).hold_before(update)
-    process = helpers.begin(*RUN, *SHAPE, f"run.dir={run}", hold.override, *more)
-    hold.wait_until_held(update, ranks)
-    return process, hold
-
-
 def survived(run):
     return [line["survived"] for line in read_metrics(run / "metrics.jsonl").changes]
 
@@ -61,7 +48,9 @@ def check_whole(run, undisturbed):
 
 
 def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(run, undisturbed):
-    process, hold = begin_held(run, 3, "cluster.heartbeat_timeout_s=4")
+    process, hold = begin_held(
+        run, 3, *RUN, *SHAPE, "cluster.heartbeat_timeout_s=4", ranks=EVERY_RANK
+    )
     node, rank_2 = helpers.node_process(run, "node0"), helpers.rank_pid(run, 2)
     # The disk of the rank that writes the metrics is full: updates 3 and 4 are lost with it.
     no_file = (0, resource.RLIM_INFINITY)
@@ -104,8 +93,8 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
 
 def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbed):
     process, hold = begin_held(
-        run, 7, "accumulation.reduction=fast", "engine.shard_optimizer=true",
-        "train.checkpoint_every=5",
+        run, 7, *RUN, *SHAPE, "accumulation.reduction=fast", "engine.shard_optimizer=true",
+        "train.checkpoint_every=5", ranks=EVERY_RANK,
     )  # fmt: skip
     for rank in (2, 3, 4):
         os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
@@ -130,7 +119,7 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
         "run.max_replacements=16", "train.checkpoint_every=1",
         "train.checkpoint_in_background=true", "engine.shard_model=node",
     )  # fmt: skip
-    process, hold = begin_held(run, 3, *more)
+    process, hold = begin_held(run, 3, *RUN, *SHAPE, *more, ranks=EVERY_RANK)
     hold.hold_before(6)
     hold.wait_until_held(6, EVERY_RANK)
     os.kill(helpers.rank_pid(run, 3), signal.SIGKILL)
@@ -156,8 +145,8 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
 
 def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(run):
     process, hold = begin_held(
-        run, 3, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
-        "train.checkpoint_every=0", ranks=(0, 1),
+        run, 3, *RUN, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
+        "train.checkpoint_every=0",
     )  # fmt: skip
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()

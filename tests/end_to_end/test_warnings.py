@@ -41,8 +41,7 @@ def written(run):
     return [sentence for line in lines for sentence in line.get("warnings", ())]
 
 
-def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(tmp_path):
-    run = tmp_path / "run"
+def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
     done = call(
         WARNING, SMALL, f"run.dir={run}", "tracker=none", "train.updates=6",
         "train.checkpoint_every=3", "train.evaluate_every=0", code=0,

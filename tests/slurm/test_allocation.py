@@ -8,8 +8,7 @@ import pytest
 
 from tests import helpers
 from tests.programs import QUICK, WAITS, script
-from tests.slurm.runs import QUIET, processes_of_job, queue_state, verb
-from tests.slurm.test_interruptions import log
+from tests.slurm.runs import QUIET, log, processes_of_job, queue_state, verb
 
 CURRENT = ("+cluster=slurm", "cluster.allocation=current", "cluster.ranks_per_node=2")
 

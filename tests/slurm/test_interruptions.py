@@ -13,7 +13,7 @@ from slurm import breaking
 from tests.helpers import call, result, until
 from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
-from tests.slurm.runs import QUIET, SHAPE
+from tests.slurm.runs import QUIET, SHAPE, log
 
 ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 DISTURBED = {
@@ -138,10 +138,6 @@ def submit_program(slurm, folder, *more, program=("train.py",)):
         f"run.dir={folder / 'run'}", *more, "--", *program,
         module="orchestrator", cwd=folder, **QUIET, code=0,
     )  # fmt: skip
-
-
-def log(folder, rank):
-    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
 
 
 PREEMPTED = f"""{QUICK}

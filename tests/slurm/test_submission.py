@@ -1,7 +1,6 @@
 """Submission to SLURM: what is queued, what is refused, and what a killed submitter leaves."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -16,6 +15,7 @@ from orchestrator.slurm_client import SlurmClient, accounted_scripts
 from tests.end_to_end.test_submitit import check, run_script
 from tests.helpers import TINY, await_exit, begin, call, commit, environment, result, until
 from tests.slurm import runs
+from tests.slurm.runs import queued, wrapped_sbatch
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
 ENCLOSING_JOB = {
@@ -154,17 +154,6 @@ MOMENTS = {
 }
 
 
-def wrapped_sbatch(folder, steps):
-    """Write an `sbatch` that runs these shell commands where a job is submitted."""
-    wrapper = folder / "bin" / "sbatch"
-    wrapper.parent.mkdir(parents=True)
-    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # as a dry run
-    real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
-    wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))
-    wrapper.chmod(0o755)
-    return wrapper
-
-
 def killed_while_submitting(folder, moment, *line):
     """Run a command that is killed while sbatch runs; return the file that lets sbatch go on."""
     go = folder / "go"
@@ -172,14 +161,6 @@ def killed_while_submitting(folder, moment, *line):
     typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
     await_exit(typed, -9)
     return go
-
-
-def queued(slurm, folder):
-    """Return the jobs and arrays in the queue whose script lies below a folder."""
-    rows = (
-        row.split("|") for row in slurm.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
-    )
-    return {job for job, command in rows if command.startswith(str(folder))}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)

@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import begin, call, name_of, processes_of, result, until
 from tests.hold import Hold
 from tests.slurm import runs
-from tests.slurm.test_submission import queued
+from tests.slurm.runs import queued
 from tests.sweep.search.helpers import line_of, loss_of
 
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")

@@ -8,7 +8,7 @@ import signal
 from slurm import breaking
 from tests.helpers import TINY, await_exit, begin, call, result, until
 from tests.slurm import runs
-from tests.slurm.test_submission import wrapped_sbatch
+from tests.slurm.runs import wrapped_sbatch
 
 
 def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
