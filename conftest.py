@@ -6,8 +6,9 @@ machine proves nothing, and on a fresh one it first writes its tables of Unicode
 
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -53,6 +54,50 @@ def _end_what_it_starts() -> Iterator[None]:
     before = len(helpers.STARTED)
     yield
     helpers.end_started(before)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Any:
+    """Return a new run, whose folder has no files yet."""
+    from orchestrator.rundir.folder import RunDir
+
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+@pytest.fixture
+def begun(run: Any) -> Any:
+    """Return a new run whose first attempt has begun."""
+    run.begin_attempt()
+    return run
+
+
+@pytest.fixture
+def made(tmp_path: Path) -> Callable[..., Any]:
+    """Return a function that makes a run's folder below `tmp_path`."""
+    from tests.run_folders import maker  # with what composes configurations
+
+    return maker(tmp_path)
+
+
+@pytest.fixture(autouse=True)
+def _torch_as_before() -> Iterator[None]:
+    """Compute on one thread, as ranks do here: kernels split over two may round differently.
+
+    Restore what an engine sets for good. Only where a test's module has imported torch.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None:
+        yield
+        return
+    threads, strict = torch.get_num_threads(), torch.are_deterministic_algorithms_enabled()
+    filling = torch.utils.deterministic.fill_uninitialized_memory
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+    torch.use_deterministic_algorithms(strict)
+    torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
 # Both set up before all other fixtures of their scope, so they end what those start, too.

@@ -31,20 +31,20 @@ def command(*arguments, module="orchestrator.launch"):
     return [sys.executable, "-m", module, *map(str, arguments)]
 
 
-def call(*arguments, module="orchestrator.launch", cwd=None, timeout=120, **env):
-    """Run a command to its end; give the completed process with text output."""
-    if "PYTHONPATH" not in env:
-        where = {"cwd": cwd or Path.cwd(), "env": environment(**env), "timeout": timeout}
-        return warm.call(module, [*map(str, arguments)], **where)
-    return subprocess.run(
-        command(*arguments, module=module),
-        cwd=cwd,
-        env=environment(**env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-        check=False,
-    )
+def call(*arguments, module="orchestrator.launch", cwd=None, timeout=120, code=None, **env):
+    """Run a command to its end and return the completed process with text output.
+
+    Args:
+        code: the exit code that the command must have, if one is given.
+    """
+    where = {"cwd": cwd or Path.cwd(), "env": environment(**env), "timeout": timeout}
+    if "PYTHONPATH" in env:
+        words = command(*arguments, module=module)
+        done = subprocess.run(words, **where, capture_output=True, text=True, check=False)
+    else:
+        done = warm.call(module, [*map(str, arguments)], **where)
+    assert code in (None, done.returncode), f"{done.returncode}: {done.stdout}{done.stderr}"
+    return done
 
 
 def verb(*arguments, **more):
@@ -73,6 +73,13 @@ def begin_anew(*arguments, module="orchestrator.launch", cwd=None, **env):
     )
     STARTED.append(process)
     return process
+
+
+def await_exit(process, code, timeout=60):
+    """Wait for the end of a process of `begin`, check its exit code and return its output."""
+    output, _ = process.communicate(timeout=timeout)
+    assert process.returncode == code, output
+    return output
 
 
 def end_started(first=0):
@@ -174,6 +181,4 @@ def name_of(process):
 
 
 def compare(a, b):
-    done = verb("compare", a, b, "--json")
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return json.loads(verb("compare", a, b, "--json", code=0).stdout)

@@ -11,6 +11,16 @@ import time
 from pathlib import Path
 
 
+def begin_held(run, update, *words, ranks=(0, 1)):
+    """Start a run and wait until these ranks are held in the first micro-step of `update`."""
+    from tests.helpers import begin  # not in the job
+
+    hold = Hold(run.with_name("hold")).hold_before(update)
+    process = begin(*words, f"run.dir={run}", hold.override)
+    hold.wait_until_held(update, ranks)
+    return process, hold
+
+
 class Hold:
     """A folder with the first update that may not begin yet, and one marker for each held rank."""
 

@@ -17,14 +17,7 @@ class Light(Faulty, Job):
     metric_names = ("error",)
 
     def __init__(
-        self,
-        samples=240,
-        width=16,
-        pause_s=0.0,
-        fault=None,
-        fault_rank=1,
-        fault_after=5,
-        hold=None,
+        self, samples=240, width=16, pause_s=0.0, fault=None, fault_rank=1, fault_after=5, hold=None
     ):
         super().__init__(pause_s, fault, fault_rank, fault_after, hold)
         self.samples, self.width = samples, width

@@ -7,50 +7,42 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 
-LONG = (
-    *(
-        f"tests/slurm/test_{name}.py"
-        for name in (
-            "interruptions",
-            "sweeps",
-            "node_loss",
-            "submission",
-            "failures",
-            "verbs",
-            "allocation",
-            "mindspore",
-        )
-    ),
-    *(
-        f"tests/{name}.py"
-        for name in (
-            "end_to_end/test_programs",
-            "engine/mindspore/test_runs",
-            "audit/test_peers",
-            "end_to_end/test_printed_commands",
-            "audit/test_command",
-            "end_to_end/test_last_words",
-            "health/test_rehearse",
-            "engine/mindspore/test_engine",
-            "docs/test_examples",
-            "agent/test_local_nodes",
-            "cli/test_new",
-            "third_party/test_cluster_suite",
-            "end_to_end/test_growth",
-            "end_to_end/test_submitit",
-            "engine/mindspore/test_groups",
-            "client/test_frameworks",
-            "client/test_in_runs",
-            "end_to_end/test_failures",
-            "docs/test_library",
-            "engine/torch/test_loader",
-            "end_to_end/test_runs",
-            "end_to_end/test_restarts",
-            "sweep/local/test_queue",
-            "sweep/search/test_whole",
-            "third_party/test_suites",
-        )
-    ),
+LONG = tuple(
+    f"tests/{name}.py"
+    for name in (
+        "slurm/test_interruptions",
+        "slurm/test_sweeps",
+        "slurm/test_node_loss",
+        "slurm/test_submission",
+        "slurm/test_verbs",
+        "slurm/test_allocation",
+        "slurm/test_mindspore",
+        "end_to_end/test_programs",
+        "engine/mindspore/test_runs",
+        "audit/test_peers",
+        "end_to_end/test_printed_commands",
+        "audit/test_command",
+        "end_to_end/test_last_words",
+        "health/test_rehearse",
+        "engine/mindspore/test_engine",
+        "docs/test_examples",
+        "agent/test_local_nodes",
+        "cli/test_new",
+        "third_party/test_cluster_suite",
+        "end_to_end/test_growth",
+        "end_to_end/test_submitit",
+        "engine/mindspore/test_groups",
+        "client/test_frameworks",
+        "client/test_in_runs",
+        "end_to_end/test_failures",
+        "docs/test_library",
+        "engine/torch/test_loader",
+        "end_to_end/test_runs",
+        "end_to_end/test_restarts",
+        "sweep/local/test_queue",
+        "sweep/search/test_whole",
+        "third_party/test_suites",
+    )
 )
 """The files that take longest, the longest first."""
 
@@ -58,10 +50,9 @@ _CALM = (
     *(f"tests/{name}" for name in ("audit", "benchmarks", "cli", "config", "docs", "health")),
     *(f"tests/{name}" for name in ("jobs", "laws", "plan", "report", "rundir")),
     *(f"tests/{name}" for name in ("snapshot", "third_party", "engine/torch")),
-    *(f"tests/engine/{name}" for name in ("test_common.py", "test_published_files.py")),
-    *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "groups", "rendezvous")),
+    "tests/engine/test_common.py",
+    *(f"tests/engine/mindspore/test_{name}.py" for name in ("engine", "groups")),
     "tests/client/test_frameworks.py",
-    "tests/end_to_end/test_reproducible_runs.py",
 )
 CALM = tuple(path for path in _CALM if (ROOT / path).exists())
 """Tests that only compute, and pass although they stand still for some seconds."""

@@ -4,8 +4,6 @@ Agents, coordinators, their links over loopback and the run folder are the produ
 each agent, in random order, is one step of `STEP_S`. All that is random follows from a seed.
 """
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import math

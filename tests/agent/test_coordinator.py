@@ -58,16 +58,8 @@ class Attempt:
         self.coordinator.handle_event(self.spec.node_of(rank), message)
 
     def end(self, rank, status=0, final_state="", incarnation=0, failure=None):
-        self.take(
-            "exit",
-            rank,
-            incarnation,
-            status=status,
-            final_state=final_state,
-            failure=failure,
-            seen=SEEN,
-            ago_s=0.0,
-        )
+        ended = {"status": status, "final_state": final_state, "failure": failure}
+        self.take("exit", rank, incarnation, **ended, seen=SEEN, ago_s=0.0)
 
     def tick(self, seconds=0.0):
         """Let time pass, in which every agent that is there beats."""
@@ -155,10 +147,7 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     assert not attempt.commands_of("die"), "the others may still write what they saw"
     attempt.tick(GRACE_S)
     killed, ended = attempt.commands_of("kill"), attempt.commands_of("die")
-    assert (len(killed), len(ended)) == (
-        limit_s is not None,
-        limit_s is not None and not survive,
-    )
+    assert (len(killed), len(ended)) == (limit_s is not None, limit_s is not None and not survive)
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(tmp_path):
@@ -561,12 +550,7 @@ def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):
     attempt = Attempt(tmp_path, nodes=2, replacements=1, gone=(), begin=False)
     for index, incarnation in ((0, 0), (1, 1)):
         started = {"event": "started", "rank": index, "incarnation": incarnation}
-        begins = {
-            "event": "begins",
-            "rank": index,
-            "incarnation": incarnation,
-            "code": {"job": "abc"},
-        }
+        begins = {**started, "event": "begins", "code": {"job": "abc"}}
         attempt.coordinator.agent_connected(index, [{"rank": index, "events": [started, begins]}])
     attempt.tick()
     attempt.end(1, status=-9, incarnation=1)

@@ -9,18 +9,14 @@ from orchestrator.agent.agent import Agent
 from orchestrator.agent.links import Peer, connect
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.engine.common.rendezvous import listen
-from orchestrator.rundir.folder import RunDir
 from tests.agent.specs import node_spec
 
 
 @pytest.fixture
-def agent(tmp_path):
+def agent(begun):
     """The third node's agent, without workers."""
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.begin_attempt()
-    secret_of(run, 0)
-    agent = Agent(node_spec(run.path, index=2))
+    secret_of(begun, 0)
+    agent = Agent(node_spec(begun.path, index=2))
     yield agent
     agent._close_in_fork()
 

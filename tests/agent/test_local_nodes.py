@@ -2,13 +2,16 @@
 there is a worker and after; and a node may be stopped.
 """
 
+import json
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 
 from tests import helpers
-from tests.helpers import LIGHT, SMALL, TINY, until
+from tests.helpers import LIGHT, SMALL, TINY, environment, until
 
 
 @pytest.fixture
@@ -30,8 +33,7 @@ def importing(run, hanging, *more):
 def test_an_import_that_hangs_ends_the_run_with_its_stack(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging, "cluster.hang_timeout_s=3")
-    output, _ = launcher.communicate(timeout=60)
-    assert launcher.returncode == 1, output
+    helpers.await_exit(launcher, 1)
     culprit = helpers.result(run)["culprit"]
     assert "the import of the framework has used no processor for 3 s" in culprit["cause"]
     assert any("torch/__init__.py" in line for line in culprit["log_tail"])
@@ -42,8 +44,7 @@ def test_an_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     run = tmp_path / "run"
     launcher = importing(run, hanging)
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
-    assert launcher.returncode == 3
+    helpers.await_exit(launcher, 3, timeout=20)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
 
@@ -62,8 +63,7 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
     launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", "train.updates=400")
     until(lambda: helpers.records(run), what="training")
     helpers.preloaded(run).kill()
-    launcher.communicate(timeout=30)
-    assert launcher.returncode == 1
+    helpers.await_exit(launcher, 1, timeout=30)
     assert "SIGKILL" in helpers.result(run)["culprit"]["cause"]
     assert not helpers.processes_of(run)
 
@@ -85,8 +85,7 @@ def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     launcher.send_signal(signal.SIGINT)
     until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
-    launcher.communicate(timeout=20)
-    assert launcher.returncode == 130
+    helpers.await_exit(launcher, 130, timeout=20)
     assert not helpers.processes_of(tmp_path / "run")
 
 
@@ -100,9 +99,65 @@ def test_a_node_that_is_stopped_does_not_outlive_its_launcher(tmp_path):
 def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     run = tmp_path / "run"
     launcher, _ = frozen_node(run, "run.survive=false", "cluster.heartbeat_timeout_s=1")
-    output, _ = launcher.communicate(timeout=30)
-    assert launcher.returncode == 1, output
+    helpers.await_exit(launcher, 1, timeout=30)
     found = helpers.result(run)["culprit"]
     assert (found["rank"], found["node"]) == (None, "node1")
     assert "its agent gave no sign of life for 2.5 s" in found["cause"]
     assert not helpers.processes_of(run)
+
+
+# ------------------------------------------------------------------ Stop signals
+
+
+NODES = """
+import json, os, signal, sys
+from pathlib import Path
+from orchestrator.agent import local_nodes
+from orchestrator.agent.processes import exit_with
+from orchestrator.agent.workers import STOP_SIGNALS
+from tests.agent.specs import node_spec
+
+def stop():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+def stops_after_fork():
+    pid = fork_session()
+    if not pid:
+        stop()
+    return pid
+
+def stops_after_waitpid(*how):
+    found = waitpid(*how)
+    if found[0]:
+        stop()
+    return found
+
+class Agent:
+    def __init__(self, spec):
+        self.index = spec.index
+
+    def serve(self):
+        waits = where == "fork" or self.index
+        got = signal.sigwait(STOP_SIGNALS) if waits else None  # they are blocked until here
+        print(json.dumps([self.index, got]), file=out, flush=True)
+
+where, out = sys.argv[1], os.fdopen(os.dup(1), "w")
+fork_session, waitpid = local_nodes.fork_session, os.waitpid
+if where == "fork":
+    local_nodes.fork_session = stops_after_fork
+else:
+    os.waitpid = stops_after_waitpid
+specs = [node_spec(Path(sys.argv[2]), nodes=2, index=index) for index in (0, 1)]
+exit_with(lambda: local_nodes.NodeProcesses(specs, [{}, {}], Agent).serve() or 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("where", "signals"), [("fork", [[0, 15], [1, 15]]), ("waitpid", [[0, None], [1, 15]])]
+)
+def test_a_stop_reaches_exactly_the_agents_that_live(begun, where, signals):
+    done = subprocess.run(
+        [sys.executable, "-c", NODES, where, str(begun.path)],
+        stdout=subprocess.PIPE, env=environment(), text=True, timeout=20, check=True,
+    )  # fmt: skip
+    assert sorted(map(json.loads, done.stdout.splitlines())) == signals

@@ -9,7 +9,6 @@ import pytest
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.notify import Notifier
-from orchestrator.rundir.folder import RunDir
 from tests.helpers import environment, until
 
 NODE = {
@@ -34,7 +33,7 @@ def say(fifo, word):
 
 
 @pytest.fixture
-def run(tmp_path):
+def run(run, tmp_path):
     """A run whose first update is done, and whose command waits for the word that it then notes."""
     os.mkfifo(tmp_path / "gate")
     script = tmp_path / "note.sh"
@@ -43,8 +42,6 @@ def run(tmp_path):
         'echo "$ORCHESTRATOR_EVENT $word" >> notes\n[ "$word" != fails ]\n'
     )
     script.chmod(0o700)
-    run = RunDir(tmp_path / "run")
-    run.create()
     act = f"[ $ORCHESTRATOR_RANK = 1 ] && exec sleep 600; read word < {tmp_path}/let-go; exit 1"
     command = (f"job.command=[sh,-c,'{act}']", "job.style=plain", "cluster.nodes=1")
     config = compose(

@@ -5,15 +5,8 @@ from pathlib import Path
 import pytest
 
 from orchestrator.agent.liveness import RankPosition
-from orchestrator.agent.root_cause import (
-    TAIL_BYTES,
-    AbnormalEnd,
-    Straggler,
-    find_root_cause,
-    tail,
-)
+from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
 from orchestrator.rundir.files import write_json
-from orchestrator.rundir.folder import RunDir
 
 NOWHERE = Path("/nowhere/node.log")
 
@@ -31,10 +24,7 @@ def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
         ("", 5, "exited with code 5"),
     ],
 )
-def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(tmp_path, log, status, cause):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.logs.mkdir(exist_ok=True)
+def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, status, cause):
     run.rank_log(1).write_text(log)
     culprit = find_root_cause(run, run.failures(0), [ended("node1", 1, status)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
@@ -47,14 +37,6 @@ def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
         {"rank": rank, "node": f"node{rank}", "cause": cause, "time": time, "usage": False,
          "secondary": secondary},
     )  # fmt: skip
-
-
-@pytest.fixture
-def begun(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
-    run.begin_attempt()
-    return run
 
 
 @pytest.mark.parametrize(
@@ -76,7 +58,6 @@ def test_of_primary_failures_the_first_is_the_cause_unless_the_end_that_was_seen
 
 
 def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
-    begun.logs.mkdir(exist_ok=True)
     begun.rank_log(0).write_text(
         "update 3\n[rank0]: Watchdog caught collective operation timeout: WorkNCCL(SeqNum=9)\n"
         "terminate called after throwing an instance of 'c10::DistBackendError'\n"
@@ -89,7 +70,6 @@ def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
 
 def test_a_rank_that_was_killed_is_blamed_though_its_logs_last_line_is_an_error(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
-    begun.logs.mkdir(exist_ok=True)
     begun.rank_log(1).write_text("update 3\nerror: shard 3 cannot be read; trying another\n")
     for status in (-9, -6):
         ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, 2.0)]
@@ -128,7 +108,6 @@ def straggler(rank, stood_s):
 
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
     written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
-    begun.logs.mkdir(exist_ok=True)
     begun.rank_log(3).write_text(
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so

@@ -13,13 +13,10 @@ from typer.testing import CliRunner
 
 from orchestrator import errors
 from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
+from orchestrator.report.status_tables import search_of, with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import ROOT, environment
-from tests.report.conftest import made
-from tests.report.test_status_tables import FOUND
-
-__all__ = ["made"]
 
 VERBS = typer.main.get_command(app).commands
 ACTS = {
@@ -27,6 +24,13 @@ ACTS = {
     "launch": "its last lines are the run's", "run": "the same", "resume": "the same",
     "attach": "the same", "logs": "a program's own lines", "cancel": "a sentence",
     "report": "it has --format json", "export": "it writes a file",
+}  # fmt: skip
+TRIAL = {"number": 0, "state": "complete", "value": 0.5, "point": ["job.x='a=b'"], "folder": "0",
+         "why": None}  # fmt: skip
+FOUND = {
+    "search": "tpe", "objective": "loss", "maximize": False, "wanted": 2, "best": 0,
+    "trials": [TRIAL, TRIAL | {"number": 1, "state": "failed", "value": None, "folder": None}],
+    "line": {"overrides": [], "config_dir": None, "config_name": "config", "folder": "/"},
 }  # fmt: skip
 CODES = {value for name, value in vars(errors).items() if name.startswith("EXIT_")}
 
@@ -43,6 +47,16 @@ def here(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", "/nowhere")
     return CliRunner()
+
+
+def test_a_search_is_read_back(tmp_path):
+    assert search_of(tmp_path) is None
+    write_json(RunDir(tmp_path).search, FOUND)
+    found = search_of(tmp_path)
+    assert found == FOUND
+    [run, failed] = with_trials([{"folder": "/sweep/0"}], found)
+    assert run["trials"][0]["parameters"] == {"job.x": "'a=b'"}
+    assert failed["state"] == "failed"
 
 
 def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):

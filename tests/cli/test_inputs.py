@@ -127,12 +127,11 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     longer = ("resume", "first", "train.updates=4")
     (own / "mine.py").write_text(JOB.replace("width=4", "width=5"))
     (own / "numbers.txt").write_text("22")
-    refused = helpers.verb(*longer, cwd=own)
-    assert refused.returncode == 2
+    refused = helpers.verb(*longer, cwd=own, code=2)
     assert "mine.py has changed, files of job.data have changed since" in refused.stderr
     assert "--changed" in refused.stderr
     (own / "mine.py").write_text(JOB + "# more\n")
-    assert helpers.verb(*longer, "--changed", cwd=own).returncode == 0
+    helpers.verb(*longer, "--changed", cwd=own, code=0)
     assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"]
     last = helpers.verb("resume", "first", "train.updates=6", cwd=own)
     assert last.returncode == 0, "what was accepted is no change any more"

@@ -19,8 +19,7 @@ def _short(script):
 def _run(script, folder):
     """Run the commands of a shell block; return what the last one prints."""
     for _, _, module, *arguments in typed(script, folder.parent):
-        done = call(*arguments, module=module, cwd=folder)
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = call(*arguments, module=module, cwd=folder, code=0)
     return done.stdout
 
 
@@ -57,8 +56,7 @@ def test_the_tutorial_leads_from_an_empty_folder_to_a_resumed_run(tmp_path):
 )
 def test_nothing_is_written_for_a_name_that_cannot_be(tmp_path, name, message):
     (tmp_path / "there").mkdir()
-    done = verb("new", tmp_path / name, COLUMNS="400")
-    assert done.returncode == 2
+    done = verb("new", tmp_path / name, COLUMNS="400", code=2)
     assert message in done.stderr
     assert [path.name for path in tmp_path.iterdir()] == ["there"]
     assert not list((tmp_path / "there").iterdir())

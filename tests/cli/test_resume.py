@@ -2,6 +2,7 @@
 
 import functools
 import json
+import re
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -122,9 +123,8 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
 def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begun, asked, said):
     run = make_run(*begun)
     before = run.config.read_text()
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(said)):
         resumption_of(run, [asked])
-    assert said in str(refused.value)
     assert run.config.read_text() == before
     assert not run.resumes.exists()
 
@@ -178,9 +178,7 @@ def test_each_resume_is_recorded_and_the_configurations_before_stay_readable(mak
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def run(run, tmp_path):
     write_json(run.submission, {"folder": str(tmp_path / "project")})
     return run
 
@@ -206,9 +204,7 @@ def test_a_folder_of_submission_that_is_gone_is_named(run, tmp_path):
         raise AssertionError
 
 
-def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(run):
     (run.path / "file").touch()
     unwritable = pytest.raises(RunFolderError, match="run cannot be written: Not a directory")
     with unwritable, wrap_disk_errors(run):

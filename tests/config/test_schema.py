@@ -5,13 +5,15 @@ from dataclasses import fields, is_dataclass
 
 import pytest
 
+from orchestrator.config.changes import flat
 from orchestrator.config.command_line import check_overrides
 from orchestrator.config.composer import compose
 from orchestrator.config.loader import Loader
 from orchestrator.config.reading import read_config, to_yaml
-from orchestrator.config.schema import BOUNDS, Config
+from orchestrator.config.schema import BOUNDS, Config, plain
 from orchestrator.errors import ConfigError, expand_user
 from orchestrator.slurm_client import SlurmClient
+from tests.helpers import ROOT
 
 
 def refusal(*overrides):
@@ -157,3 +159,37 @@ def test_two_lengths_of_a_run_are_refused():
 def test_what_the_parsers_say_is_put_into_words(override, words):
     with pytest.raises(ConfigError, match=re.escape(words)):
         compose([override])
+
+
+# ------------------------------------------------------------------ docs/reference/configuration.md
+
+
+PAGE = (ROOT / "docs" / "reference" / "configuration.md").read_text()
+ROWS = {
+    key: (values, default)
+    for key, values, default in re.findall(
+        r"^\| `([\w.]+)` \| (.*?) \| (.*?) \| .+ \|$", PAGE, re.MULTILINE
+    )
+}
+
+
+def text_of(value):
+    words = {None: "null", True: "true", False: "false"}
+    if isinstance(value, dict | list):
+        return "empty"
+    return words[value] if value is None or isinstance(value, bool) else f"{value}"
+
+
+def test_every_key_has_a_row_with_its_default_and_no_other_has():
+    usual = dict(flat(plain(Config())))
+    documented = {key: default for key, (_, default) in ROWS.items()}
+    assert {key: text_of(value).removesuffix(".0") for key, value in usual.items()} == documented
+
+
+def test_every_row_has_the_choices_and_the_bounds_of_its_key():
+    for key, bound in BOUNDS.items():
+        values = ROWS[key][0]
+        if bound.choice:
+            assert values == ", ".join(bound.choice)
+        for number in (bound.least, bound.above, bound.most):
+            assert number is None or f"{number:,.12g}" in values, key

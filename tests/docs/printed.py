@@ -60,12 +60,6 @@ def blocks(path):
     return fenced + [("", textwrap.dedent(found[0])) for found in _INDENTED.finditer(rest)]
 
 
-def is_shell(language, text):
-    """Whether a reader would type it."""
-    first = {line.split()[0] for line in text.splitlines() if line.split()}
-    return language in ("bash", "sh") or (not language and not first.isdisjoint(PROGRAMS))
-
-
 def spans(path):
     """What stands in backquotes on a page, in one line each; of other files, in their comments."""
     text = _text(path)
@@ -93,13 +87,13 @@ def typed(block, folder):
 
 def shell_commands(folder):
     """(page, words) of every command in the shell blocks of all pages."""
-    return [
-        (_named(path), words)
-        for path in PAGES
-        for language, text in blocks(path)
-        if is_shell(language, text)
-        for words in typed(text, folder)
-    ]
+    found = []
+    for path in PAGES:
+        for language, text in blocks(path):
+            first = {line.split()[0] for line in text.splitlines() if line.split()}
+            if language in ("bash", "sh") or (not language and not first.isdisjoint(PROGRAMS)):
+                found += [(_named(path), words) for words in typed(text, folder)]
+    return found
 
 
 def python_blocks():

@@ -383,17 +383,14 @@ def updates(ours, model, number):
         ours.boundary()
 
 
-def with_dropout(group=None):
-    torch.manual_seed(0)
-    return accumulated(group, nn.Sequential(nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)))
-
-
 # ------------------------------------------------------------------ habits
 
 
 @misuse("`model.eval()` left on by one rank", ranks=2)
 def _(group):
-    ours, model = with_dropout(group)
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)
+    ours, model = accumulated(group, nn.Sequential(*layers))
     model.train(mode=group.rank > 0)
     updates(ours, model, 1)
 

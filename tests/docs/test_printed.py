@@ -5,23 +5,24 @@ tests/end_to_end/test_printed_commands.py.
 """
 
 import ast
+import doctest
 import importlib
+import inspect
 import re
+import subprocess
+import sys
 from dataclasses import fields
 
+from orchestrator import Job, Loss
 from orchestrator.client.run import current_run
 from orchestrator.config.changes import flat
 from orchestrator.config.schema import Config, plain
+from orchestrator.job import COUPLED_METHODS
 from orchestrator.report.run_tables import print_closing
 from orchestrator.rundir.metrics import History
-from tests.docs.printed import (
-    ROOT,
-    blocks,
-    inline,
-    links,
-    python_blocks,
-)
-from tests.report.conftest import Screen, record, result
+from tests.docs.printed import ROOT, blocks, inline, links, python_blocks
+from tests.docs.scripts import page_text, table
+from tests.run_folders import Screen, record, result
 
 
 def test_the_end_of_make_run_is_what_the_readme_shows():
@@ -86,3 +87,68 @@ def test_every_link_within_the_project_leads_somewhere():
             headings = re.findall(r"^#+ (.*)$", file.read_text(encoding="utf-8"), re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
             assert anchor in anchors, f"{page}: {target}"
+
+
+# ------------------------------------------------------------------ The site
+
+
+BUDGET_WORDS = 25_000
+
+
+def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
+    built = subprocess.run(
+        [
+            sys.executable, "-m", "properdocs", "build", "--strict", "--quiet",
+            "--config-file", str(ROOT / "properdocs.yml"), "--site-dir", str(tmp_path),
+        ],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stdout + built.stderr
+    pages = {path.relative_to(ROOT / "docs") for path in (ROOT / "docs").rglob("*.md")}
+    assert all((tmp_path / page).with_suffix(".html").exists() for page in pages)
+    folders = {page.parent.name for page in pages}
+    assert folders == {"", "tutorial", "how-to", "reference", "explanation"}
+
+
+def test_documentation_stays_within_its_budget():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert sum(len(page.read_text(encoding="utf-8").split()) for page in pages) <= BUDGET_WORDS
+
+
+# ------------------------------------------------------------------ The reference of `Job`
+
+
+PAGE = page_text("job.md")
+OPTIONAL = {"learning_rate", *COUPLED_METHODS}
+
+
+def _public(of):
+    return {name for name, _ in inspect.getmembers(Job, of) if not name.startswith("_")}
+
+
+def test_the_page_has_every_method_with_its_arguments():
+    rows = [row[0].strip("`") for row in table(PAGE, "method")]
+    signatures = {row.partition("(")[0]: row.partition("(")[2].rstrip(")") for row in rows}
+    assert signatures.keys() == _public(inspect.isfunction) | OPTIONAL
+    for name in signatures.keys() - OPTIONAL:
+        _, *arguments = inspect.signature(getattr(Job, name)).parameters
+        assert signatures[name] == ", ".join(arguments)
+
+
+def test_the_page_has_every_attribute_with_its_default():
+    rows = {name.strip("`"): default.strip("`") for name, default, _ in table(PAGE, "attribute")}
+    attributes = _public(lambda value: not callable(value))
+    assert rows == {name: repr(getattr(Job, name)).replace("'", '"') for name in attributes}
+
+
+def test_the_page_has_every_field_of_a_loss():
+    assert [row[0].strip("`") for row in table(PAGE, "field")] == [f.name for f in fields(Loss)]
+
+
+MATHEMATICS = ROOT / "docs" / "explanation" / "mathematics.md"
+
+
+def test_the_examples_of_the_page_hold():
+    failed, attempted = doctest.testfile(str(MATHEMATICS), module_relative=False, encoding="utf-8")
+    assert attempted >= 5
+    assert failed == 0

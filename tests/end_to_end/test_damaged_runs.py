@@ -17,8 +17,7 @@ SHAPE = (
 def broken_off(tmp_path_factory):
     """Left after update 9 of 12, with checkpoints after 8 and, since a rank was killed, 9."""
     run = tmp_path_factory.mktemp("damaged") / "run"
-    done = call(*SHAPE, "job.fault=kill", "job.fault_after=19", f"run.dir={run}")
-    assert done.returncode == 1, done.stdout + done.stderr
+    call(*SHAPE, "job.fault=kill", "job.fault_after=19", f"run.dir={run}", code=1)
     return run
 
 
@@ -26,7 +25,7 @@ def broken_off(tmp_path_factory):
 def undisturbed(broken_off):
     whole = broken_off.with_name("whole")
     shutil.copytree(broken_off, whole)
-    assert verb("resume", whole, "-q").returncode == 0
+    verb("resume", whole, "-q", code=0)
     return result(whole)["weights_sha256"]
 
 
@@ -41,8 +40,7 @@ def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(
 ):
     run = shutil.copytree(broken_off, tmp_path / "run")
     flip(run / "checkpoints" / "update-000000009" / "state.json", b"0.999")
-    done = verb("resume", run)
-    assert done.returncode == 0, done.stderr
+    done = verb("resume", run, code=0)
     said = " ".join((done.stdout + done.stderr).split())
     assert "state.json is damaged" in said
     assert "going on from an earlier checkpoint" in said
@@ -56,8 +54,7 @@ def test_without_its_checkpoints_folder_a_run_begins_again_says_so_and_saves(
     run = shutil.copytree(broken_off, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     (run / "plan.json").unlink()
-    done = verb("resume", run, "run.max_restarts=1")  # its fault comes again
-    assert done.returncode == 0, done.stderr
+    done = verb("resume", run, "run.max_restarts=1", code=0)  # its fault comes again
     said = " ".join((done.stdout + done.stderr).split())
     assert "there was no folder checkpoints, so no checkpoint either: it begins at update 0" in said
     assert "could not be written" not in said
@@ -71,8 +68,7 @@ def test_checkpoints_of_the_background_have_the_bytes_of_others_and_cost_no_bit(
     run, whole = tmp_path / "run", broken_off.with_name("whole")
     background = "train.checkpoint_in_background=true"
     call(*SHAPE, "job.fault=kill", "job.fault_after=19", background, f"run.dir={run}")
-    done = verb("resume", run, background)
-    assert done.returncode == 0, done.stderr
+    verb("resume", run, background, code=0)
     assert result(run)["weights_sha256"] == undisturbed
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["update-000000009", "update-000000012"]
@@ -92,8 +88,7 @@ def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched
     for weights in run.glob("checkpoints/*/weights.safetensors"):
         weights.write_bytes(weights.read_bytes()[:-1])
     before = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}
-    done = verb("resume", run)
-    assert done.returncode == 2
+    done = verb("resume", run, code=2)
     assert "no checkpoint" in done.stderr
     assert "Traceback" not in done.stderr
     after = {p: p.read_bytes() for p in run.rglob("*") if p.is_file() and p.name != ".lock"}

@@ -8,36 +8,21 @@ import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 
 SLOW = (
     TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40",
     "run.survive=false",
 )  # fmt: skip
 
-
 FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0")
-
-
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = helpers.call(*SLOW, *FEW, f"run.dir={run}")
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*SLOW, *FEW, f"run.dir={run}", code=0)
     return run
-
-
-def held(run, update, *more):
-    """Start a run and wait until both of its ranks are held before `update`."""
-    hold = Hold(run.with_name("hold")).hold_before(update)
-    process = helpers.begin(*SLOW, *FEW, f"run.dir={run}", hold.override, *more)
-    hold.wait_until_held(update, (0, 1))
-    return process, hold
 
 
 def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_error_is_named(
@@ -66,11 +51,10 @@ def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_erro
 
 
 def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(run):
-    done = helpers.call(
+    helpers.call(
         TINY, f"run.dir={run}", "job.fault=drift", "job.fault_rank=2", "job.fault_after=4",
-        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2",
+        "train.updates=20", "train.checkpoint_every=2", "accumulation.steps=2", code=1,
     )  # fmt: skip
-    assert done.returncode == 1
     found = helpers.result(run)
     assert (found["state"], found["culprit"]["rank"]) == ("failed", 2)
     assert "the weights of rank 2 are no longer those of most ranks" in found["culprit"]["cause"]
@@ -79,26 +63,23 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
 
 
 def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, undisturbed):
-    process, hold = held(run, 7)
+    process, hold = begin_held(run, 7, *SLOW, *FEW)
     process.send_signal(signal.SIGTERM)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    helpers.await_exit(process, 3)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
-    resumed = helpers.verb("resume", run)
-    assert resumed.returncode == 0, resumed.stdout
+    helpers.verb("resume", run, code=0)
     assert helpers.result(run)["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
     assert helpers.compare(run, undisturbed)["equal_bits"]
 
 
 def test_a_second_interrupt_ends_every_process_at_once(run):
-    process, _ = held(run, 3)
+    process, _ = begin_held(run, 3, *SLOW, *FEW)
     process.send_signal(signal.SIGINT)
     helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 30, "the word")
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=30)
-    assert process.returncode == 130
+    helpers.await_exit(process, 130, timeout=30)
     assert not helpers.processes_of(run)
 
 
@@ -114,12 +95,12 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
 
 
 def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
-    process, hold = held(run, 13)
+    process, hold = begin_held(run, 13, *SLOW, *FEW)
     process.kill()
     process.communicate()
     hold.release()
     helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
-    assert helpers.verb("resume", run).returncode == 0
+    helpers.verb("resume", run, code=0)
     assert helpers.compare(run, undisturbed)["equal_bits"]
     attempts = [r["attempt"] for r in helpers.records(run)]
     assert set(attempts) == {0, 1}
@@ -128,12 +109,11 @@ def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
 
 @pytest.mark.parametrize("ends_first", [False, True], ids=["it is noticed", "the training ends"])
 def test_a_folder_deleted_in_mid_run_ends_it_with_one_message(run, ends_first):
-    process, hold = held(run, 7, "run.max_restarts=2")
+    process, hold = begin_held(run, 7, *SLOW, *FEW, "run.max_restarts=2")
     shutil.rmtree(run)
     if ends_first:
         hold.release()
-    output, _ = process.communicate(timeout=60)  # the ranks are held until they are ended
-    assert process.returncode == 1
+    output = helpers.await_exit(process, 1)  # the ranks are held until they are ended
     gone = f"error: the run folder {run} was removed or renamed while the run was using it"
     assert " ".join(output.split()).endswith(gone), output
     assert "cannot be written" not in output

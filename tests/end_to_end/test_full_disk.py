@@ -50,7 +50,7 @@ def disk(tmp_path):
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    assert helpers.call(*LONG, f"run.dir={run}").returncode == 0
+    helpers.call(*LONG, f"run.dir={run}", code=0)
     return helpers.result(run)["weights_sha256"]
 
 
@@ -72,8 +72,7 @@ def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
     assert len(helpers.records(run)) < 30
     disk.make_room()
     hold.release()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0, timeout=120)
     assert [r["update"] for r in lines(run) if "loss" in r] == list(range(120))
     for words in (
         "metrics.jsonl could not be written: No space left on device",
@@ -91,8 +90,7 @@ def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(di
     hold.wait_until_held(12, (0, 1))
     disk.fill()
     hold.release()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 1
+    output = helpers.await_exit(process, 1, timeout=120)
     assert "Traceback" not in output
     assert "rank 0 on node0 failed first: trained to the end, but the checkpoint after" in output
     assert re.search(
@@ -100,5 +98,5 @@ def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(di
     ), output
     assert not (run / "result.json").exists()
     disk.make_room()
-    assert helpers.verb("resume", run).returncode == 0
+    helpers.verb("resume", run, code=0)
     assert helpers.result(run)["state"] == "finished"

@@ -38,11 +38,9 @@ def hook():
         thread.join()
 
 
-def test_a_run_says_that_it_has_begun_and_ended(tmp_path, hook):
+def test_a_run_says_that_it_has_begun_and_ended(run, hook):
     address, got = hook
-    run = tmp_path / "run"
-    done = call(*TWO, f"run.dir={run}", "notify.webhook=HOOK", HOOK=address)
-    assert done.returncode == 0, done.stderr
+    call(*TWO, f"run.dir={run}", "notify.webhook=HOOK", HOOK=address, code=0)
     until(lambda: len(got) == 2, 20, "both messages")
     assert {one["event"] for one in got} == {"first_update", "end"}
     assert {one["text"] for one in got} == {
@@ -61,7 +59,7 @@ def test_each_restart_and_the_failure_are_said_once(tmp_path):
     script.chmod(0o700)
     program = ("--", "false")
     flags = (SMALL, "run.max_restarts=1", f"notify.command={script}", f"run.dir={run}", "-q")
-    assert verb("run", *flags, *program).returncode == 1
+    verb("run", *flags, *program, code=1)
     until(lambda: notes.exists() and len(notes.read_text().split()) == 2, 20, "both messages")
     assert sorted(notes.read_text().split()) == ["failure", "requeue"]
     assert verb("resume", run, "-q").returncode == 1  # once more, with its own allowance
@@ -69,13 +67,11 @@ def test_each_restart_and_the_failure_are_said_once(tmp_path):
     assert sorted(notes.read_text().split()) == ["failure", "failure", "requeue", "requeue"]
 
 
-def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
-    run = tmp_path / "run"
-    done = call(
+def test_what_cannot_be_sent_fails_nothing_and_is_noted(run):
+    call(
         *TWO, f"run.dir={run}", "notify.webhook=HOOK", "notify.command='cat /nowhere'",
-        HOOK="http://127.0.0.1:9/secret",
+        HOOK="http://127.0.0.1:9/secret", code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
     log = run / "logs" / "notify.log"
     until(lambda: log.read_text().count("notify.webhook=HOOK: ") >= 2, 20, "both failures")
     assert "notify.command: " in log.read_text()
@@ -85,11 +81,7 @@ def test_what_cannot_be_sent_fails_nothing_and_is_noted(tmp_path):
 @pytest.mark.parametrize(
     ("recipient", "address", "message"),
     [
-        (
-            {"command": "nosuchprogram x"},
-            "",
-            "notify.command=nosuchprogram x: there is no such",
-        ),
+        ({"command": "nosuchprogram x"}, "", "notify.command=nosuchprogram x: there is no such"),
         ({"webhook": "https://example.org/secret"}, "", "try notify.webhook=NOTIFY_URL"),
         ({"webhook": "HOOK"}, "", "export HOOK before the start"),
         ({"webhook": "HOOK"}, "file:///etc/passwd", "must hold an address"),

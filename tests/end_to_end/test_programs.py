@@ -42,6 +42,10 @@ def programs_of(folder):
     return [p for p in helpers.processes_of(folder / "train.py") if p.is_running()]
 
 
+def program_of(folder, rank):
+    return next(p for p in programs_of(folder) if p.environ().get("RANK") == str(rank))
+
+
 def culprit(folder):
     return helpers.result(folder / "run")["culprit"]
 
@@ -56,8 +60,7 @@ print(said + "\\n", end="", flush=True)
 
 def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun_and_its_variables(tmp_path):
     script(tmp_path, TOLD + TORCH + ENDS)
-    done = call(tmp_path, "cluster.ranks_per_node=1", "job.arguments.lr=0.2")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(tmp_path, "cluster.ranks_per_node=1", "job.arguments.lr=0.2", code=0)
     assert re.search(r"state +finished", done.stdout)
     words = ("--nproc-per-node=2", "--max-restarts=2", "train.py", "--lr=0.2")
     printed = helpers.call(*words, module="torch.distributed.run", cwd=tmp_path).stdout
@@ -71,7 +74,7 @@ def test_a_torch_script_ends_with_the_bits_that_it_has_under_torchrun_and_its_va
     four = tmp_path / "four"
     four.mkdir()
     script(four, TOLD)
-    assert call(four, "run.max_restarts=2").returncode == 0
+    call(four, "run.max_restarts=2", code=0)
     ours = [said(four, rank) for rank in range(4)]
     assert ours[3].keys() == theirs.keys()
     for name in ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "ROLE_NAME"):
@@ -112,8 +115,7 @@ time.sleep(600)
 )
 def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank, cause):
     script(tmp_path, MISHAPS)
-    done = call(tmp_path, program=("train.py", mishap))
-    assert done.returncode == 1, done.stdout + done.stderr
+    call(tmp_path, program=("train.py", mishap), code=1)
     found = culprit(tmp_path)
     assert (found["rank"], found["node"]) == (rank, f"node{rank // 2}")
     assert found["cause"].replace("'", '"') == cause.replace("'", '"')
@@ -123,7 +125,7 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
 def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
-    victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "1")
+    victim = program_of(tmp_path, 1)
     began = time.monotonic()
     victim.kill()
     output, _ = process.communicate(timeout=30)
@@ -137,7 +139,7 @@ def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path)
 def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path)
-    agent = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "3").ppid()
+    agent = program_of(tmp_path, 3).ppid()
     os.kill(process.pid if target == "launcher" else agent, signal.SIGKILL)
     process.communicate(timeout=30)
     helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
@@ -148,8 +150,7 @@ def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
 def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
-    frozen = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
-    frozen.suspend()
+    program_of(tmp_path, 2).suspend()
     process.communicate(timeout=30)
     found = culprit(tmp_path)
     assert found["rank"] == 2
@@ -171,11 +172,9 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     process = begin(tmp_path, "job.stop_signal=USR1")
     status = helpers.verb("status", tmp_path / "run", "--json")
     assert json.loads(status.stdout)[0]["state"] == "running"
-    done = helpers.verb("cancel", tmp_path / "run")
-    assert done.returncode == 0
+    done = helpers.verb("cancel", tmp_path / "run", code=0)
     assert "gets SIGUSR1 on every rank" in done.stdout
-    output, _ = process.communicate(timeout=30)
-    assert process.returncode == 3, output
+    output = helpers.await_exit(process, 3, timeout=30)
     assert "gets SIGUSR1 on every rank" in output
     assert "boundary" not in output + done.stdout, "it has none"
     assert helpers.result(tmp_path / "run")["state"] == "stopped"
@@ -184,8 +183,7 @@ def test_a_stop_is_the_signal_that_the_program_knows_and_resume_starts_it_again(
     )
     assert "asked to stop, the program exited with code 7" in log(tmp_path, 0), "it is said"
     (tmp_path / "go").touch()
-    again = helpers.verb("resume", tmp_path / "run")
-    assert again.returncode == 0, again.stdout + again.stderr
+    helpers.verb("resume", tmp_path / "run", code=0)
     assert "went on in attempt 1" in log(tmp_path, 0)
     over = helpers.verb("resume", tmp_path / "run")
     assert "nothing to resume" in over.stdout
@@ -259,8 +257,9 @@ while time.monotonic() < until:
 raise ConnectionRefusedError("Connection refused")
 """,
     )
-    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)))
-    assert done.returncode == 1
+    done = call(
+        tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)), code=1
+    )
     assert culprit(tmp_path)["rank"] == stuck
     if stuck:
         cause = culprit(tmp_path)["cause"]
@@ -274,17 +273,16 @@ raise ConnectionRefusedError("Connection refused")
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
     script(tmp_path, '#!/bin/sh\necho "shell $RANK of $WORLD_SIZE: $*"\n', "train.sh", run=True)
-    assert call(tmp_path, "job.arguments.lr=0.1", program=("./train.sh", "a b")).returncode == 0
+    call(tmp_path, "job.arguments.lr=0.1", program=("./train.sh", "a b"), code=0)
     assert "shell 2 of 4: a b --lr=0.1" in log(tmp_path, 2)
     package = tmp_path / "package"
     package.mkdir()
     script(package, "from package import helper\n", "module.py")
     script(package, "import sys; print('module', sys.argv[1:], sys.stdin.read())\n", "helper.py")
-    done = helpers.call(
+    helpers.call(
         "job=program", "job.command=[-m,package.module]", "job.argument_style=bare",
-        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path,
+        "job.arguments.lr=0.1", f"run.dir={tmp_path / 'second'}", cwd=tmp_path, code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     assert "module ['lr=0.1']" in (tmp_path / "second/logs/rank-00000.log").read_text()
 
 
@@ -304,9 +302,8 @@ def swept(tmp_path_factory):
     done = helpers.call(
         "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
         "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
-        cwd=tmp_path,
+        cwd=tmp_path, code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     return tmp_path / "sweep", done.stdout
 
 
@@ -333,9 +330,8 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
     assert re.search(r"train\.py .*\n.*updates +\u2013", helpers.verb("status", silent).stdout)
     assert "last loss  0.1250" in helpers.verb("attach", reporting).stdout
     assert "given" in helpers.verb("logs", silent).stdout
-    assert helpers.verb("report", silent, "--format", "csv").returncode == 0
-    refused = helpers.verb("compare", reporting, silent)
-    assert refused.returncode == 2
+    helpers.verb("report", silent, "--format", "csv", code=0)
+    refused = helpers.verb("compare", reporting, silent, code=2)
     assert "is a program's, which saves its weights its own way" in refused.stderr
     anew = helpers.verb("resume", silent, "job.arguments.lr=1")
     assert (anew.returncode, "Traceback" in anew.stderr) == (2, False)
@@ -345,16 +341,13 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
 def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap(tmp_path):
     script(tmp_path, LOOP)
     process = begin(tmp_path)
-    victim = next(p for p in programs_of(tmp_path) if p.environ().get("RANK") == "2")
-    victim.terminate()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    program_of(tmp_path, 2).terminate()
+    output = helpers.await_exit(process, 3)
     last = {re.findall("last (.*)", log(tmp_path, rank))[-1] for rank in range(4)}
     assert len(last) == 1
     stopped = int(last.pop().split()[0])
     assert re.search(rf"updates +{stopped + 1}", output)
-    again = helpers.verb("resume", tmp_path / "run")
-    assert again.returncode == 0, again.stdout + again.stderr
+    helpers.verb("resume", tmp_path / "run", code=0)
     updates = [record["update"] for record in helpers.records(tmp_path / "run")]
     assert updates == [*range(stopped + 6)]
     status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
@@ -373,8 +366,7 @@ def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(
     process = begin(tmp_path, "cluster.nodes=1", program=("./train.sh",), waits_for=2)
     done = helpers.verb("cancel", tmp_path / "run")
     assert "once all its ranks are done with the same update" in done.stdout
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 3, output
+    helpers.await_exit(process, 3)
     for rank in range(2):
         said = log(tmp_path, rank)
         assert re.search(r"last (\d+) .*\nworker None\n", said)
@@ -392,25 +384,18 @@ if number < 2:
 """
 
 
-def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
+def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path, run):
     script(tmp_path, SAVES)
-    run = tmp_path / "run"
     line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={run}", "run.max_restarts=3")
     newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
-    done = helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path, code=0)
     given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()
              if line.startswith("given")]  # fmt: skip
     saved = f"{run}/saved"
-    assert given == [
-        f"given {words}"
-        for words in (
-            [saved],
-            [saved, "--load", f"{saved}/9.pt"],
-            [saved, "--load", f"{saved}/8.pt"],
-        )
-    ]
+    loads = [[], ["--load", f"{saved}/9.pt"], ["--load", f"{saved}/8.pt"]]
+    assert given == [f"given {[saved, *words]}" for words in loads]
     assert with_newest_files(["--load", f"{{newest:{tmp_path}/nowhere/*}}"]) == []
-    wrong = helpers.call(*line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path)
-    assert wrong.returncode == 2
+    wrong = helpers.call(
+        *line, "job.resume_arguments=--load", "--", "train.py", cwd=tmp_path, code=2
+    )
     assert "job.resume_arguments must be a list of words" in wrong.stderr

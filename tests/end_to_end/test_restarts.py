@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from orchestrator.__main__ import app
 from tests import helpers
 from tests.helpers import SMALL, TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 from tests.tiny_job import Tiny
 
 FEW = (
@@ -30,15 +30,13 @@ def notes(run):
 def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
     more = (*FEW, "train.updates=40", "job.dropout=0.5")
-    hold = Hold(tmp_path / "hold").hold_before(7)
-    process = helpers.begin(*more, f"run.dir={run}", hold.override, "run.max_restarts=2")
+    process, hold = begin_held(run, 7, *more, "run.max_restarts=2")
     for update, rank in ((7, 1), (14, 0)):
         hold.hold_before(update)
         hold.wait_until_held(update, (0, 1))
         os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0)
     assert not helpers.processes_of(run)
     assert "attempt 1 begins from the newest checkpoint (restart 1 of 2" in output
     found = helpers.result(run)
@@ -61,8 +59,7 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     assert "last restart: rank 0 on node0 failed first: killed by signal 9" in " ".join(
         listed.stdout.split()
     )
-    done = helpers.call(*more, f"run.dir={undisturbed}")
-    assert done.returncode == 0, done.stderr
+    helpers.call(*more, f"run.dir={undisturbed}", code=0)
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
 
 
@@ -75,8 +72,7 @@ def test_a_run_with_a_sharded_optimizer_survives_a_killed_rank_as_planned(tmp_pa
     )  # fmt: skip
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=45", "run.max_restarts=1")
     for folder, faults in ((run, fault), (undisturbed, ())):
-        done = helpers.call(*more, *faults, f"run.dir={folder}")
-        assert done.returncode == 0, done.stdout + done.stderr
+        done = helpers.call(*more, *faults, f"run.dir={folder}", code=0)
         # 161 weights and padding, in two buckets there and back, and a row of what ranks agree on
         assert re.search(r"collectives per update +5, as planned", done.stdout)
     found, wanted = helpers.result(run), helpers.result(undisturbed)
@@ -103,16 +99,14 @@ def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tm
         "engine.shard_model=node", "train.updates=4", "run.survive=false", f"run.dir={run}",
     )  # fmt: skip
     for words in ((*more, *alone), (*more, *shards, *fault)):
-        done = helpers.call(*words)
-        assert done.returncode == 0, done.stdout + done.stderr
+        helpers.call(*words, code=0)
     assert [note["resumed_from"] for note in helpers.result(run)["restarts"]] == [2]
     assert helpers.result(run)["memory"]["optimizer"] < helpers.result(whole)["memory"]["optimizer"]
     others = (
         "engine.shard_model=all", "cluster.nodes=1", "cluster.ranks_per_node=3",
         "train.checkpoint_in_background=true",
     )  # fmt: skip
-    done = helpers.verb("resume", run, "train.updates=6", *others)
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.verb("resume", run, "train.updates=6", *others, code=0)
     assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-10
     assert helpers.result(run)["metrics"]["loss"] == pytest.approx(
         helpers.result(whole)["metrics"]["loss"], rel=1e-10
@@ -143,39 +137,26 @@ def _check_exports(run):
         assert weight.equal(read["model"][name])
 
 
-def test_an_interrupted_run_does_not_start_again(tmp_path):
-    run = tmp_path / "run"
-    hold = Hold(tmp_path / "hold").hold_before(3)
-    process = helpers.begin(
-        *FEW, f"run.dir={run}", hold.override, "train.updates=40", "run.max_restarts=5"
-    )
-    hold.wait_until_held(3, (0, 1))
+def test_an_interrupted_run_does_not_start_again(tmp_path, run):
+    process, hold = begin_held(run, 3, *FEW, "train.updates=40", "run.max_restarts=5")
     process.send_signal(signal.SIGINT)
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1, output
+    helpers.await_exit(process, 1)
     assert len(list((run / "attempts").glob("0*"))) == 1
 
 
-def test_a_jobs_own_rates_are_those_of_every_attempt(tmp_path):
-    run = tmp_path / "run"
-    own = (
-        "job._target_=tests.tiny_job.OwnRate",
-        *FEW[1:],
-        "train.updates=8",
-        "accumulation.steps=1",
-    )
+def test_a_jobs_own_rates_are_those_of_every_attempt(tmp_path, run):
+    job = "job._target_=tests.tiny_job.OwnRate"
+    own = (job, *FEW[1:], "train.updates=8", "accumulation.steps=1")
     fault = ("job.fault=kill", "job.fault_after=6", "run.max_restarts=1")
-    done = helpers.call(*own, f"run.dir={run}", *fault)
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*own, f"run.dir={run}", *fault, code=0)
     records = helpers.records(run)
     assert {record["attempt"] for record in records} == {0, 1}
     for record in records:
         assert record["learning_rate"] == 0.01 / (1 + record["update"])
     assert json.loads((run / "plan.json").read_text())["learning_rate_first"] is None
-    done = helpers.call(*own, "schedule.decay=cosine", cwd=tmp_path)
-    assert done.returncode == 2
+    done = helpers.call(*own, "schedule.decay=cosine", cwd=tmp_path, code=2)
     assert "OwnRate.learning_rate(update) gives the rate of each update" in done.stderr
 
 
@@ -189,8 +170,7 @@ def test_code_that_was_edited_before_a_restart_is_named(tmp_path):
         "    raise SystemExit(1)\n"
     )
     flags = ("cluster.nodes=1", "cluster.ranks_per_node=1", "run.max_restarts=1", "run.dir=run")
-    done = helpers.verb("run", *flags, "--", "train.py", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = helpers.verb("run", *flags, "--", "train.py", cwd=tmp_path, code=0)
     assert "part.py has changed since the run began; attempt 1 has it as it is" in " ".join(
         done.stdout.split()
     )

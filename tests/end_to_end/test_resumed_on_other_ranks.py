@@ -16,8 +16,7 @@ LEAVES = (
 
 
 def started(run, *more):
-    done = call(TINY, *LEAVES, f"run.dir={run}", *more)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(TINY, *LEAVES, f"run.dir={run}", *more, code=0)
 
 
 def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_stopped(tmp_path):
@@ -33,8 +32,9 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     environment = read_json(run / "environment.json")
     environment["framework"]["threads"] = "99"
     write_json(run / "environment.json", environment)
-    done = verb("resume", run, "train.updates=12", "cluster.nodes=2", "cluster.ranks_per_node=1")
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = verb(
+        "resume", run, "train.updates=12", "cluster.nodes=2", "cluster.ranks_per_node=1", code=0
+    )
     assert "threads 1 against 99" in " ".join(done.stdout.split()), "what changed is said"
     first = done.stdout.splitlines()[0]
     assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
@@ -55,8 +55,7 @@ def test_a_run_starts_from_anothers_weights_and_refuses_those_of_another_model(t
     started(second, "train.updates=1", "schedule.base_lr=1e-30", *warm, "cluster.ranks_per_node=1")
     assert result(second)["weights_sha256"] == result(first)["weights_sha256"]
 
-    other = call(TINY, "job.width=3", "train.updates=1", f"run.dir={tmp_path / 'o'}", *warm)
-    assert other.returncode == 2, other.stdout
+    other = call(TINY, "job.width=3", "train.updates=1", f"run.dir={tmp_path / 'o'}", *warm, code=2)
     assert "0.weight is float32[16, 8], but must be float32[3, 8]" in " ".join(other.stderr.split())
     assert not (tmp_path / "o").exists()
 
@@ -67,8 +66,7 @@ def test_weights_that_are_none_are_refused_before_anything_starts(tmp_path):
     for name, said in (
         ("gone", "there is no weights file"), ("text", "is damaged"), (".", "is not a run folder"),
     ):  # fmt: skip
-        done = verb("plan", TINY, f"train.initial_weights={tmp_path / name}")
-        assert done.returncode == 2
+        done = verb("plan", TINY, f"train.initial_weights={tmp_path / name}", code=2)
         assert said in " ".join(done.stderr.split())
         assert "train.initial_weights=" in done.stderr
-    assert verb("plan", TINY, f"train.initial_weights={tmp_path}/one.safetensors").returncode == 0
+    verb("plan", TINY, f"train.initial_weights={tmp_path}/one.safetensors", code=0)

@@ -27,20 +27,17 @@ def test_the_placement_of_the_ranks_does_not_change_the_digits_weights(tmp_path)
         run = tmp_path / str(index)
         done = helpers.call(
             "accumulation.global_batch=100", "train.updates=20", "train.precision=float64",
-            *shape(*placement), f"run.dir={run}", "-q",
+            *shape(*placement), f"run.dir={run}", "-q", code=0,
         )  # fmt: skip
-        assert done.returncode == 0, done.stdout + done.stderr
         assert done.stdout == "", "-q"
         runs.append(run)
     for other in runs[1:]:
         assert helpers.compare(other, runs[0])["max_relative_difference"] <= 1e-10
 
 
-def test_a_run_does_as_planned_and_says_so(tmp_path, capsys):
-    run = tmp_path / "run"
+def test_a_run_does_as_planned_and_says_so(run, capsys):
     asked = [TINY, "train.epochs=2", "accumulation.global_batch=50", f"run.dir={run}"]
-    done = helpers.call(*asked)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = helpers.call(*asked, code=0)
     before = signal.getsignal(signal.SIGINT)
     assert launch.main([*asked, "--cfg", "job"]) == 0
     assert signal.getsignal(signal.SIGINT) is before, "it is its caller's again"
@@ -80,8 +77,7 @@ def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
     package.mkdir()
     (package / "__init__.py").touch()
     (package / "line.py").write_text(source)
-    done = helpers.call(*overrides, "run.dir=run", cwd=tmp_path)
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*overrides, "run.dir=run", cwd=tmp_path, code=0)
     metrics = helpers.result(tmp_path / "run")["metrics"]
     assert abs(metrics["slope"] - 2) < 0.05
     assert abs(metrics["intercept"] - 3) < 0.05

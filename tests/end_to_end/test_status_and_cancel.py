@@ -1,10 +1,13 @@
-"""status, logs and cancel of local runs, from another shell."""
+"""status, logs and cancel of local runs, from another shell, whatever the logs hold."""
 
 import json
 import re
 import signal
+import subprocess
 
-from tests.helpers import LIGHT, begin, result, until, verb
+from orchestrator.rundir.outcome import State, write_result
+from tests.helpers import LIGHT, begin, command, environment, result, until, verb
+from tests.run_folders import make_run
 
 
 def found(run):
@@ -24,8 +27,7 @@ def ended(process):
     return process.returncode
 
 
-def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
-    run = tmp_path / "run"
+def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
     process = start(run)
     seen = found(run)
     assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)
@@ -45,22 +47,68 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(tmp_path):
     assert left.returncode == 130
     assert process.poll() is None
 
-    done = verb("cancel", run)
-    assert done.returncode == 0, done.stderr
+    done = verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
     assert ended(process) == 3
     assert "to go on from here" in stays.communicate(timeout=30)[0]
     assert stays.returncode == 3
     assert found(run)["state"] == "stopped"
     assert found(run)["updates"] == result(run)["updates"] > 0
-    again = verb("cancel", run)
-    assert again.returncode == 2
+    again = verb("cancel", run, code=2)
     assert "nothing to cancel" in again.stderr
     assert "rank 0" not in verb("logs", run).stderr
 
 
 def test_status_without_a_run_says_so(tmp_path):
     assert "no runs" in verb("status", cwd=tmp_path).stdout
-    missing = verb("status", tmp_path / "nothing")
-    assert missing.returncode == 2
+    missing = verb("status", tmp_path / "nothing", code=2)
     assert "there is no run folder" in missing.stderr
+
+
+NASTY = (
+    b"plain\n\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\xc2\x9b0m\xff\n"
+    b"\x1b]52;c;ZXZpbA==\x07end"
+)
+
+
+def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.rank_log(0).write_bytes(NASTY * 30_000)
+    done = subprocess.run(
+        command("logs", run.path, module="orchestrator"), env=environment(), capture_output=True,
+        check=True,
+    )  # fmt: skip
+    text = done.stdout.decode()
+    assert not set(text) & {"\x1b", "\x07", "\x9b"}
+    assert text.count("plain\n") == 30_000
+    assert "evil" not in text
+    assert "ZXZpbA" not in text
+
+
+def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.rank_log(0).write_bytes(b"early\n" * 10_000 + b"late\nlast\n")
+    write_result(run, State.FINISHED)
+    for more in ((), ("-f",)):
+        assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
+
+
+def test_a_programs_output_is_shown_on_request_and_its_folder_at_once(tmp_path):
+    (tmp_path / "say.py").write_text("import os\nprint('rank', os.environ['RANK'], '\\x1b[2J')\n")
+    line = ("cluster.nodes=1", f"run.dir={tmp_path / 'run'}", "--", "say.py")
+    plain = verb("run", *line, cwd=tmp_path).stdout
+    assert plain.startswith(f"run folder: {tmp_path / 'run'}; -v, or python -m orchestrator logs")
+    assert "rank 0 \n" not in plain
+    line = (line[0], f"run.dir={tmp_path / 'other'}", *line[2:])
+    shown = verb("run", "-v", *line, cwd=tmp_path).stdout
+    assert "rank 0 \n" in shown
+    assert "rank 1 \n" not in shown
+
+
+def test_a_log_that_is_a_link_is_refused_in_one_sentence(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.rank_log(0).symlink_to("/etc/passwd")
+    done = verb("logs", run.path, timeout=20)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "is a link" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,8 +1,10 @@
-"""An unmodified script of submitit on simulated nodes."""
+"""An unmodified script of submitit on simulated nodes, and the plug-in by itself."""
 
 import json
+import os
 import subprocess
 import sys
+import threading
 
 import psutil
 import pytest
@@ -10,9 +12,15 @@ from submitit import AutoExecutor
 from submitit.core import plugins
 from submitit.core.utils import FailedSubmissionError
 
+from orchestrator import submitit_plugin
+from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
+from orchestrator.errors import ClusterError
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.program_link import ATTEMPT, RUN
 from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor, _is_followed
+from tests.agent.specs import node_spec
 from tests.helpers import environment, verb
 
 
@@ -162,3 +170,36 @@ def test_too_large_arguments_are_refused(tmp_path):
 def test_a_thread_of_the_kernel_whose_pid_is_a_jobs_id_does_not_follow_that_job():
     threads = [p.pid for p in psutil.process_iter() if p.pid == 2 or p.ppid() == 2]  # kthreadd's
     assert not any(_is_followed(str(pid)) for pid in threads)
+
+
+# ------------------------------------------------------------------ The plug-in
+
+
+def test_a_run_that_cannot_be_cancelled_leaves_no_other_one_queued(tmp_path, monkeypatch, capsys):
+    codes, cancelled = iter((0, 0, 2)), []
+
+    def cancel(run, *, now):
+        cancelled.append((run.path.name, now))
+        if run.path.name == "a":
+            raise ClusterError("the scheduler does not answer")
+
+    monkeypatch.setattr("orchestrator.launch.main", lambda _: next(codes))
+    monkeypatch.setattr("orchestrator.cli.status.cancel", cancel)
+    runs = [tmp_path / name for name in "abc"]
+    assert submitit_plugin.queue(tmp_path, runs, ["cluster=slurm"]) == 2
+    assert cancelled == [("a", True), ("b", True)]
+    assert "the scheduler does not answer" in capsys.readouterr().err
+
+
+def test_a_rank_that_begins_before_the_first_nodes_agent_waits_for_its_address(
+    tmp_path, monkeypatch
+):
+    run = RunDir(tmp_path)
+    run.attempt(0).mkdir(parents=True)
+    for name, value in ((RUN, tmp_path), (ATTEMPT, 0), ("SLURM_JOB_NODELIST", "nowhere[0-1]")):
+        monkeypatch.setenv(name, str(value))
+    later = threading.Timer(0.3, publish_agent, (node_spec(tmp_path), 1))
+    later.start()
+    submitit_plugin._name_first_node()
+    later.join()
+    assert os.environ["SLURM_JOB_NODELIST"] == "127.0.0.1,nowhere1"

@@ -15,7 +15,7 @@ from orchestrator.rundir.metrics import read_metrics
 from orchestrator.units import plural
 from tests import helpers
 from tests.helpers import TINY
-from tests.hold import Hold
+from tests.hold import begin_held
 
 RUN = (
     TINY, "job.dropout=0.2", "accumulation.reduction=reproducible",
@@ -29,22 +29,8 @@ EVERY_RANK = range(6)
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory):
     run = tmp_path_factory.mktemp("undisturbed") / "run"
-    done = helpers.call(*RUN, "cluster.nodes=1", f"run.dir={run}", "-q")
-    assert done.returncode == 0, done.stdout + done.stderr
+    helpers.call(*RUN, "cluster.nodes=1", f"run.dir={run}", "-q", code=0)
     return helpers.result(run)
-
-
-@pytest.fixture
-def run(tmp_path):
-    return tmp_path / "run"
-
-
-def begin_held(run, update, *more, ranks=EVERY_RANK):
-    """Start a run and wait until every rank is held in the first micro-step of `update`."""
-    hold = Hold(run.with_name("hold")).hold_before(update)
-    process = helpers.begin(*RUN, *SHAPE, f"run.dir={run}", hold.override, *more)
-    hold.wait_until_held(update, ranks)
-    return process, hold
 
 
 def survived(run):
@@ -62,7 +48,9 @@ def check_whole(run, undisturbed):
 
 
 def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(run, undisturbed):
-    process, hold = begin_held(run, 3, "cluster.heartbeat_timeout_s=4")
+    process, hold = begin_held(
+        run, 3, *RUN, *SHAPE, "cluster.heartbeat_timeout_s=4", ranks=EVERY_RANK
+    )
     node, rank_2 = helpers.node_process(run, "node0"), helpers.rank_pid(run, 2)
     # The disk of the rank that writes the metrics is full: updates 3 and 4 are lost with it.
     no_file = (0, resource.RLIM_INFINITY)
@@ -79,8 +67,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     frozen = members[-1]
     os.kill(helpers.rank_pid(run, frozen), signal.SIGSTOP)
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "the others redo its update and go on (run.survive)" in said
     check_whole(run, undisturbed)
@@ -106,14 +93,13 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
 
 def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbed):
     process, hold = begin_held(
-        run, 7, "accumulation.reduction=fast", "engine.shard_optimizer=true",
-        "train.checkpoint_every=5",
+        run, 7, *RUN, *SHAPE, "accumulation.reduction=fast", "engine.shard_optimizer=true",
+        "train.checkpoint_every=5", ranks=EVERY_RANK,
     )  # fmt: skip
     for rank in (2, 3, 4):
         os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "so the run goes back to its newest checkpoint, after update 5" in said
     found, records = helpers.result(run), helpers.records(run)
@@ -133,7 +119,7 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
         "run.max_replacements=16", "train.checkpoint_every=1",
         "train.checkpoint_in_background=true", "engine.shard_model=node",
     )  # fmt: skip
-    process, hold = begin_held(run, 3, *more)
+    process, hold = begin_held(run, 3, *RUN, *SHAPE, *more, ranks=EVERY_RANK)
     hold.hold_before(6)
     hold.wait_until_held(6, EVERY_RANK)
     os.kill(helpers.rank_pid(run, 3), signal.SIGKILL)
@@ -142,8 +128,7 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     for log in (run / "logs" / "rank-00002.log", run / "logs" / "rank-00003.log"):
         helpers.until(lambda log=log: "asks to join" in log.read_text(), what="both asking to join")
     hold.release()
-    output, _ = process.communicate(timeout=90)
-    assert process.returncode == 0, output
+    helpers.await_exit(process, 0, timeout=90)
     changes = read_metrics(run / "metrics.jsonl").changes
     assert [change["survived"]["gone"] for change in changes if "survived" in change] == [[2, 3]]
     assert [change["joined"]["came"] for change in changes if "joined" in change] == [[2, 3]]
@@ -151,23 +136,21 @@ def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(ru
     kept = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert kept == ["update-000000011", "update-000000012"]  # and no .partial-*
     whole = tmp_path / "whole"
-    done = helpers.call(
-        *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}"
+    helpers.call(
+        *RUN, *more[:-1], "cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={whole}", code=0
     )
-    assert done.returncode == 0, done.stderr
     assert helpers.compare(run, whole)["max_relative_difference"] <= 1e-12
     assert not helpers.processes_of(run)
 
 
 def test_below_the_least_number_of_nodes_a_checkpoint_is_written_and_the_run_fails(run):
     process, hold = begin_held(
-        run, 3, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
-        "train.checkpoint_every=0", ranks=(0, 1),
+        run, 3, *RUN, "cluster.nodes={min: 2, max: 2}", "cluster.ranks_per_node=1",
+        "train.checkpoint_every=0",
     )  # fmt: skip
     os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
     hold.release()
-    output, _ = process.communicate(timeout=60)
-    assert process.returncode == 1
+    output = helpers.await_exit(process, 1)
     assert "fewer than cluster.nodes.min=2" in " ".join(output.split())
     assert helpers.result(run)["culprit"]["rank"] == 1
     assert len(helpers.records(run)) == 3

@@ -1,8 +1,7 @@
-"""Update policy, loss scale, evaluation figures, time accounting and options."""
-
-from __future__ import annotations
+"""Update policy, loss scale, evaluation figures, time accounting, options and published files."""
 
 import math
+import socket
 import time
 import warnings
 
@@ -12,6 +11,7 @@ import torch
 
 from orchestrator.config.reading import read_config
 from orchestrator.engine.api import AccumulationOptions, EngineSettings
+from orchestrator.engine.common import rendezvous
 from orchestrator.engine.common.boundary import (
     FIRST_SCALE,
     GROW_AFTER,
@@ -22,6 +22,7 @@ from orchestrator.engine.common.boundary import (
 )
 from orchestrator.engine.common.job_checks import checked_figures
 from orchestrator.engine.common.micro_steps import Clock
+from orchestrator.engine.common.rendezvous import Backoff, keep_port, publish, read_published
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import JobError, NonFiniteError
 from orchestrator.job import Job
@@ -252,3 +253,57 @@ def test_every_setting_reaches_the_engine():
         loader_workers=settings.loader_workers,
     )  # fmt: skip
     assert settings == wanted
+
+
+# ------------------------------------------------------------------ Published files
+
+
+def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
+    backoff, polls = Backoff(), []
+    while now[0] < 60:
+        polls.append(now[0])
+        now[0] += backoff.next()
+    assert sum(poll < 2 for poll in polls) < 25
+    assert sum(poll >= 2 for poll in polls) < 45
+    assert polls[1] < 0.1
+
+
+def test_a_published_file_is_read_back_and_nothing_before(tmp_path):
+    path = tmp_path / "published.json"
+    assert read_published(path) is None
+    publish(path, {"port": 7})
+    assert read_published(path) == {"port": 7}
+
+
+# ------------------------------------------------------------------ Reserved ports
+
+
+@pytest.fixture(params=[True, False], ids=["both families", "IPv4 alone"])
+def keeper(request, monkeypatch):
+    if not request.param:
+        monkeypatch.setattr(socket, "has_dualstack_ipv6", lambda: False)
+    with keep_port("127.0.0.1") as found:
+        yield found
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "127.0.0.2", "0.0.0.0"])  # noqa: S104  # refused
+def test_no_other_socket_gets_a_reserved_port_at_any_address(keeper, address):
+    """Else a store that listens at all addresses finds it in use at one of them."""
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind((address, keeper.getsockname()[1]))
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", ""])
+def test_a_server_binds_the_reserved_port_and_it_stays_reserved_afterwards(keeper, address):
+    place = (address, keeper.getsockname()[1])
+    for _ in range(2):
+        socket.create_server(place).close()
+    with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
+        other.bind(place)
+
+
+def test_an_address_of_another_node_is_refused():
+    with pytest.raises(OSError, match="Cannot assign"):
+        keep_port("192.0.2.1")

@@ -11,7 +11,7 @@ from orchestrator.health import doctor
 from orchestrator.health.doctor import BAD, NOTE, node_faults, trial_findings
 from tests import warm
 from tests.helpers import ROOT, call
-from tests.report.conftest import record, result
+from tests.run_folders import record, result
 
 KIND = {
     "JobRequeue": "1", "AuthInfo": "cred_expire=5", "TaskPlugin": "task/cgroup",

@@ -1,9 +1,12 @@
 """Rehearsals: drawn faults, refusals, and runs that end otherwise than undisturbed."""
 
 import json
+import signal
+import subprocess
 from dataclasses import replace
 from itertools import islice
 
+import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -11,25 +14,24 @@ from hypothesis import strategies as st
 from orchestrator.config.command_line import CommandLine
 from orchestrator.errors import UsageError
 from orchestrator.health.faults import (
+    FREEZE_NODE,
+    KILL_NODE,
+    KILL_RANK,
     KILL_TWO,
     ON_SLURM,
     PER_RUN,
     SIMULATED,
     Injected,
+    RankProcess,
     choose,
     draws,
+    inject,
 )
-from orchestrator.health.rehearse import (
-    LEAST_UPDATES,
-    FaultOutcome,
-    Row,
-    compare,
-    plan_rehearsal,
-)
+from orchestrator.health.rehearse import LEAST_UPDATES, FaultOutcome, Row, compare, plan_rehearsal
 from orchestrator.health.rehearsed_run import SimulatedRun
 from orchestrator.rundir.files import write_json
 from tests import helpers
-from tests.helpers import TINY
+from tests.helpers import TINY, until
 
 SEED = 1037  # these four faults, in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
@@ -191,9 +193,8 @@ def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     done = helpers.verb(
         "rehearse", *SMALL, "job.pause_s=0.06", "cluster.nodes=2", "cluster.ranks_per_node=2",
         "train.updates=24", "--faults", 4, "--seed", SEED, "--into", tmp_path / "it's [of], ü",
-        "--json",
+        "--json", code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     found = json.loads(done.stdout)
     assert not found["wrong"]
     assert [(row["kind"], row["how"]) for row in found["rows"]] == [
@@ -203,3 +204,53 @@ def test_a_rehearsal_of_four_faults_ends_with_the_undisturbed_bits(tmp_path):
     assert all(row["equal"] and not row["samples_lost"] for row in found["rows"])
     assert all(row["noticed_s"] is not None for row in found["rows"])
     assert not helpers.processes_of(tmp_path)
+
+
+# ------------------------------------------------------------------ Faults in processes
+
+
+@pytest.fixture
+def processes():
+    """Four processes: an agent and its rank on each of two nodes."""
+    started = [subprocess.Popen(["sleep", "600"]) for _ in range(4)]
+    yield started
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def ranks_of(processes):
+    pids = [process.pid for process in processes]
+    return {3: RankProcess(pids[1], pids[0], "n0"), 5: RankProcess(pids[3], pids[2], "n1")}
+
+
+def test_a_frozen_node_stops_with_its_agent(processes):
+    injected = inject(FREEZE_NODE, 0.9, ranks_of(processes))
+    assert (injected.text, injected.gone) == ("freeze n1", {5})
+    stopped = [psutil.Process(process.pid) for process in processes[2:]]
+    until(lambda: all(one.status() == psutil.STATUS_STOPPED for one in stopped), 30, "their stop")
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "gone", "killed"),
+    [
+        (KILL_RANK, "kill rank 3", {3}, [1]),
+        (KILL_TWO, "kill ranks 3 and 5", {3, 5}, [1, 3]),
+        (KILL_NODE, "kill n0", {3}, [0, 1]),
+    ],
+)
+def test_a_kill_hits_the_chosen_processes_alone(processes, kind, text, gone, killed):
+    injected = inject(kind, 0.0, ranks_of(processes))
+    assert (injected.text, injected.gone) == (text, gone)
+    for number in killed:
+        assert processes[number].wait(30) == -signal.SIGKILL
+    assert all(processes[n].poll() is None for n in range(4) if n not in killed)
+
+
+def test_faults_in_processes_that_have_ended_are_none(processes):
+    ranks = ranks_of(processes)
+    for process in processes:
+        process.kill()
+        process.wait()
+    inject(KILL_NODE, 0.0, ranks)
+    assert inject(KILL_RANK, 0.0, {}).text == "kill a rank: none was left"

@@ -77,35 +77,36 @@ def test_whole_leaves_give_one_digest_on_any_ranks_with_dropout_on():
     assert len(digests) == 1
 
 
-def test_embeddings_that_differ_the_second_time_are_refused():
-    class Forgetful(Contrastive):
-        calls = 0
+class Forgetful(Contrastive):
+    calls = 0
 
-        def embed(self, model, batch):
-            self.calls += 1
-            left, right = super().embed(model, batch)
-            return left * self.calls, right
-
-    with pytest.raises(JobError, match="gave other embeddings when"):
-        train(Forgetful(**SMALL), 1, samples=4, cap=4, updates=1)
+    def embed(self, model, batch):
+        self.calls += 1
+        left, right = super().embed(model, batch)
+        return left * self.calls, right
 
 
-def test_rows_that_are_not_the_samples_are_refused():
-    class Short(Contrastive):
-        def embed(self, model, batch):
-            return super().embed(model, batch)[0][:-1]
-
-    with pytest.raises(JobError, match="one row for each of the micro-batch's 4 samples"):
-        train(Short(**SMALL), 1, samples=4, cap=4, updates=1)
+class Short(Contrastive):
+    def embed(self, model, batch):
+        return super().embed(model, batch)[0][:-1]
 
 
-def test_a_loss_without_embeddings_is_refused():
-    class Blind(Contrastive):
-        def loss_of_embeddings(self, model, embeddings):
-            return Loss(model.log_temperature * 1.0, 1.0, {"matched": 0})
+class Blind(Contrastive):
+    def loss_of_embeddings(self, model, embeddings):
+        return Loss(model.log_temperature * 1.0, 1.0, {"matched": 0})
 
-    with pytest.raises(JobError, match="does not depend on the embeddings"):
-        train(Blind(**SMALL), 1, samples=4, cap=4, updates=1)
+
+@pytest.mark.parametrize(
+    ("job", "message"),
+    [
+        (Forgetful, "gave other embeddings when"),
+        (Short, "one row for each of the micro-batch's 4 samples"),
+        (Blind, "does not depend on the embeddings"),
+    ],
+)
+def test_embeddings_and_losses_that_cannot_be_used_are_refused(job, message):
+    with pytest.raises(JobError, match=message):
+        train(job(**SMALL), 1, samples=4, cap=4, updates=1)
 
 
 def test_embeddings_of_any_shape_travel_as_rows():

@@ -6,7 +6,7 @@ import torch
 from jobs.jepa import PATCHES, Jepa, patches_of
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchEngine, TorchGroup
-from tests.engine.torch.test_engine import _run
+from tests.engine.windows import run
 from tests.jobs.training import train, windows
 from tests.laws.problem import difference
 
@@ -43,7 +43,7 @@ def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
         return TorchEngine(Jepa(**SMALL), settings, TorchGroup.alone())
 
     def go_on(engine, first, last):
-        _run(engine, list(windows(0, 1, samples=8, updates=last, cap=4))[first:])
+        run(engine, list(windows(0, 1, samples=8, updates=last, cap=4))[first:])
 
     through, stopped, resumed = begun(), begun(), begun()
     go_on(through, 0, 4)

@@ -1,9 +1,12 @@
-"""The transformer's update is that of one big batch, counted in tokens."""
+"""The transformer's update is that of one big batch; every job's parameters are counted."""
 
+import pytest
 import torch
 
 from jobs.language_model import BEGIN, PADDING, LanguageModel
 from jobs.python_source import Paragraphs
+from orchestrator.config.composer import compose
+from orchestrator.trainer.setup import build_job
 from tests.jobs.training import train
 from tests.laws.problem import difference
 
@@ -40,3 +43,17 @@ def test_held_out_text_is_of_other_files():
     train_text = {bytes(piece.tolist()) for piece in job.dataset()}
     held_out = {bytes(piece.tolist()) for piece in Paragraphs(20, 40, held_out=True)}
     assert not train_text & held_out
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("job=contrastive", "job.width=20"),
+        ("job=jepa", "job.width=24", "job.layers=3"),
+        ("job=language_model", "job.width=32", "job.layers=3"),
+    ],
+)
+def test_the_configuration_knows_the_number_of_trained_parameters(overrides):
+    config = compose(list(overrides))
+    parameters = build_job(config.job).model().parameters()
+    assert config.facts.parameters == sum(p.numel() for p in parameters if p.requires_grad)

@@ -2,29 +2,18 @@
 
 import copy
 
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchEngine
 from orchestrator.plan.split import split_leaves, split_window
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.test_engine import _run
+from tests.engine.windows import run, window_of
 
 
 def windows(rank, ranks, *, samples, updates, cap, leaves=False):
     """`updates` windows of one rank, over the data set from its start, again and again."""
     cut = split_leaves(samples, ranks, cap) if leaves else split_window(samples, ranks, cap=cap)
     for update in range(updates):
-        pieces = tuple(
-            MicroBatch(
-                update=update,
-                start=start,
-                indices=tuple(range(update * samples + start, update * samples + start + count)),
-            )
-            for start, count in cut.pieces(rank)
-        )
-        yield Window(
-            update=update, samples=samples, micro_batches=pieces, steps=cut.micro_steps,
-            learning_rate=0.05, samples_per_rank=cut.samples_per_rank,
-        )  # fmt: skip
+        yield window_of(cut, rank, update, rate=0.05, first=update * samples)
 
 
 def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
@@ -35,7 +24,7 @@ def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
         # A job belongs to one rank: elsewhere each has a process of its own.
         engine = TorchEngine(copy.copy(job), EngineSettings(**given), group)
         mine = windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
-        reports = _run(engine, mine)
+        reports = run(engine, mine)
         return {n: t.clone() for n, t in engine.model.state_dict().items()}, reports, engine
 
     return run_in_threads(ranks, be)

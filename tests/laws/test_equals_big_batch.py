@@ -1,6 +1,7 @@
 """Any split over ranks and micro-steps gives the update of one big batch."""
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -11,9 +12,21 @@ from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
 from orchestrator.testing.threads import run_in_threads
 from tests.laws.problem import Problem, big_batch, difference, split
-from tests.laws.strategies import cuts
 
 DOUBLE = torch.float64
+
+
+@st.composite
+def cuts(draw, samples, most_ranks=6):
+    """For each rank, the (first, last) of its micro-batches: contiguous, uneven, perhaps none."""
+    ranks = draw(st.integers(1, most_ranks))
+    edges = sorted(draw(st.lists(st.integers(0, samples), min_size=ranks - 1, max_size=ranks - 1)))
+    table = []
+    for first, last in zip([0, *edges], [*edges, samples], strict=True):
+        inner = draw(st.lists(st.integers(first, last), max_size=3, unique=True))
+        places = sorted({first, last, *inner})
+        table.append(list(pairwise(places)))
+    return table
 
 
 def _check(problem, table, tolerance, **accumulator):

@@ -10,11 +10,7 @@ from hypothesis import strategies as st
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.model import seed_everything
-from orchestrator.engine.torch.reproducible import (
-    are_siblings,
-    gap_in,
-    nodes_of,
-)
+from orchestrator.engine.torch.reproducible import are_siblings, gap_in, nodes_of
 from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
 from orchestrator.testing.processes import run_ranks

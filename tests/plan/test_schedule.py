@@ -1,6 +1,7 @@
 """Learning rates against their closed forms."""
 
 import math
+import re
 
 import pytest
 from hypothesis import given
@@ -78,9 +79,8 @@ def test_a_warm_up_longer_than_the_run_stays_a_warm_up(decay):
     ],
 )
 def test_a_schedule_that_cannot_be_is_refused(values, message):
-    with pytest.raises(PlanError) as caught:
+    with pytest.raises(PlanError, match=re.escape(message)):
         schedule(**values)
-    assert message in str(caught.value)
 
 
 def test_updates_count_from_zero():

@@ -69,10 +69,7 @@ def leaves(value):
 
 
 def test_every_figure_of_its_tables_and_tiles_is_in_its_data(page, sweep, made):
-    for text, data in (
-        (page, data_of(sweep)),
-        (html_of(one := data_of(made("one").path)), one),
-    ):
+    for text, data in ((page, data_of(sweep)), (html_of(one := data_of(made("one").path)), one)):
         read = Reader(text)
         assert json.loads(read.scripts[0])["runs"] == data["runs"]
         known = {*leaves(data), "-"}
@@ -152,10 +149,7 @@ def seen(browser, sweep, tmp_path_factory):
     dark.
     """
     home = tmp_path_factory.mktemp("browser")
-    pages = {
-        "sweep": html_of(data_of(sweep)),
-        "one": html_of(data_of(sweep / "0")),
-    }
+    pages = {"sweep": html_of(data_of(sweep)), "one": html_of(data_of(sweep / "0"))}
     frames = [
         f'<iframe id="{name}-{width}" width="{width}" srcdoc="{html.escape(page)}"></iframe>'
         for name, page in pages.items()

@@ -10,7 +10,7 @@ from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page import FORMATS
 from orchestrator.report.page_data import data_of
 from orchestrator.rundir.files import write_json
-from tests.report.conftest import record, result
+from tests.run_folders import record, result
 
 
 def test_figures_have_their_values_and_texts(made):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.report.progress import Moment, Progress, live_line
-from tests.report.conftest import Screen, record
+from tests.run_folders import Screen, record
 
 PLAN = {"updates": 100, "micro_steps": 4, "ranks": 4, "nodes": 2}
 

@@ -18,7 +18,7 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from tests.report.conftest import Screen, record, result
+from tests.run_folders import Screen, record, result
 
 
 def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):

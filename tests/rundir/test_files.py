@@ -9,8 +9,6 @@ from pathlib import Path
 
 import pytest
 
-from orchestrator.config.composer import compose
-from orchestrator.config.reading import to_yaml
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir import files
@@ -24,6 +22,7 @@ from orchestrator.rundir.files import (
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
+from tests.run_folders import make_run
 
 
 def links(folder, target):
@@ -54,7 +53,7 @@ def test_links_are_neither_read_nor_written(tmp_path):
 
 @pytest.mark.parametrize("name", ["logs", "attempts/000", "tensorboard"])
 def test_a_folder_that_leads_elsewhere_is_refused_before_anything_is_written(tmp_path, name):
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     run.begin_attempt()
     elsewhere = tmp_path / "elsewhere"
     path = run.path / name
@@ -74,16 +73,6 @@ def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
     write_json(tmp_path / "plan.json", {"ranks": 2})
     assert precious.read_text() == "keep"
     assert read_json(tmp_path / "plan.json") == {"ranks": 2}
-
-
-def made(path):
-    """A run folder as a start makes it, nothing trained."""
-    run = RunDir(path)
-    run.create()
-    run.write_config(to_yaml(compose(["train.updates=3"])))
-    write_json(run.submission, {"cluster": "local"})
-    write_json(run.plan, {"updates": 3, "ranks": 4})
-    return run
 
 
 def test_of_two_that_start_in_one_folder_one_wins_and_keeps_it(tmp_path):
@@ -135,7 +124,7 @@ def test_a_start_that_is_refused_takes_back_what_it_made_and_no_more(tmp_path, w
 def test_a_folder_is_private_whatever_the_umask(tmp_path):
     before = os.umask(0)
     try:
-        run = made(tmp_path / "run")
+        run = make_run(tmp_path / "run")
         os.umask(0o277)
         run.begin_attempt()
     finally:
@@ -273,3 +262,64 @@ def test_a_folder_with_a_files_name_is_named(tmp_path):
     with pytest.raises(RunFolderError, match=r"a\.json is a folder, but must be a file"):
         write_json(tmp_path / "a.json", {})
     assert [path.name for path in tmp_path.iterdir()] == ["a.json"]
+
+
+# ------------------------------------------------------------------ The folder
+
+
+def test_an_empty_folder_is_taken_and_made_private(tmp_path):
+    tmp_path.chmod(0o755)
+    RunDir(tmp_path).create()
+    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
+
+
+def test_another_runs_folder_is_refused_with_the_way_to_resume_it(tmp_path):
+    (tmp_path / "config.yaml").touch()
+    with pytest.raises(RunFolderError, match="resume"):
+        RunDir(tmp_path).create()
+
+
+def test_a_folder_with_other_things_or_a_file_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(RunFolderError, match="not empty"):
+        RunDir(tmp_path).create()
+    with pytest.raises(RunFolderError, match="is a file"):
+        RunDir(tmp_path / "thesis.tex").create()
+
+
+def test_a_place_that_cannot_be_written_is_said_in_words():
+    with pytest.raises(RunFolderError, match="cannot be written"):
+        RunDir(Path("/proc/nowhere/run")).create()
+
+
+def test_a_place_below_a_file_is_refused_by_the_files_name(tmp_path):
+    file = tmp_path / "notes"
+    file.touch()
+    for path in (file / "run", file / "today" / "run"):
+        with pytest.raises(RunFolderError, match=f"cannot be created: {file} is a file"):
+            RunDir(path).create()
+
+
+def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monkeypatch):
+    run = RunDir(tmp_path / "run")
+    run.create()
+    monkeypatch.setattr(run, "attempts_made", lambda: 0)  # as it was when the other one looked
+    run.begin_attempt()
+    with pytest.raises(RunFolderError, match=r"attempt 0 of .* was begun by another start"):
+        run.begin_attempt()
+
+
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+    path = tmp_path / "x.json"
+    write_json(path, {"a": 1})
+    with pytest.raises(TypeError):
+        write_json(path, {"a": object()})
+    assert read_json(path) == {"a": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
+
+
+def test_a_folder_without_a_run_is_not_resumed(tmp_path):
+    with pytest.raises(RunFolderError, match="there is no run folder"):
+        RunDir(tmp_path / "absent").existing()
+    with pytest.raises(RunFolderError, match="is not a run folder"):
+        RunDir(tmp_path).existing()

@@ -63,14 +63,7 @@ def of(pid, host=None):
 
 
 @pytest.mark.parametrize(
-    "words",
-    [
-        str,
-        of,
-        lambda pid: of(pid, host="another-host"),
-        lambda _: of(0),
-        lambda _: "",
-    ],
+    "words", [str, of, lambda pid: of(pid, host="another-host"), lambda _: of(0), lambda _: ""]
 )
 def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, words):
     """This test locks the file itself, as a process might that wants another one ended."""

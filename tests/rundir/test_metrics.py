@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.metrics import History, Tail, read_metrics
-from tests.report.conftest import record
+from tests.run_folders import record
 
 
 def lines(*records):

@@ -7,19 +7,11 @@ import pytest
 from orchestrator.client.stop import Stop
 from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import RestartDecision, decide_restart, describe_stop
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
 RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
-
-
-@pytest.fixture
-def run(tmp_path):
-    found = RunDir(tmp_path / "run")
-    found.create()
-    return found
 
 
 def ruled(run, culprit, *, most=2, first=0, update=None):

@@ -2,7 +2,6 @@
 
 import contextlib
 import getpass
-import shutil
 import tempfile
 from collections.abc import Generator, Iterator
 from pathlib import Path
@@ -21,12 +20,11 @@ _RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "resu
 @pytest.fixture(scope="session")
 def slurm() -> Iterator[DevCluster]:
     # pytest's own temporary folders are too long for the paths of Unix sockets.
-    base = Path(tempfile.mkdtemp(prefix="slurm-"))
-    try:
-        with dev_cluster("runs", base=base, remove=True) as cluster:
-            yield cluster
-    finally:
-        shutil.rmtree(base)
+    with (
+        tempfile.TemporaryDirectory(prefix="slurm-") as base,
+        dev_cluster("runs", base=Path(base), remove=True) as cluster,
+    ):
+        yield cluster
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -5,6 +5,7 @@ too, passes TINY in `more`.
 """
 
 import json
+import shutil
 import time
 from pathlib import Path
 
@@ -29,8 +30,7 @@ def overrides(cluster: DevCluster, run: Path, *more: str) -> list[str]:
 
 def submit(cluster: DevCluster, run: Path, *more: str) -> str:
     """Submit a tiny run and return its job id."""
-    done = call(*overrides(cluster, run, *more), **QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(*overrides(cluster, run, *more), **QUIET, code=0)
     return job_of(run)
 
 
@@ -59,8 +59,7 @@ def verb(*arguments, **more):
 
 
 def status(run: Path) -> dict:
-    done = verb("status", run, "--json")
-    assert done.returncode == 0, done.stderr
+    done = verb("status", run, "--json", code=0)
     return json.loads(done.stdout)[0]
 
 
@@ -127,6 +126,28 @@ def processes_of_job(cluster: DevCluster, job: str) -> list[int]:
 def reference(folder: Path, *more: str) -> str:
     """Return the digest of the weights that a local run of the same plan ends with."""
     table = {word.split("=", 1)[0]: word for word in (*BATCH, *SHAPE, *more)}
-    done = call(*table.values(), f"run.dir={folder}", "-q")
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(*table.values(), f"run.dir={folder}", "-q", code=0)
     return json.loads((folder / "result.json").read_text())["weights_sha256"]
+
+
+def wrapped_sbatch(folder, steps):
+    """Write an `sbatch` that runs these shell commands where a job is submitted."""
+    wrapper = folder / "bin" / "sbatch"
+    wrapper.parent.mkdir(parents=True)
+    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # as a dry run
+    real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
+    wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))
+    wrapper.chmod(0o755)
+    return wrapper
+
+
+def queued(cluster, folder):
+    """Return the jobs and arrays in the queue whose script lies below a folder."""
+    rows = (
+        row.split("|") for row in cluster.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
+    )
+    return {job for job, command in rows if command.startswith(str(folder))}
+
+
+def log(folder, rank):
+    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()

@@ -1,7 +1,6 @@
 """The development cluster is a real SLURM: what the other tests rely on, and that it cleans up."""
 
 import contextlib
-import shutil
 import subprocess
 import tempfile
 from collections.abc import Iterator
@@ -17,22 +16,13 @@ from slurm.polling import wait_until
 from slurm.testing import dev_cluster
 
 
-@contextlib.contextmanager
-def short_folder() -> Iterator[Path]:
-    # pytest's own temporary folders are too long for the paths of Unix sockets.
-    folder = Path(tempfile.mkdtemp(prefix="slurm-"))
-    try:
-        yield folder
-    finally:
-        shutil.rmtree(folder)
-
-
 @pytest.fixture
 def small() -> Iterator[DevCluster]:
     """One node, no accounting: up in a moment, to be treated roughly."""
+    # pytest's own temporary folders are too long for the paths of Unix sockets.
     with (
-        short_folder() as base,
-        dev_cluster("small", nodes=1, accounting=False, base=base, remove=True) as it,
+        tempfile.TemporaryDirectory(prefix="slurm-") as base,
+        dev_cluster("small", nodes=1, accounting=False, base=Path(base), remove=True) as it,
     ):
         yield it
 

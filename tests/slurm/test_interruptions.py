@@ -13,7 +13,7 @@ from slurm import breaking
 from tests.helpers import call, result, until
 from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
-from tests.slurm.runs import QUIET, SHAPE
+from tests.slurm.runs import QUIET, SHAPE, log
 
 ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 DISTURBED = {
@@ -50,7 +50,7 @@ def disturbed(slurm, tmp_path_factory):
     breaking.kill_srun(slurm, runs.job_of(folder / "without srun"))
     signalled = runs.job_of(folder / "signalled")
     slurm.command("scancel", "--batch", "-s", "USR2", signalled)
-    assert runs.verb("cancel", folder / "cancelled").returncode == 0
+    runs.verb("cancel", folder / "cancelled", code=0)
     slurm.command("scontrol", "requeue", runs.job_of(folder / "cancelled"))
     runs.wait_over(slurm, folder / "finished")
     slurm.command("scontrol", "requeue", finished)
@@ -133,16 +133,11 @@ def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, t
 
 
 def submit_program(slurm, folder, *more, program=("train.py",)):
-    done = call(
+    call(
         "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *SHAPE,
         f"run.dir={folder / 'run'}", *more, "--", *program,
-        module="orchestrator", cwd=folder, **QUIET,
+        module="orchestrator", cwd=folder, **QUIET, code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-
-
-def log(folder, rank):
-    return (folder / "run" / "logs" / f"rank-{rank:05d}.log").read_text()
 
 
 PREEMPTED = f"""{QUICK}

@@ -1,4 +1,6 @@
-"""Nodes that die, as a whole or in part, whether SLURM notices or not."""
+"""Ranks and nodes that die, as a whole or in part, whether SLURM notices or not."""
+
+import json
 
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
@@ -102,3 +104,33 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     assert {record["attempt"] for record in records(run)} == {0}
     assert [record["update"] for record in records(run)] == list(range(UPDATES))
     assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]
+
+
+# ------------------------------------------------------------------ Ranks that fail
+
+
+def test_a_killed_rank_fails_the_job_and_is_named(slurm, tmp_path):
+    run = tmp_path / "run"
+    killed = ("cluster.ranks_per_node=2", "job.fault=kill", "job.fault_rank=3")
+    job = runs.submit(slurm, run, "train.updates=30", "cluster.requeue=false", *killed)
+    ended = runs.wait_over(slurm, run)
+    culprit = ended["culprit"]
+    assert (ended["state"], culprit["rank"]) == ("failed", 3)
+    assert culprit["cause"].startswith("killed by signal 9 (SIGKILL)")
+    nodes = [json.loads(f.read_text()) for f in (run / "attempts" / "000").glob("node-*.json")]
+    assert [culprit["node"]] == [node["node"] for node in nodes if 3 in node["ranks"]]
+    assert runs.accounted(slurm, job) == "FAILED"
+    until(lambda: not runs.processes_of_job(slurm, job), 20, "the end of every process")
+    found = until(lambda: (now := runs.status(run))["state"] != "ending" and now, 20, "its end")
+    assert (found["state"], found["reason"]) == ("failed", culprit["cause"])
+
+
+def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):
+    run = tmp_path / "run"
+    runs.submit(slurm, run, "train.updates=1", "+cluster.slurm_flags.begin=now+3600")
+    run.rename(tmp_path / "elsewhere")
+    runs.release(slurm, tmp_path / "elsewhere")
+    until(lambda: runs.over(slurm, runs.job_of(tmp_path / "elsewhere")), 60, "the job's end")
+    found = runs.status(tmp_path / "elsewhere")
+    assert found["state"] == "failed"
+    assert "not visible" in found["reason"]

@@ -1,7 +1,6 @@
 """Submission to SLURM: what is queued, what is refused, and what a killed submitter leaves."""
 
 import json
-import shutil
 import signal
 import subprocess
 import sys
@@ -13,8 +12,10 @@ from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import SlurmClient, accounted_scripts
-from tests.helpers import TINY, begin, call, commit, environment, result, until
+from tests.end_to_end.test_submitit import check, run_script
+from tests.helpers import TINY, await_exit, begin, call, commit, environment, result, until
 from tests.slurm import runs
+from tests.slurm.runs import queued, wrapped_sbatch
 
 HELD = "+cluster.slurm_flags.begin=now+3600"
 ENCLOSING_JOB = {
@@ -75,11 +76,11 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
     submitted = commit(source.parent)
     options = ("job._target_=mine.Mine", "train.updates=2", HELD)
     for name, snapshot in (("kept", "true"), ("live", "false")):
-        done = call(
+        call(
             *runs.overrides(slurm, tmp_path / name, *options, f"run.snapshot={snapshot}"),
             cwd=source.parent,
+            code=0,
         )
-        assert done.returncode == 0, done.stdout + done.stderr
     source.write_text(source.read_text().replace("1.0", "2.0"))
     later = commit(source.parent)
     for name in ("kept", "live"):
@@ -117,16 +118,14 @@ def test_what_can_never_run_is_refused_and_leaves_nothing(slurm, tmp_path):
 def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(mended, tmp_path):
     run = tmp_path / "run"
     mended.command("scontrol", "update", "nodename=n[0-3]", "state=drain", "reason=test")
-    done = call(*runs.overrides(mended, run, "train.updates=1"), **runs.QUIET)
-    assert done.returncode == 0, done.stderr
+    done = call(*runs.overrides(mended, run, "train.updates=1"), **runs.QUIET, code=0)
     assert "warning: the scheduler cannot place the job at present" in done.stdout
     found = runs.status(run)
     assert (found["state"], bool(found["reason"])) == ("pending", True)
-    assert runs.verb("cancel", run).returncode == 0
+    runs.verb("cancel", run, code=0)
     until(lambda: runs.over(mended, runs.job_of(run)), 20, "the end")
     assert result(run)["state"] == "stopped"
-    again = runs.verb("resume", run)
-    assert again.returncode == 0, again.stderr
+    runs.verb("resume", run, code=0)
     assert runs.queue_state(mended, runs.job_of(run)) == "PENDING"
     mended.command("scontrol", "update", "nodename=n[0-1]", "state=resume")
     assert runs.wait_over(mended, run)["state"] == "finished"
@@ -138,8 +137,7 @@ def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(
     options = runs.overrides(slurm, tmp_path / "run", *held)
     planned = runs.verb("plan", *options, **own).stdout
     assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in planned
-    done = call(*options, **own)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(*options, **own, code=0)
     shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
     for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):
         assert f" {words} " in shown
@@ -156,33 +154,13 @@ MOMENTS = {
 }
 
 
-def wrapped_sbatch(folder, steps):
-    """Write an `sbatch` that runs these shell commands where a job is submitted."""
-    wrapper = folder / "bin" / "sbatch"
-    wrapper.parent.mkdir(parents=True)
-    asked = '[ "$1" = --parsable ] || exec sbatch "$@"'  # as a dry run
-    real = [step.replace("sbatch", shutil.which("sbatch")) for step in (asked, *steps)]
-    wrapper.write_text("\n".join(["#!/bin/bash", *real, ""]))
-    wrapper.chmod(0o755)
-    return wrapper
-
-
 def killed_while_submitting(folder, moment, *line):
     """Run a command that is killed while sbatch runs; return the file that lets sbatch go on."""
     go = folder / "go"
     wrapper = wrapped_sbatch(folder, [step.replace("{go}", str(go)) for step in MOMENTS[moment]])
     typed = begin(*line, PATH=f"{wrapper.parent}:/usr/bin:/bin")
-    said, _ = typed.communicate(timeout=60)
-    assert typed.returncode == -9, said
+    await_exit(typed, -9)
     return go
-
-
-def queued(slurm, folder):
-    """Return the jobs and arrays in the queue whose script lies below a folder."""
-    rows = (
-        row.split("|") for row in slurm.command("squeue", "-h", "-a", "-o", "%F|%o").splitlines()
-    )
-    return {job for job, command in rows if command.startswith(str(folder))}
 
 
 @pytest.mark.parametrize("moment", MOMENTS)
@@ -195,8 +173,7 @@ def test_a_sweep_whose_submitter_was_killed_is_queued_once(slurm, tmp_path, mome
         assert found.stdout.count('"unknown"') == 2
         again = call(*line, **runs.QUIET)
         assert "in progress (unknown)" in again.stdout
-        refused = runs.verb("resume", sweep / "0")
-        assert refused.returncode == 2
+        refused = runs.verb("resume", sweep / "0", code=2)
         assert "is being submitted at this moment" in refused.stderr
         assert not queued(slurm, sweep)
         go.touch()
@@ -204,8 +181,7 @@ def test_a_sweep_whose_submitter_was_killed_is_queued_once(slurm, tmp_path, mome
     else:
         assert found.stdout.count('"pending"') == 2
         assert "was queued by a command" in found.stderr
-    done = call(*line, **runs.QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(*line, **runs.QUIET, code=0)
     assert len(queued(slurm, sweep)) == 1
     assert {runs.job_of(sweep / n).split("_")[0] for n in "01"} == queued(slurm, sweep)
     cancelled = runs.verb("cancel", sweep)
@@ -254,13 +230,12 @@ def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued_and_no
     assert "2 points of 4 are queued; the same line again submits the others" in said
     mended.up()
     assert len([runs.job_of(path.parent) for path in sweep.glob("*/handle.json")]) == 2
-    done = call(*line, **runs.QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(*line, **runs.QUIET, code=0)
     jobs = {runs.job_of(path.parent) for path in sweep.glob("*/handle.json")}
     assert len(jobs) == 4
     assert queued(mended, sweep) == {job.split("_")[0] for job in jobs}
     assert len(queued(mended, sweep)) == 2
-    assert runs.verb("cancel", sweep).returncode == 0
+    runs.verb("cancel", sweep, code=0)
 
 
 def test_a_requeue_and_the_end_are_said_to_a_command(slurm, tmp_path):
@@ -275,3 +250,9 @@ def test_a_requeue_and_the_end_are_said_to_a_command(slurm, tmp_path):
     assert runs.wait_over(slurm, run)["state"] == "finished"
     until(lambda: "end" in notes.read_text(), 30, "the end's message")
     assert notes.read_text().split() == ["first_update", "requeue", "end"]
+
+
+def test_an_unmodified_script_runs_under_our_agents(slurm, tmp_path):
+    conf = f"cluster.slurm_conf={slurm.slurm_conf}"
+    lines = run_script(tmp_path / "%j", f"slurm_dev {conf}", SLURM_CONF=str(slurm.slurm_conf))
+    check(lines, tmp_path, queued=True)

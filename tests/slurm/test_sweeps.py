@@ -11,7 +11,7 @@ import pytest
 from tests.helpers import begin, call, name_of, processes_of, result, until
 from tests.hold import Hold
 from tests.slurm import runs
-from tests.slurm.test_submission import queued
+from tests.slurm.runs import queued
 from tests.sweep.search.helpers import line_of, loss_of
 
 STEPS = ("accumulation.steps=1,2,4,8", "cluster.nodes=1", "cluster.ranks_per_node=1")
@@ -66,8 +66,7 @@ def swept(slurm, tmp_path_factory):
     assert f"JobId={array} " in show, "the last element has the array's own number"
     slurm.command("scontrol", "requeue", f"{array}_3")
     rank_process(sweep / "1").kill()
-    done = runs.verb("cancel", sweep / "2")
-    assert done.returncode == 0, done.stderr
+    runs.verb("cancel", sweep / "2", code=0)
     until(lambda: runs.over(slurm, f"{array}_2"), 60, "the end of the cancelled point")
     runs.wait_for_update(sweep / "3", 2, attempt=1)
     hold.release()
@@ -88,8 +87,7 @@ def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):
     planned = runs.verb("plan", *line).stdout
     assert planned.count("done") == 2, planned
     assert "to go on" in planned
-    done = call(*line, **runs.QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(*line, **runs.QUIET, code=0)
     assert "2 points queued" in done.stdout
     assert set(wait_for_end(sweep).values()) == {"finished"}
     assert (sweep / "0" / "result.json").stat().st_mtime_ns == kept
@@ -155,8 +153,7 @@ def test_jobs_of_a_killed_search_are_found_again_and_a_hopeless_one_is_stopped(s
     begun.send_signal(signal.SIGKILL)
     begun.communicate()
     jobs = [runs.job_of(folder / number) for number in "012"]
-    done = call(*line, timeout=240, **runs.QUIET)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(*line, timeout=240, **runs.QUIET, code=0)
     trials = json.loads((folder / "search.json").read_text())["trials"]
     assert [runs.job_of(folder / number) for number in "012"] == jobs, "none was run twice"
     assert [trial["state"] for trial in trials] == ["complete"] * 5 + ["pruned"], done.stdout

@@ -6,9 +6,9 @@ import shutil
 import signal
 
 from slurm import breaking
-from tests.helpers import TINY, begin, call, result, until
+from tests.helpers import TINY, await_exit, begin, call, result, until
 from tests.slurm import runs
-from tests.slurm.test_submission import wrapped_sbatch
+from tests.slurm.runs import wrapped_sbatch
 
 
 def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
@@ -31,23 +31,21 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     assert json.loads(without.stdout)[0]["state"] == "running"
     assert "there is no squeue on this machine" in without.stderr
 
-    assert runs.verb("resume", run).returncode == 2
-    done = runs.verb("cancel", run)
-    assert done.returncode == 0, done.stderr
+    runs.verb("resume", run, code=2)
+    done = runs.verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
     stopped = runs.wait_over(slurm, run)
     assert stopped["state"] == "stopped"
     assert runs.accounted(slurm, job) == "FAILED"  # `afterok` of another job must not start on it
     assert runs.status(run)["state"] == "stopped"
-    assert runs.verb("cancel", run).returncode == 2
+    runs.verb("cancel", run, code=2)
     hold.release()
-    assert runs.verb("resume", run).returncode == 0
+    runs.verb("resume", run, code=0)
     assert runs.wait_over(slurm, run)["weights_sha256"] == digest
     assert runs.first_records(run)[1]["update"] == stopped["updates"]
     assert "has finished already" in runs.verb("resume", run).stdout
     no_sbatch = wrapped_sbatch(tmp_path / "refusing", ["exit 1"]).parent
-    refused = runs.verb("resume", run, "train.updates=700", PATH=f"{no_sbatch}:/usr/bin:/bin")
-    assert refused.returncode == 2, refused.stdout
+    runs.verb("resume", run, "train.updates=700", PATH=f"{no_sbatch}:/usr/bin:/bin", code=2)
     assert result(run)["weights_sha256"] == digest, "what it had is left as it was"
 
 
@@ -60,17 +58,13 @@ def path_without_slurm(folder):
 
 def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path):
     run = tmp_path / "run"
-    begun = call(*runs.BATCH, *runs.SHAPE, "train.updates=20", f"run.dir={run}", **runs.QUIET)
-    assert begun.returncode == 0, begun.stdout + begun.stderr
+    call(*runs.BATCH, *runs.SHAPE, "train.updates=20", f"run.dir={run}", **runs.QUIET, code=0)
     there = ("cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE)
-    moved = runs.verb("resume", run, "train.updates=40", *there)
-    assert moved.returncode == 0, moved.stdout + moved.stderr
+    moved = runs.verb("resume", run, "train.updates=40", *there, code=0)
     assert "going on after update 20 of 40" in moved.stdout
-    watched = runs.verb("attach", run, timeout=90)
-    assert watched.returncode == 0, watched.stderr
+    watched = runs.verb("attach", run, timeout=90, code=0)
     assert "40 of 40" in watched.stdout
-    back = runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE)
-    assert back.returncode == 0, back.stdout + back.stderr
+    runs.verb("resume", run, "train.updates=60", "cluster=local", *runs.SHAPE, code=0)
     assert result(run)["weights_sha256"] == runs.reference(tmp_path / "local", "train.updates=60")
     assert runs.status(run)["state"] == "finished"
 
@@ -92,8 +86,7 @@ def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mende
     mended.up()
     until(lambda: "answers again" in watcher.stdout.readline(), 90, "the watcher's note")
     os.kill(watcher.pid, signal.SIGINT)
-    output, _ = watcher.communicate(timeout=30)
-    assert watcher.returncode == 130
+    output = await_exit(watcher, 130, timeout=30)
     assert f"detached; job {runs.job_of(run)} goes on" in output
     hold.release()
     assert runs.wait_over(mended, run)["state"] == "finished"
@@ -102,8 +95,7 @@ def test_a_watcher_outlives_the_controller_and_an_interrupt_leaves_the_run(mende
 def test_doctor_shows_the_cluster_and_runs_a_collective_on_its_nodes(slurm, tmp_path):
     run = tmp_path / "run"
     where = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", f"run.dir={run}")
-    done = runs.verb("doctor", "--run", "--json", *where, *runs.SHAPE)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = runs.verb("doctor", "--run", "--json", *where, *runs.SHAPE, code=0)
     facts = [(one["about"], one["found"]) for one in json.loads(done.stdout)]
     text = "\n".join(found for _, found in facts)
     assert "ranks are not kept to their own cores" in text, "its TaskPlugin is task/none"
@@ -121,8 +113,7 @@ def test_a_rehearsal_whose_batch_script_is_killed_ends_with_the_undisturbed_bits
     )  # fmt: skip
     done = runs.verb(
         "rehearse", *small, "--faults", 1, "--only", "kill the batch script", "--seed", 1,
-        "--into", tmp_path / "of", "--json",
+        "--into", tmp_path / "of", "--json", code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     [row] = json.loads(done.stdout)["rows"]
     assert (row["how"], row["equal"], row["samples_lost"]) == ("restart", True, 0)

@@ -1,11 +1,15 @@
-"""Whole sweeps as commands: their folders, and `resume SWEEP` without the line."""
+"""Sweeps as commands: their folders, their plans, and `resume SWEEP` without the line."""
 
+import json
 import shutil
 
 import pytest
+from typer.testing import CliRunner
 
+from orchestrator.__main__ import app
+from orchestrator.cli.start import prepare, with_notes
 from orchestrator.config.command_line import read_command_line
-from orchestrator.config.composer import Composer
+from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
 from orchestrator.sweep.points import check_points, shared_output
 from tests.helpers import LIGHT, call, result, verb
@@ -16,29 +20,18 @@ ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch
 
 def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     sweep = tmp_path / "sweep"
-    line = (
-        "-m",
-        LIGHT,
-        *ONE,
-        "tracker=none",
-        "train.updates=2",
-        "train.seed=1,2",
-        f"run.dir={sweep}",
-    )
-    begun = call(*line)
-    assert begun.returncode == 0, begun.stdout + begun.stderr
+    line = ("-m", LIGHT, *ONE, "tracker=none", "train.updates=2", "train.seed=1,2")
+    call(*line, f"run.dir={sweep}", code=0)
     (sweep / "1" / "result.json").unlink()  # as if its launcher had been killed at the end
     for saved in (sweep / "1" / "checkpoints").iterdir():
         shutil.rmtree(saved)
-    gone_on = verb("resume", sweep)
-    assert gone_on.returncode == 0, gone_on.stdout + gone_on.stderr
+    gone_on = verb("resume", sweep, code=0)
     assert "done (finished)" in gone_on.stdout
     assert "to go on (lost)" in gone_on.stdout
     assert [result(sweep / n)["updates"] for n in "01"] == [2, 2]
-    assert verb("resume", sweep, "train.updates=3").returncode == 0
+    verb("resume", sweep, "train.updates=3", code=0)
     assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
-    refused = verb("resume", sweep, "train.seed=7")
-    assert refused.returncode == 2
+    refused = verb("resume", sweep, "train.seed=7", code=2)
     assert "train.seed" in refused.stderr
 
 
@@ -49,8 +42,7 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
     script(tmp_path, PROGRAM)
     line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
     words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
-    done = call(*line, *words, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+    done = call(*line, *words, cwd=tmp_path, code=0)
     for point in "01":
         run = tmp_path / "sweep" / point
         log = (run / "logs" / "rank-00000.log").read_text()
@@ -77,3 +69,37 @@ def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
     assert "--output_dir {run.dir}/results" in warning("--output_dir", "a/results")
     assert warning("--output_dir", "{run.dir}/results") is None
     assert warning("--data_dir", "results") is None
+
+
+# ------------------------------------------------------------------ Plans
+
+
+def planned(*arguments):
+    done = CliRunner().invoke(app, ["plan", *arguments], env={"COLUMNS": "100"})
+    assert done.exit_code == 0, done.output
+    return done.output
+
+
+@pytest.mark.parametrize(
+    ("asked", "points"),
+    [(["-m", "cluster.nodes=1,3", "accumulation.steps=2"], 2), (["-m", "train.updates=5"], 1)],
+)
+def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
+    found = json.loads(planned(*asked, "--json"))
+    assert len({str(plan["overrides"]) for plan in found}) == points
+    for plan in found:
+        config = compose(plan.pop("overrides"))
+        alone = with_notes(prepare(config), config)
+        assert plan.pop("cell")["do"] == "to run"
+        assert plan == json.loads(json.dumps(alone))
+    words = planned(*asked)
+    for number in range(points):
+        assert f"point {number}: " in words
+
+
+def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():
+    assert json.loads(planned("train.updates=5", "--json"))["updates"] == 5
+    assert "point 0" not in planned("train.updates=5")
+    done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,0"])
+    assert done.exit_code == 2
+    assert "point 1: cluster.nodes must be at least 1" in done.output

@@ -1,5 +1,6 @@
 """A class of somebody else's that cannot be used is one sentence, with its package in it."""
 
+import re
 import sys
 
 import pytest
@@ -99,9 +100,8 @@ def test_a_class_that_cannot_be_used_is_named_with_its_package(registered, sourc
 )
 def test_keys_are_what_the_class_says_it_has(registered, options, words):
     registered(CLUSTERS, OPTIONS)
-    with pytest.raises(ConfigError) as caught:
+    with pytest.raises(ConfigError, match=re.escape(words)):
         cluster_of(compose([TINY, "cluster.kind=theirs", *options.split()]))
-    assert words in str(caught.value)
 
 
 def test_a_name_belongs_to_one_package_and_never_one_of_ours(registered):
@@ -130,9 +130,8 @@ LACKING = "    @classmethod\n    def lacking(cls, everyone): raise KeyError('x')
 )
 def test_a_transport_that_cannot_be_used_is_told_by_its_ranks(registered, tmp_path, body, words):
     registered(TRANSPORTS, f"class Theirs(Transport):\n{body}")
-    with pytest.raises(AssertionError) as caught:
+    with pytest.raises(AssertionError, match=re.escape(words)):
         run_ranks(2, tmp_path, print, transport="theirs")
-    assert words in str(caught.value)
 
 
 INIT = "    def __init__(self, *given): raise KeyError('TOKEN')\n"
@@ -166,6 +165,5 @@ def test_a_cluster_that_says_finished_where_nothing_was_trained_is_not_believed(
         "    def submit(self, request): return Mine()",
     )
     asked = (TINY, "cluster.kind=theirs", f"run.dir={tmp_path / 'run'}")
-    done = call(*asked, PYTHONPATH=f"{folder}:{ROOT}")
-    assert done.returncode == 1, done.stderr
+    done = call(*asked, PYTHONPATH=f"{folder}:{ROOT}", code=1)
     assert "none wrote a result" in done.stdout + done.stderr

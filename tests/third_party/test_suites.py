@@ -35,13 +35,12 @@ class TestLines(TrackerSuite):
 def trained(target, tmp_path_factory):
     """A run that is placed, connected and tracked by all three."""
     run = tmp_path_factory.mktemp("together") / "run"
-    done = call(
+    call(
         TINY, f"run.dir={run}", "cluster.kind=listed", "cluster.options.names=[ann,bob]",
         "cluster.ranks_per_node=1", "transport=mailbox", "tracker.kind=lines", "train.updates=4",
         "accumulation.global_batch=40", "accumulation.steps=2",
-        PYTHONPATH=f"{target}{os.pathsep}{ROOT}",
+        PYTHONPATH=f"{target}{os.pathsep}{ROOT}", code=0,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
     return run
 
 

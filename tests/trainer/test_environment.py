@@ -1,4 +1,4 @@
-"""What a program is told, as values."""
+"""What a program's environment says, and who asked for accelerators."""
 
 from functools import partial
 
@@ -6,15 +6,14 @@ import pytest
 
 from orchestrator.agent.topology import Topology
 from orchestrator.config.program import ProgramConfig
+from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
-from orchestrator.rundir.folder import RunDir
+from orchestrator.trainer.consistency_checks import devices_asked
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
 @pytest.fixture
-def variables_of(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def variables_of(run):
     run.write_config("job: {}\n")
     return partial(variables, run)
 
@@ -55,3 +54,32 @@ def test_a_rank_that_has_its_own_device_sees_no_other(
 def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
     with pytest.raises(ClusterError, match=r"ask for more by cluster\.gpus_per_node"):
         variables_of({"CUDA_VISIBLE_DEVICES": devices})
+
+
+@pytest.mark.parametrize(
+    ("cluster", "env", "who"),
+    [
+        ({}, {}, ""),
+        ({"gpus_per_node": 0}, {"CUDA_VISIBLE_DEVICES": ""}, ""),
+        ({"gpus_per_node": 4}, {}, "cluster.gpus_per_node=4"),
+        ({"gpus_per_node": "a100:4"}, {}, "cluster.gpus_per_node=a100:4"),
+        ({"slurm_flags": {"gres": "npu:8"}}, {}, "cluster.slurm_flags.gres=npu:8"),
+        ({"slurm_flags": {"gres": "tmpdisk:8"}}, {}, ""),
+        ({"slurm_flags": {"gpus": 16}}, {}, "cluster.slurm_flags.gpus=16"),
+        ({"srun_flags": {"gpus-per-task": 1}}, {}, "cluster.srun_flags.gpus-per-task=1"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "0,1"}, "CUDA_VISIBLE_DEVICES=0,1"),
+        ({}, {"CUDA_VISIBLE_DEVICES": "NoDevFiles"}, ""),
+        ({}, {"ASCEND_RT_VISIBLE_DEVICES": "3"}, "ASCEND_RT_VISIBLE_DEVICES=3"),
+        ({"exclusive": True}, {"SLURM_JOB_GPUS": "0,1,2,3"}, ""),  # as every whole node
+        ({"exclusive": True, "gpus_per_node": 4}, {}, "cluster.gpus_per_node=4"),
+        ({}, {"SLURM_STEP_GPUS": "2"}, "SLURM_STEP_GPUS=2"),
+    ],
+)
+def test_who_asked_for_devices_is_said(cluster, env, who):
+    found = devices_asked(ClusterConfig(kind="slurm", **cluster), env, scheduled=True)
+    assert who in found
+    assert bool(found) == bool(who)
+
+
+def test_a_laptops_own_variable_asks_for_nothing():
+    assert not devices_asked(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": "0"}, scheduled=False)

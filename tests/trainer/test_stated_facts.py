@@ -1,10 +1,15 @@
-"""`facts.*` are compared with what is there: a plan that would be another one is refused."""
+"""Facts and code that ranks compare before they train."""
+
+import importlib
+import re
+import sys
 
 import pytest
 
 from orchestrator.config.schema import FactsConfig
 from orchestrator.errors import ConfigError
 from orchestrator.trainer.consistency_checks import compare_facts
+from orchestrator.trainer.survival import changed_modules, modules_of
 from tests.plan.stated import make_plan
 
 
@@ -34,9 +39,8 @@ def _compare(facts, ranks=2, **more):
     ],
 )
 def test_a_wrong_fact_that_changes_the_plan_is_refused_with_both_numbers(facts, more, message):
-    with pytest.raises(ConfigError) as refused:
+    with pytest.raises(ConfigError, match=re.escape(message)):
         _compare(facts, **more)
-    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
@@ -51,3 +55,18 @@ def test_true_facts_and_none_at_all_are_not_mentioned(recwarn):
     _compare({})
     _compare({"parameters": 2_000_000, "dataset_samples": 1000})
     assert not recwarn.list
+
+
+def test_a_file_of_the_jobs_own_that_changed_on_disk_is_named(tmp_path, monkeypatch):
+    (tmp_path / "its_net.py").write_text("WIDTH = 4\n")
+    (tmp_path / "its_job.py").write_text("import its_net, json\nclass Own: ...\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    job = importlib.import_module("its_job").Own()
+    then = modules_of(job)
+    assert {"its_job", "its_net"} <= then.keys()
+    assert not {"json", "pytest", "orchestrator"} & then.keys()
+    assert changed_modules(then, modules_of(job)) == []
+    (tmp_path / "its_net.py").write_text("WIDTH = 5\n")
+    assert changed_modules(then, modules_of(job)) == ["its_net"]
+    for name in ("its_job", "its_net"):
+        del sys.modules[name]

@@ -9,15 +9,8 @@ from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import note_departure
-from orchestrator.trainer.stop import (
-    Follower,
-    GracePeriods,
-    LeaveInTime,
-    StopFlag,
-    restart_reason,
-)
+from orchestrator.trainer.stop import Follower, GracePeriods, LeaveInTime, StopFlag, restart_reason
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 GRACE = GracePeriods(kill_wait_s=30, preempt_s=20, ahead_s=60)
@@ -30,9 +23,7 @@ DONE = CompletedUpdate(
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def run(run):
     for attempt in range(3):
         run.attempt(attempt).mkdir()
     return run

@@ -90,9 +90,10 @@ def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, mon
 
 def test_a_run_is_tracked_and_leaves_no_process(tmp_path):
     run = RunDir(tmp_path / "run")
-    done = call(TINY, SMALL, "tracker=wandb", "train.updates=3", f"run.dir={run.path}", "-q",
-                cwd=tmp_path)  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
+    call(
+        TINY, SMALL, "tracker=wandb", "train.updates=3", f"run.dir={run.path}", "-q",
+        cwd=tmp_path, code=0,
+    )  # fmt: skip
     losses = [v["train/loss"] for _, v in TestWandB().read(run) if "train/loss" in v]
     assert losses == [record["loss"] for record in records(run.path)]
     services = [p for p in psutil.process_iter(["name", "cwd"]) if "wandb" in p.info["name"]]

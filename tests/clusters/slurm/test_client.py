@@ -16,7 +16,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import LOOK_TWICE_S
 from orchestrator.slurm_client import Job
 from tests.clusters.slurm.queue_lines import queue_line
-from tests.rundir.test_files import made
+from tests.run_folders import make_run
 
 HELD = queue_line(State="PENDING", NodeList="", Reason="launch failed requeued held")
 
@@ -45,7 +45,7 @@ def say(tmp_path, monkeypatch):
 @pytest.fixture
 def submitted(tmp_path):
     """A run that was submitted as job 7, some time ago."""
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
     for path in (run.path, run.attempts):
         os.utime(path, (1.0, 1.0))
@@ -55,7 +55,7 @@ def submitted(tmp_path):
 def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
     lines = [queue_line(), queue_line(JobArrayID="8", State="PENDING")]
     calls = say("squeue", "\n".join(lines))
-    other = made(tmp_path / "other")
+    other = make_run(tmp_path / "other")
     write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
     found, sentences = statuses([submitted, other])
     assert ([one.state for one in found], sentences) == (["starting", "pending"], [])
@@ -68,7 +68,7 @@ def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "")
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'sacct: error: no' >&2\nexit 1\n")
-    other = made(tmp_path / "other")
+    other = make_run(tmp_path / "other")
     write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
     found, sentences = statuses([submitted, other])
     assert [one.state for one in found] == ["unknown", "starting"]
@@ -97,7 +97,7 @@ def test_runs_that_only_their_heartbeats_tell_of_are_looked_at_together(
     say("squeue", queue_line(JobArrayID="9"))
     say("sacct", "")
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\nexit 1\n")
-    other = made(tmp_path / "other")
+    other = make_run(tmp_path / "other")
     write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
     for run in (submitted, other):
         run.begin_attempt()
@@ -178,7 +178,7 @@ def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
     calls = say("sbatch", answer)
     say("scontrol", "ClusterName             = own")
     say("scancel", "")
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     if accepted:
         assert queue(run, tmp_path / "000.sh", 0, None) == "7"
         assert run.read_handle()["job_id"] == "7"

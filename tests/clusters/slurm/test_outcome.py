@@ -22,7 +22,6 @@ from orchestrator.clusters.slurm.outcome import (
 )
 from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
-from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
@@ -36,9 +35,7 @@ MISSING = "srun: error: Aborting, io error and missing step on node"
 
 
 @pytest.fixture
-def run(tmp_path):
-    run = RunDir(tmp_path / "run")
-    run.create()
+def run(run):
     configure(run, job={}, run={"max_restarts": 0}, cluster={"signal_ahead_s": 60})
     return run
 

@@ -9,7 +9,7 @@ from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from tests.rundir.test_files import made
+from tests.run_folders import make_run
 
 
 @pytest.fixture
@@ -35,7 +35,7 @@ def test_status_runs_no_command_with_a_slurm_conf_that_only_the_folder_vouches_f
         command.write_text(f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n")
         command.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     conf = run.path / "slurm.conf"
     conf.write_text("PluginDir=/tmp/evil\n")
     for path in (conf, "run/slurm.conf", "~/slurm.conf", "/dev/zero", "/proc/self/environ"):
@@ -65,7 +65,7 @@ def test_a_slurm_conf_is_trusted_if_it_is_the_users_own(home, tmp_path, monkeypa
 
 @pytest.mark.parametrize("job_id", ["--user=me", "7;8", "7,8", "-1", "", " 7", "7\n"])
 def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, job_id):
-    run = placed(made(tmp_path / "run"), "/etc/hostname", job_id)
+    run = placed(make_run(tmp_path / "run"), "/etc/hostname", job_id)
     with pytest.raises(RunFolderError, match="is no job's id"):
         RunDir(run.path).read_handle()
 
@@ -77,6 +77,6 @@ def test_a_resume_remembers_the_slurm_conf_that_was_typed_and_uses_none_of_the_f
     conf.write_text("ClusterName=x\n")
     config = compose(["+cluster=slurm", f"cluster.slurm_conf={conf}"])
     with pytest.raises(ClusterError, match=r"which was never used from this account"):
-        SlurmCluster(config).trust(made(tmp_path / "run"), typed=())
-    SlurmCluster(config).trust(made(tmp_path / "another"), typed={"cluster.slurm_conf"})
+        SlurmCluster(config).trust(make_run(tmp_path / "run"), typed=())
+    SlurmCluster(config).trust(make_run(tmp_path / "another"), typed={"cluster.slurm_conf"})
     assert is_trusted(conf)

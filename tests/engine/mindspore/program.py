@@ -20,14 +20,16 @@ import numpy as np
 import pytest
 from mindspore import Tensor, ops
 
-from orchestrator.engine.api import EngineSettings, GroupSpec, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.conformance import CHECKS
 from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllReduceSum, form_group
 from orchestrator.errors import JobError, NonFiniteError, ReplicasDiffer, SilenceError
+from orchestrator.plan.split import assign, even_parts
 from orchestrator.plan.wire import Wire
 from tests.engine.mindspore.jobs import SAMPLES, Drifting, Steep, Weighted, numpy_update
+from tests.engine.windows import run, window_of
 
 RATE = 0.05
 
@@ -116,30 +118,16 @@ def float64_keeps_its_digits(group):
 # ---------------------------------------------------------------------- the engine
 
 
-def _split(rank, size, samples, steps, update=0, lopsided=False):
-    """Contiguous blocks, cut into steps; lopsided: rank 0 has nothing."""
-    ranks = [0.0] + [1.0] * (size - 1) if lopsided else [1.0] * size
-    edges = np.round(np.cumsum([0.0, *ranks]) / sum(ranks) * samples).astype(int)
-    own = range(edges[rank], edges[rank + 1])
-    parts = [part.tolist() for part in np.array_split(list(own), steps) if len(part)]
-    return tuple(MicroBatch(update=update, start=p[0], indices=tuple(p)) for p in parts)
-
-
 def _updates(group, *, updates=1, steps=3, lopsided=False, job=None, stop=False, **settings):
+    """Train on all samples; lopsided: rank 0 has none."""
     job = job or Weighted()
     settings = {"metric_names": job.metric_names, **settings}
     engine = build_engine(job, EngineSettings(**settings), group)
     before = [p.asnumpy().copy() for p in engine._model.trainable_params()]
-    report = None
-    for update in range(updates):
-        micro = _split(group.rank, group.size, SAMPLES, steps, update, lopsided)
-        window = Window(
-            update=update, samples=SAMPLES, micro_batches=micro, steps=steps, learning_rate=RATE
-        )
-        engine.begin_window(window)
-        for batch, one in zip(engine.batches(micro), micro, strict=True):
-            engine.micro_step(batch, one)
-        report = engine.boundary(stop=stop)
+    idle = [0] if lopsided else []
+    split = assign([*idle, *even_parts(SAMPLES, group.size - len(idle))], steps=steps)
+    windows = [window_of(split, group.rank, update, rate=RATE) for update in range(updates)]
+    report = run(engine, windows, stop=stop)[-1]
     after = [p.asnumpy().copy() for p in engine._model.trainable_params()]
     return engine, report, before, after
 
@@ -149,8 +137,8 @@ def _distance(found, wanted):
     return float(np.abs(a - b).max() / np.abs(b).max())
 
 
-def _is_as_planned(group, **settings):
-    """The update is NumPy's, and what it sent is what the plan says."""
+def update_is_numpys_big_batch(group, **settings):
+    """And what it sent is what the plan says."""
     engine, report, before, after = _updates(group, **settings)
     assert _distance(after, numpy_update(before, RATE)) < 1e-6
     facts = {"itemsize": 4, "metric_count": 1, "ranks": group.size}
@@ -161,11 +149,6 @@ def _is_as_planned(group, **settings):
     assert abs(report.bytes_on_wire - wanted) <= 1, (report.bytes_on_wire, wanted)
 
 
-def update_is_numpys_big_batch(group):
-    """And collectives are as planned."""
-    _is_as_planned(group)
-
-
 def update_is_numpys_big_batch_in_float64_though_a_rank_has_no_samples(group):
     _, report, before, after = _updates(group, precision="float64", lopsided=True)
     assert _distance(after, numpy_update(before, RATE)) < 1e-12
@@ -173,7 +156,7 @@ def update_is_numpys_big_batch_in_float64_though_a_rank_has_no_samples(group):
 
 
 def many_buckets_are_as_planned(group):
-    _is_as_planned(group, bucket_bytes=100, mode="pynative")
+    update_is_numpys_big_batch(group, bucket_bytes=100, mode="pynative")
 
 
 def a_stop_of_one_is_known_to_all(group):

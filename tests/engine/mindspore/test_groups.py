@@ -1,16 +1,26 @@
-"""A group of 3 real processes over MCCL: conformance, adjoint laws, the engine's update."""
+"""Groups over MCCL: how ranks meet, and what three real processes compute.
 
-from __future__ import annotations
+Rendezvous knows no framework, so its ranks are threads here.
+"""
 
 import json
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from tests.engine.mindspore.program import checks
-from tests.helpers import ROOT, alive, environment
+from orchestrator.engine.mindspore.group import device_index, form_group, variables
+from orchestrator.engine.mindspore.rendezvous import (
+    Scheduler,
+    await_verdict,
+    decide,
+    leave_together,
+)
+from orchestrator.errors import PeerLost, RendezvousError, StopRequested, TransportError
+from tests.engine.mindspore.program import checks, spec
+from tests.helpers import ROOT, alive, environment, until
 
 
 @pytest.mark.timeout(600)  # it compiles, which takes minutes if the machine is busy
@@ -38,3 +48,141 @@ def test_every_check_holds_on_every_rank_and_the_scheduler_ends_with_the_group(t
     assert scheduler is not None
     assert not alive(scheduler)
     assert max(report["close_s"] for report in reports) < 5.0  # as long as it would linger
+
+
+# ------------------------------------------------------------------ Rendezvous
+
+
+def on_ranks(folder, ranks, size, stops=(), **more):
+    """The results or errors of `ranks`; those in `stops` are asked to stop."""
+    found = {}
+
+    def be(rank):
+        try:
+            one = spec(folder, rank, size, stop_requested=lambda: rank in stops, **more)
+            found[rank] = await_verdict(one) if rank else decide(one, lambda: {"port": 7})
+        except Exception as error:  # noqa: BLE001  # looked at below
+            found[rank] = error
+
+    threads = [threading.Thread(target=be, args=(rank,)) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+@pytest.mark.parametrize(
+    ("ranks", "size", "how", "wanted"),
+    [
+        ([0, 1, 2], 3, {}, {"verdict": "go", "port": 7}),
+        ([0, 2], 5, {"timeout_s": 3}, "ranks 1, 3-4 of 5 did not come within 3 s"),
+        ([1, 2], 3, {"timeout_s": 0.3}, "rank 0 of 3 did not come within 0.3 s"),
+        ([0, 1], 3, {"stops": [1]}, StopRequested),
+        ([1], 2, {"stops": [1]}, StopRequested),
+    ],
+    ids=["all meet", "ranks are missing", "rank 0 is missing", "a stop", "a stop before rank 0"],
+)
+def test_all_ranks_that_came_get_the_same_verdict(tmp_path, ranks, size, how, wanted):
+    verdicts = on_ranks(tmp_path, ranks, size, **how)
+    assert sorted(verdicts) == ranks
+    for found in verdicts.values():
+        if wanted is StopRequested:
+            assert isinstance(found, StopRequested)
+        else:
+            assert isinstance(found, RendezvousError) is isinstance(wanted, str)
+            assert (str(found) if isinstance(wanted, str) else found) == wanted
+
+
+def test_no_rank_leaves_before_the_last_one(tmp_path):
+    on_ranks(tmp_path, range(3), 3)
+    others = [threading.Thread(target=leave_together, args=(spec(tmp_path, r, 3),)) for r in (0, 1)]
+    for other in others:
+        other.start()
+    for other in others:
+        other.join(0.3)
+    assert all(other.is_alive() for other in others)
+    leave_together(spec(tmp_path, 2, 3))
+    for other in others:
+        other.join()
+
+
+def test_a_rank_that_does_not_leave_ends_the_wait_of_the_others(tmp_path):
+    on_ranks(tmp_path, range(2), 2)
+    with pytest.raises(PeerLost, match=r"rank 0: a rank did not leave the group within 0\.3 s"):
+        leave_together(spec(tmp_path, 0, 2, collective_timeout_s=0.3))
+
+
+def test_a_host_name_is_refused_where_an_address_is_needed(tmp_path):
+    with pytest.raises(TransportError, match="IP address"):
+        form_group(spec(tmp_path, 1, 2, address="localhost"))
+
+
+@pytest.mark.parametrize(
+    ("transport", "words"), [("hccl", "CANN"), ("nccl", "GPU support"), ("gloo", "not one of Mind")]
+)
+def test_a_missing_transport_is_refused(tmp_path, transport, words):
+    with pytest.raises(TransportError, match=words):
+        form_group(spec(tmp_path, 0, 1, transport=transport))
+
+
+def test_hccl_gets_our_time_outs_within_its_limits_unless_they_were_set_by_hand(tmp_path):
+    one = spec(tmp_path, 3, 16, timeout_s=60.0, collective_timeout_s=1800.0)
+    found = variables(one, "hccl", ("10.0.0.1", 4321), {})
+    assert (found["MS_ROLE"], found["MS_NODE_ID"], found["MS_WORKER_NUM"]) == (
+        "MS_WORKER", "3", "16",
+    )  # fmt: skip
+    assert (found["MS_SCHED_HOST"], found["MS_SCHED_PORT"]) == ("10.0.0.1", "4321")
+    assert (found["HCCL_CONNECT_TIMEOUT"], found["HCCL_EXEC_TIMEOUT"]) == ("120", "1800")
+    assert variables(one, "hccl", ("10.0.0.1", 1), {"HCCL_CONNECT_TIMEOUT": "900"})[
+        "HCCL_CONNECT_TIMEOUT"
+    ] == "900"  # fmt: skip
+    assert "MS_CPU_COMM_OP_TIMEOUT" in variables(one, "mccl", ("10.0.0.1", 1), {})
+
+
+def test_a_rank_takes_the_device_of_its_local_rank_among_those_it_sees():
+    seen = {"ASCEND_RT_VISIBLE_DEVICES": "4,5,6"}
+    assert [device_index("hccl", rank, seen) for rank in range(3)] == [0, 1, 2]
+    with pytest.raises(TransportError, match=r"cluster\.ranks_per_node=3"):
+        device_index("hccl", 3, seen)
+
+
+def test_a_lone_rank_needs_nobody(tmp_path):
+    group = form_group(spec(tmp_path, 0, 1))
+    group.barrier()
+    assert (group.size, group.counters.collectives) == (1, 0)
+    group.close()
+
+
+def test_a_foreign_address_is_refused():
+    with pytest.raises(RendezvousError, match="IP address of this node"):
+        Scheduler("192.0.2.1", 2, 30.0)
+
+
+def test_a_scheduler_dies_with_its_parent():
+    program = (
+        "import os, sys; from orchestrator.engine.mindspore.rendezvous import Scheduler; "
+        "s = Scheduler('127.0.0.1', 2, 30.0); print(s.process.pid, flush=True); "
+        "sys.stdin.readline(); os.kill(os.getpid(), 9)"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    with parent:
+        child = int(parent.stdout.readline())
+        assert alive(child)
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        parent.wait(60)
+    until(lambda: not alive(child), what="the scheduler's end")
+
+
+def test_a_scheduler_that_ended_before_it_listened_is_no_wait():
+    scheduler = Scheduler("127.0.0.1", 2, 30.0)
+    try:
+        scheduler.process.kill()
+        scheduler.process.wait()
+        with pytest.raises(RendezvousError, match="ended with status -9"):
+            scheduler.ready()
+    finally:
+        scheduler.end()

@@ -1,7 +1,5 @@
 """Whole runs of MindSpore jobs, as a user starts them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -28,8 +26,7 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "layers=[784,512,512,10]" in block
     (tmp_path / "typed").mkdir()
     for _, _, module, *words in typed(block.replace("512,512", "48"), tmp_path / "typed"):
-        done = helpers.call(*words, module=module, cwd=tmp_path, timeout=390)
-        assert done.returncode == 0, done.stdout + done.stderr
+        helpers.call(*words, module=module, cwd=tmp_path, timeout=390, code=0)
     torchs, ours = tmp_path / "runs" / "torch", tmp_path / "runs" / "mindspore"
     assert "torch" in json.loads((torchs / "environment.json").read_text())["framework"]
     assert "mindspore" in json.loads((ours / "environment.json").read_text())["framework"]
@@ -38,8 +35,7 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     found = helpers.compare(ours, torchs)
     assert 0 < found["max_relative_difference"] <= 1e-5
     start = tmp_path / "runs" / "start"
-    done = helpers.verb("compare", ours, start, "--at-most", "1e-5")
-    assert done.returncode == 1
+    done = helpers.verb("compare", ours, start, "--at-most", "1e-5", code=1)
     assert "more than --at-most 1e-05" in done.stderr
 
 
@@ -83,12 +79,11 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
             PATH=f"{Path(sys.executable).parent}:/usr/bin:/bin",
         )  # fmt: skip
     assert theirs.returncode == 0, theirs.stdout + theirs.stderr
-    ours = helpers.call(
+    helpers.call(
         "run", "job.style=mindspore", "run.dir=ours", helpers.SMALL,
         "cluster.rendezvous_timeout_s=600", "--",
-        "train.py", module="orchestrator", cwd=tmp_path, timeout=290,
+        "train.py", module="orchestrator", cwd=tmp_path, timeout=290, code=0,
     )  # fmt: skip
-    assert ours.returncode == 0, ours.stdout + ours.stderr
 
     endings = set()
     for rank in range(2):
@@ -128,9 +123,8 @@ def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framew
     (tmp_path / "hidden.py").write_text(HIDDEN)
     done = helpers.call(
         "job._target_=hidden.Hidden", "engine.shard_optimizer=true", "cluster.nodes=1",
-        "cluster.ranks_per_node=1", "tracker=none", "run.dir=run", cwd=tmp_path,
+        "cluster.ranks_per_node=1", "tracker=none", "run.dir=run", cwd=tmp_path, code=2,
     )  # fmt: skip
-    assert done.returncode == 2, done.stdout + done.stderr
     assert "engine.shard_optimizer=true is not available with MindSpore" in done.stderr
     assert "starting 1 rank" in done.stdout, "refused by the worker"
 
@@ -157,8 +151,7 @@ def test_a_killed_scheduler_is_named_and_the_next_attempt_trains_to_the_end(tmp_
     helpers.until((run / "attempts" / "001").exists, 20, "the next attempt")
     assert not [p for p in doomed if helpers.name_of(p).startswith("rank")]
     hold.release()
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 0, output
+    helpers.await_exit(process, 0, timeout=120)
     assert not helpers.processes_of(run)
     plan = json.loads((run / "plan.json").read_text())
     kept = helpers.records(run)

@@ -6,6 +6,7 @@ import weakref
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator, TorchGroup
@@ -52,7 +53,6 @@ def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes):
                 loss = _loss(model)
                 ours.backward(Loss(loss.total, 2, {"right": 1}), last=step == steps - 1)
             reports.append(ours.boundary())
-        ours.close()
         return reports, ours.parameter_count()
 
     for reports, parameters in run_in_threads(ranks, train):
@@ -97,9 +97,7 @@ def test_a_window_after_a_failed_one_is_as_if_nothing_had_been():
             assert not report.applied
             assert math.isnan(report.loss)
         ours.backward(_loss(model), last=True)
-        report = ours.boundary()
-        assert report.applied
-        ours.close()
+        assert ours.boundary().applied
         return _bits(model)
 
     clean = run_in_threads(2, lambda group: train(group, fail=False))
@@ -107,16 +105,13 @@ def test_a_window_after_a_failed_one_is_as_if_nothing_had_been():
         assert torch.equal(found, clean[0])
 
 
-def _infinite_gradient(model):
-    """A finite loss whose gradient is not: the root's slope at 0."""
-    return Loss((model(torch.ones(1, WIDTH)) * 0.0).sqrt().sum(), 1.0)
-
-
 @pytest.mark.parametrize("shard", [False, True])
 def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters(shard):
     def train(group):
         ours, model = _accumulator(group, shard_optimizer=shard)
-        loss = _infinite_gradient(model) if group.rank == 1 else _loss(model)
+        loss = _loss(model)
+        if group.rank == 1:  # finite, with a gradient that is not: the root's slope at 0
+            loss = Loss((model(torch.ones(1, WIDTH)) * 0.0).sqrt().sum(), 1.0)
         ours.backward(loss, last=True)
         with pytest.raises(NonFiniteError, match=r"the gradient became NaN .*0\.weight"):
             ours.boundary()
@@ -192,7 +187,6 @@ def test_a_backward_run_by_other_code_is_recorded():
             else:
                 ours.backward(loss)
         assert ours.boundary().weight == 8.0
-        ours.close()
         return _bits(model)
 
     recorded = run_in_threads(2, lambda group: train(group, record=True))
@@ -226,25 +220,20 @@ def test_record_declares_only_the_backwards_before_it():
 
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_activation_checkpoints_give_the_same_gradient(reentrant):
-    from torch.utils.checkpoint import checkpoint
-
-    def train(group, checkpointed):
+    def train(group, checkpoints):
         ours, model = _accumulator(group, bucket_bytes=64)
         x = torch.ones(2, WIDTH, requires_grad=True)
-        y = checkpoint(model, x, use_reentrant=reentrant) if checkpointed else model(x)
+        y = checkpoint(model, x, use_reentrant=reentrant) if checkpoints else model(x)
         ours.backward(Loss(y.sum(), 2), last=True)
         ours.boundary()
-        ours.close()
         return _bits(model)
 
-    plain = run_in_threads(2, lambda group: train(group, checkpointed=False))
-    checkpointed = run_in_threads(2, lambda group: train(group, checkpointed=True))
+    plain = run_in_threads(2, lambda group: train(group, checkpoints=False))
+    checkpointed = run_in_threads(2, lambda group: train(group, checkpoints=True))
     assert torch.equal(plain[0], checkpointed[0])
 
 
 def test_a_gradient_that_grows_after_it_was_sent_is_noticed():
-    from torch.utils.checkpoint import checkpoint
-
     def train(group):
         torch.manual_seed(0)
         shared = nn.Linear(WIDTH, WIDTH)
@@ -272,13 +261,11 @@ def test_a_compiled_model_is_taken_as_the_one_that_it_wraps_and_gives_the_same_g
     def train(compiled):
         model = _model()
         ours, run = _accumulator(
-            TorchGroup.alone(),
-            torch.compile(model, backend="aot_eager") if compiled else model,
+            TorchGroup.alone(), torch.compile(model, backend="aot_eager") if compiled else model
         )
         for step in range(2):
             ours.backward(_loss(run), last=step == 1)
         ours.boundary()
-        ours.close()
         return _bits(model)
 
     assert torch.equal(train(compiled=True), train(compiled=False))
@@ -291,9 +278,7 @@ def test_buckets_leave_during_the_last_backward_and_not_before():
         for step in range(3):
             ours.backward(_loss(model), last=step == 2)
             sent.append(group.counters.collectives - before)
-        whole = ours.boundary().collectives
-        ours.close()
-        return sent, whole
+        return sent, ours.boundary().collectives
 
     for sent, whole in run_in_threads(2, train):
         assert sent[:2] == [0, 0]
@@ -339,9 +324,7 @@ def test_a_stop_request_of_one_rank_reaches_all():
     def train(group):
         ours, model = _accumulator(group)
         ours.backward(_loss(model), last=True)
-        report = ours.boundary(stop=group.rank == 1)
-        ours.close()
-        return report.stop_requested
+        return ours.boundary(stop=group.rank == 1).stop_requested
 
     assert run_in_threads(3, train) == [True] * 3
 
@@ -353,7 +336,6 @@ def test_a_collective_in_mid_window_is_refused():
         number = torch.ones(1)
         group.all_reduce_sum(number)
         ours.boundary()
-        ours.close()
         return number.item()
 
     with pytest.raises(
@@ -378,7 +360,6 @@ def test_a_parameter_used_by_one_rank_only_is_updated_and_one_used_by_none_is_no
             report = ours.boundary()
             counts.append(report.collectives)
             exchanges.append(report.exchanges)
-        ours.close()
         assert torch.equal(model[2].weight, torch.ones(1, WIDTH))
         assert not torch.equal(model[1].weight, torch.ones(1, WIDTH))
         assert model[2].weight not in optimizer.state

@@ -1,7 +1,5 @@
 """Foreign writes to gradients, the gradient's norm, and exact sums."""
 
-from __future__ import annotations
-
 import math
 from fractions import Fraction
 
@@ -32,35 +30,15 @@ from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.errors import JobError
 from orchestrator.plan.wire import LIMBS, SUMS, trailer_numbers
 
-
-def _rebind(parameter):
-    parameter.grad = parameter.grad + 0
-
-
-def _other_memory(parameter):
-    parameter.grad.data = parameter.grad * 0.5
-
-
-def _copied(parameter):
-    parameter.grad.copy_(torch.ones_like(parameter))
-
-
-def _all_at_once(parameter):
-    torch._foreach_mul_([parameter.grad], 0.5)
-
-
 WRITES = {
-    "another tensor": _rebind,
-    "another memory": _other_memory,
+    "another tensor": lambda parameter: setattr(parameter, "grad", parameter.grad + 0),
+    "another memory": lambda parameter: setattr(parameter.grad, "data", parameter.grad * 0.5),
     "in place": lambda parameter: parameter.grad.mul_(1.0),
-    "copied": _copied,
+    "copied": lambda parameter: parameter.grad.copy_(torch.ones_like(parameter)),
     "zeros": lambda parameter: parameter.grad.zero_(),
-    "foreach": _all_at_once,
+    "foreach": lambda parameter: torch._foreach_mul_([parameter.grad], 0.5),
 }
-REDUCTIONS = {
-    "fast": ({}, {}),
-    "reproducible": ({"reduction": "reproducible"}, {"leaves": 3}),
-}
+REDUCTIONS = {"fast": ({}, {}), "reproducible": ({"reduction": "reproducible"}, {"leaves": 3})}
 
 
 def _model():
@@ -97,11 +75,8 @@ def test_a_write_is_found_wherever_it_comes(reduction, after, write):
 @pytest.mark.parametrize("reduction", REDUCTIONS)
 @pytest.mark.parametrize("after", [0, 1, 2])
 def test_to_forget_gradients_forgets_nothing(reduction, after):
-    def forget(parameter):
-        parameter.grad = None
-
-    for ours, theirs in zip(_update(reduction, after, forget), _update(reduction), strict=True):
-        assert torch.equal(ours, theirs)
+    found = _update(reduction, after, lambda parameter: setattr(parameter, "grad", None))
+    assert all(map(torch.equal, found, _update(reduction)))
 
 
 def test_gradients_may_be_written_between_two_windows():
@@ -118,8 +93,7 @@ def test_gradients_may_be_written_between_two_windows():
     wanted = train(None)
     for write in WRITES:
         if write != "another memory":
-            for ours, theirs in zip(train(write), wanted, strict=True):
-                assert torch.equal(ours, theirs)
+            assert all(map(torch.equal, train(write), wanted))
 
 
 # ------------------------------------------------------------------ Gradient norm

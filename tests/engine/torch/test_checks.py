@@ -1,9 +1,5 @@
 """Ranks start equal and stay equal."""
 
-from __future__ import annotations
-
-from dataclasses import replace
-
 import pytest
 import torch
 from hypothesis import given
@@ -20,9 +16,9 @@ from orchestrator.engine.torch.window_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.test_engine import _run, _windows
+from tests.engine.windows import run, window_of
 
-STARTING_RANKS, ODD = 3, 1
+RANKS, ODD = 3, 1
 
 
 class Net(nn.Module):
@@ -62,19 +58,15 @@ def _nothing(net):
     del net
 
 
-def _add(tensor):
-    return lambda net: getattr(net, tensor).data.add_(1)
-
-
 def _other_layer(net):
     net.linear = nn.Linear(3, 4)
 
 
 CASES = {
     "a weight": (lambda net: net.linear.weight.data.mul_(1 + 1e-6), _sgd, {}, "linear.weight"),
-    "a frozen weight": (_add("frozen"), _sgd, {}, "numbers of frozen"),
+    "a frozen weight": (lambda net: net.frozen.data.add_(1), _sgd, {}, "numbers of frozen"),
     "a complex one": (lambda net: net.turn.data.mul_(1j), _sgd, {}, "numbers of turn"),
-    "a buffer": (_add("seen"), _sgd, {}, "numbers of seen"),
+    "a buffer": (lambda net: net.seen.add_(1), _sgd, {}, "numbers of seen"),
     "a buffer not saved": (lambda net: net.mask.logical_not_(), _sgd, {}, "numbers of mask"),
     "a shape": (_other_layer, _sgd, {}, r"number 3: it is linear.weight \(float32 \(4, 3\)"),
     "one more": (lambda n: n.register_parameter("x", nn.Parameter(torch.ones(1))), _sgd, {}, "x"),
@@ -104,17 +96,16 @@ def test_differences_are_named_in_the_same_words_on_all_ranks(case):
             Accumulator(net, optimizer, group, **(settings if odd else {}))
         return str(caught.value)
 
-    assert len(set(run_in_threads(STARTING_RANKS, be))) == 1
+    assert len(set(run_in_threads(RANKS, be))) == 1
 
 
 def test_the_start_check_takes_one_small_exchange_and_none_on_one_rank():
     def be(group):
         net = _net()
-        ours = Accumulator(net, _sgd(net), group)
-        ours.close()
+        Accumulator(net, _sgd(net), group)
         return group.counters.collectives, group.counters.bytes_on_wire
 
-    assert run_in_threads(STARTING_RANKS, be) == [(1, 8 * (STARTING_RANKS - 1))] * STARTING_RANKS
+    assert run_in_threads(RANKS, be) == [(1, 8 * (RANKS - 1))] * RANKS
     assert run_in_threads(1, be) == [(0, 0)]
 
 
@@ -127,11 +118,10 @@ def test_broadcast_gives_all_ranks_rank_0s_numbers_of_every_type():
                 tensor.add_(group.rank)
             if group.rank:
                 net.mask.logical_not_()
-        ours = Accumulator(net, _sgd(net), group, broadcast=True)
-        ours.close()
+        Accumulator(net, _sgd(net), group, broadcast=True)
         return [tensor.detach().clone() for tensor in (*net.parameters(), *net.buffers())]
 
-    first, *others = run_in_threads(STARTING_RANKS, be)
+    first, *others = run_in_threads(RANKS, be)
     for other in others:
         for ours, theirs in zip(first, other, strict=True):
             assert torch.equal(ours, theirs)
@@ -145,13 +135,11 @@ def test_broadcast_does_not_hide_another_model():
         with pytest.raises(JobError, match="ranks do not start alike: rank 1 differs"):
             Accumulator(net, _sgd(net), group, broadcast=True)
 
-    run_in_threads(STARTING_RANKS, be)
+    run_in_threads(RANKS, be)
 
 
 # ------------------------------------------------------------------ Weights digest
 
-
-RANKS, SAMPLES = 3, 12
 
 WAYS = {
     "fast": {},
@@ -191,7 +179,7 @@ class Drifts(Job):
     """Changes weights on one rank after an update."""
 
     def __init__(self, rank, change, after=1, width=4):
-        self.mine, self.change, self.after, self.width = rank == 1, change, after, width
+        self.mine, self.change, self.after, self.width = rank == ODD, change, after, width
 
     def model(self):
         width = self.width
@@ -200,7 +188,7 @@ class Drifts(Job):
         return nn.Sequential(*layers)
 
     def dataset(self):
-        x = torch.randn(SAMPLES, 4, generator=torch.Generator().manual_seed(3))
+        x = torch.randn(4 * RANKS, 4, generator=torch.Generator().manual_seed(3))
         return TensorDataset(x, x.sum(1, keepdim=True).sin())
 
     def loss(self, model, batch):
@@ -219,8 +207,9 @@ def _trained(job_of, updates, **settings):
         engine = TorchEngine(job_of(group.rank), EngineSettings(**settings), group)
         done = 0
         try:
-            for window in _windows(assign([4] * RANKS, cap=2), group.rank, updates):
-                _run(engine, [replace(window, learning_rate=1e-6)])
+            for update in range(updates):
+                split = assign([4] * RANKS, cap=2)
+                run(engine, [window_of(split, group.rank, update, rate=1e-6)])
                 done += 1
             engine.check_replicas()
         except ReplicasDiffer as error:

@@ -6,10 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 from torch import nn
-from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import TorchEngine, TorchGroup
@@ -18,64 +17,8 @@ from orchestrator.engine.torch.start_checks import machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.testing.threads import run_in_threads
-
-SAMPLES = 29
-
-
-class Curve(Job):
-    """A net with dropout, the batch's mean of which is known."""
-
-    metric_names = ("error", "size")
-
-    def __init__(self, dropout=0.3):
-        self.dropout = dropout
-
-    def model(self):
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 1))
-
-    def dataset(self):
-        made = torch.Generator().manual_seed(3)
-        x = torch.randn(SAMPLES, 4, generator=made)
-        return TensorDataset(x, x.sum(1, keepdim=True).sin())
-
-    def loss(self, model, batch):
-        x, y = batch
-        error = model(x) - y
-        metrics = {"error": error.detach().abs().sum(), "size": float(len(x))}
-        return Loss((error**2).sum(), len(x), metrics)
-
-    def evaluate(self, model):
-        assert not model.training
-        assert not torch.is_grad_enabled()
-        x, y = self.dataset().tensors
-        return {"loss": ((model(x.to(model[0].weight)) - y) ** 2).mean()}
-
-
-def _windows(split, rank, updates=3):
-    for update in range(updates):
-        yield Window(
-            update=update,
-            samples=split.samples,
-            micro_batches=tuple(
-                MicroBatch(update=update, start=start, indices=tuple(range(start, start + count)))
-                for start, count in split.pieces(rank)
-            ),
-            steps=split.micro_steps,
-            learning_rate=0.1 / (1 + update),
-        )
-
-
-def _run(engine, windows):
-    """What the loop does with an engine, without its records."""
-    windows = list(windows)
-    batches = engine.batches(m for window in windows for m in window.micro_batches)
-    reports = []
-    for window in windows:
-        engine.begin_window(window)
-        for micro_batch in window.micro_batches:
-            engine.micro_step(next(batches), micro_batch)
-        reports.append(engine.boundary())
-    return reports
+from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.windows import make_window, run, window_of
 
 
 def _train(split, job=None, **settings):
@@ -83,7 +26,7 @@ def _train(split, job=None, **settings):
         engine = TorchEngine(
             job or Curve(), EngineSettings(metric_names=Curve.metric_names, **settings), group
         )
-        reports = _run(engine, _windows(split, group.rank))
+        reports = run(engine, [window_of(split, group.rank, update) for update in range(3)])
         engine.accumulator.close()
         return engine, reports
 
@@ -91,7 +34,7 @@ def _train(split, job=None, **settings):
 
 
 def _weights(engine):
-    return torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()])
+    return nn.utils.parameters_to_vector(engine.model.parameters()).detach()
 
 
 def _figures(report):
@@ -192,7 +135,8 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
         job = kind()
         job.group = group
         engine = TorchEngine(job, EngineSettings(metric_names=Curve.metric_names), group)
-        return _run(engine, _windows(assign([15, 14], steps=2), group.rank))[0].collectives
+        [report] = run(engine, [window_of(assign([15, 14], steps=2), group.rank, 0)])
+        return report.collectives
 
     with pytest.raises(SilenceError, match="talks_in_window = True"):
         run_in_threads(2, lambda group: be(group, Chatty))
@@ -272,7 +216,7 @@ class Duck:
 
 def test_a_job_need_not_derive_from_job():
     engine = TorchEngine(Duck(), EngineSettings(precision="float64"), TorchGroup.alone())
-    [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
+    [report] = run(engine, [make_window(0, [(0, 2), (2, 2)])])
     assert report.weight == 4.0
     assert engine.evaluate() == {}
 
@@ -296,7 +240,7 @@ class Twisted(Job):
 def test_float64_reaches_complex_parameters_too():
     settings = EngineSettings(precision="float64", optimizer={"name": "adam"})
     engine = TorchEngine(Twisted(), settings, TorchGroup.alone())
-    [report] = _run(engine, list(_windows(assign([4], steps=2), 0, updates=1)))
+    [report] = run(engine, [make_window(0, [(0, 2), (2, 2)])])
     assert engine.model.weight.dtype == torch.complex128
     assert engine.model.count.dtype == torch.int64
     assert engine.parameter_count() == 2 * (4 * 2 + 2)

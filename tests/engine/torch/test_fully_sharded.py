@@ -1,7 +1,5 @@
 """Models that `fully_shard` has sharded: exact updates, one reduction between copies a window."""
 
-from __future__ import annotations
-
 import math
 import os
 import resource
@@ -23,20 +21,15 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.run import Run
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import Accumulator, form_group
 from orchestrator.engine.torch.engine import TorchEngine
-from orchestrator.errors import (
-    ConfigError,
-    JobError,
-    NonFiniteError,
-    ReplicasDiffer,
-    SilenceError,
-)
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile
 from orchestrator.testing.processes import run_ranks, spec
+from tests.engine.windows import make_window, run
 
 SAMPLES, UPDATES = 24, 3
 SIZES = ([2, 3, 1], [1, 1, 4], [4, 3], [2, 3])
@@ -282,15 +275,12 @@ class _NotSharded(_InParts):
 def _engines(group, folder):
     group = form_group(spec(group.rank, group.size, folder))
     settings = EngineSettings(shard_model="all", metric_names=())
-    part = MicroBatch(update=0, start=0, indices=(0, 1, 2, 3))
-    window = Window(update=0, samples=4, micro_batches=(part,), steps=1, learning_rate=0.1)
     said = []
     for job in (_InParts(), _NotSharded(), _InPartsOfItsOwn()):
         try:
             engine = TorchEngine(job, settings, group)
-            engine.begin_window(window)
-            engine.micro_step(next(iter(engine.batches([part]))), part)
-            said.append(engine.boundary().applied)
+            [report] = run(engine, [make_window(0, [(0, 4)])])
+            said.append(report.applied)
         except JobError as error:
             said.append(str(error))
     return said
@@ -382,14 +372,8 @@ def _saves(group, folder, background):
     checkpoints = Checkpoints(folder, engine, run=None, keep=9, background=background)
     assert checkpoints.restore(group.rank) is None
     limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
-    parts = [MicroBatch(update=u, start=0, indices=(0, 1, 2, 3)) for u in range(3)]
-    for part, batch in zip(parts, engine.batches(parts), strict=True):
-        update = part.update
-        engine.begin_window(
-            Window(update=update, samples=8, micro_batches=(part,), steps=1, learning_rate=0.1)
-        )
-        engine.micro_step(batch, part)
-        engine.boundary()
+    for update in range(3):
+        run(engine, [make_window(update, [(0, 4)], samples=8)])
         if update == 1 and group.rank == 1:
             resource.setrlimit(resource.RLIMIT_FSIZE, (1000, limits[1]))
         checkpoints.collect(update + 1, 4)

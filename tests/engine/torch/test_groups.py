@@ -1,7 +1,5 @@
 """Groups of torch: transports, gradients of collectives, silence, tensors that gloo holds."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import socket
@@ -39,28 +37,21 @@ def test_threads_pass_the_suite_of_all_transports(size):
     run_in_threads(size, all_checks)
 
 
-def _suite_and_segments(group):
-    return all_checks(group), _summed_segments(group)
-
-
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_processes_over_gloo_pass_the_suite_and_sum_segments_where_they_belong(tmp_path, size):
     calls = 0 if size == 1 else 40
     wanted = [("gloo", (calls, calls))] * size
-    assert run_ranks(size, tmp_path, _suite_and_segments) == wanted
+    assert run_ranks(size, tmp_path, _pass_suite_and_sum_segments) == wanted
 
 
-HALVES = (torch.bfloat16, torch.float16)
+def _pass_suite_and_sum_segments(group):
+    """Sum five segments at once, more than gloo's have room for; small and large ones.
 
-
-def _summed_segments(group):
-    """Five at once, more than gloo's have room for; small ones, and such as go from rank to rank.
-
-    Gives the counts of our collectives and of the transport's own.
+    Return what the suite returns, and the counts of our collectives and of the transport's own.
     """
-    ranks, mark = group.size, group.mark()
+    checked, ranks, mark = all_checks(group), group.size, group.mark()
     before = group.transport_collectives()
-    for dtype in (torch.float32, torch.float64, *HALVES):
+    for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
         for length in (2, 100_000):
             row = torch.arange(ranks * length).remainder(7)
             given = [((group.rank + 1) * row + turn).to(dtype) for turn in range(5)]
@@ -86,7 +77,7 @@ def _summed_segments(group):
     assert torch.equal(
         group.all_gather(torch.full((sizes[group.rank],), group.rank), sizes), owners
     )
-    return counted
+    return checked, counted
 
 
 def test_halves_are_added_up_in_float32():
@@ -166,9 +157,6 @@ def test_only_errors_about_peers_become_peer_lost(text, lost):
 # ------------------------------------------------------------------ Gradients of collectives
 
 
-DTYPES = (torch.float64, torch.complex128)
-
-
 def _inner(a, b):
     return torch.vdot(a.reshape(-1), b.reshape(-1)).real.item()
 
@@ -184,33 +172,32 @@ def _blocks(seed, sizes, dtype):
     return [torch.randn(3, n, dtype=dtype, generator=made).t() for n in sizes]  # not contiguous
 
 
-def _adjoint_sides(group, name, sizes, seed, dtype):
-    """This rank's parts of sum <A x, u> and sum <x, A* u>."""
-    x = _blocks(seed, sizes, dtype)[group.rank].requires_grad_()
-    y = _apply(name, x, group, sizes)
-    made = torch.Generator().manual_seed(seed + 1 + group.rank)
-    u = torch.randn(*reversed(y.shape), dtype=dtype, generator=made).t()
-    kept_x, kept_u = x.detach().clone(), u.clone()
-    y.backward(u)
-    assert torch.equal(x.detach(), kept_x)
-    assert torch.equal(u, kept_u)
-    return _inner(y.detach(), u), _inner(x.detach(), x.grad)
-
-
 @given(
     data=st.data(),
     name=st.sampled_from(["sum", "mean", "gather"]),
     size=st.integers(1, 5),
     seed=st.integers(0, 2**30),
-    dtype=st.sampled_from(DTYPES),
+    dtype=st.sampled_from([torch.float64, torch.complex128]),
 )
 @settings(max_examples=60)
 def test_backward_is_the_adjoint_and_modifies_nothing(data, name, size, seed, dtype):
     even = [data.draw(st.integers(0, 4))] * size
     uneven = data.draw(st.lists(st.integers(0, 4), min_size=size, max_size=size))
     sizes = uneven if name == "gather" else even
-    sides = run_in_threads(size, lambda group: _adjoint_sides(group, name, sizes, seed, dtype))
-    forward, backward = (sum(side) for side in zip(*sides, strict=True))
+
+    def sides(group):
+        """Return this rank's parts of sum <A x, u> and sum <x, A* u>."""
+        x = _blocks(seed, sizes, dtype)[group.rank].requires_grad_()
+        y = _apply(name, x, group, sizes)
+        made = torch.Generator().manual_seed(seed + 1 + group.rank)
+        u = torch.randn(*reversed(y.shape), dtype=dtype, generator=made).t()
+        kept_x, kept_u = x.detach().clone(), u.clone()
+        y.backward(u)
+        assert torch.equal(x.detach(), kept_x)
+        assert torch.equal(u, kept_u)
+        return _inner(y.detach(), u), _inner(x.detach(), x.grad)
+
+    forward, backward = map(sum, zip(*run_in_threads(size, sides), strict=True))
     assert forward == pytest.approx(backward, rel=1e-12, abs=1e-12)
 
 
@@ -247,16 +234,10 @@ def test_first_and_second_derivatives_are_those_of_one_process(name):
 
 
 def test_tensors_that_cannot_be_gathered_are_refused():
-    def scalar(group):
-        all_gather(torch.ones(()), group)
-
-    def wrong(group):
-        all_gather(torch.ones(2), group, sizes=[2, 3])
-
     with pytest.raises(ValueError, match=r"needs an axis 0"):
-        run_in_threads(2, scalar)
+        run_in_threads(2, lambda group: all_gather(torch.ones(()), group))
     with pytest.raises(ValueError, match=r"with 2 for rank 1, but is \[2, 3\]"):
-        run_in_threads(2, wrong)
+        run_in_threads(2, lambda group: all_gather(torch.ones(2), group, sizes=[2, 3]))
 
 
 # ------------------------------------------------------------------ Silence
@@ -405,9 +386,7 @@ while time.monotonic() < end:
     pass
 overtake()
 """
-END = """
-print(group.counters.collectives)
-"""
+END = "print(group.counters.collectives)"
 
 
 def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
@@ -432,12 +411,8 @@ def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
             stack.callback(rank.kill)
         first_true(lambda: all(rank.poll() is not None for rank in ranks), seconds=10)
         for rank in ranks:  # what is idle would get nothing for minutes where others compute
-            _let_run(rank.pid)
+            with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
+                for thread in os.listdir(f"/proc/{rank.pid}/task"):  # noqa: PTH208
+                    os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))
         ended = [(*rank.communicate(timeout=200), rank.returncode) for rank in ranks]
     assert ended == [("4\n", "", 0)] * 4
-
-
-def _let_run(pid):
-    with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
-        for thread in os.listdir(f"/proc/{pid}/task"):  # noqa: PTH208
-            os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))

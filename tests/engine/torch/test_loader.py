@@ -1,5 +1,7 @@
 """Batches come in the plan's order, and their random numbers from their place alone."""
 
+import itertools
+import multiprocessing
 import os
 import random
 import re
@@ -109,22 +111,14 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
     assert numbers(whole)[1:] != numbers(other)[1:]
 
 
-def _endless():
-    update = 0
-    while True:
-        yield MicroBatch(update=update, start=0, indices=(0,))
-        update += 1
-
-
 def _fetch_until_killed(connection):
-    made = loader.batches(_endless(), dataset=Telling(), job=Plain(), seed=0, workers=1)
+    endless = (MicroBatch(update=update, start=0, indices=(0,)) for update in itertools.count())
+    made = loader.batches(endless, dataset=Telling(), job=Plain(), seed=0, workers=1)
     connection.send(int(next(made)[0]))
     signal.pause()
 
 
 def test_a_worker_ends_with_its_rank_and_leaves_its_signals_to_it():
-    import multiprocessing
-
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe()
     rank = context.Process(target=_fetch_until_killed, args=(theirs,))

@@ -1,7 +1,5 @@
 """Batch norm, precision and seeds."""
 
-from __future__ import annotations
-
 import copy
 import math
 
@@ -42,10 +40,7 @@ class Pictures(Job):
         return Loss(((model(x) - y) ** 2).sum(), weight=len(x))
 
 
-@pytest.mark.parametrize(
-    ("norm", "exact"),
-    [("warn", False), ("frozen", True), ("group", True)],
-)
+@pytest.mark.parametrize(("norm", "exact"), [("warn", False), ("frozen", True), ("group", True)])
 def test_frozen_and_group_norms_give_one_update_for_any_split(norm, exact):
     given = {"samples": 12, "updates": 2, "norm": norm}
     (alone, *_), *_ = train(Pictures(), 1, cap=12, **given)

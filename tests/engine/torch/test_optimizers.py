@@ -1,7 +1,5 @@
 """Optimizers and their hyperparameters."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from torch import nn
@@ -10,8 +8,8 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import LearningRate, build_optimizer
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.plan.split import assign
-from tests.engine.torch.test_engine import Curve, _run, _windows
+from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.windows import make_window, run
 
 MODEL = nn.Linear(2, 2)
 
@@ -166,10 +164,9 @@ def _trained(job):
     engine = TorchEngine(
         job, EngineSettings(metric_names=Curve.metric_names, optimizer={}), TorchGroup.alone()
     )
-    first, second = _windows(assign([29], steps=1), 0, updates=2)
-    _run(engine, [first])
+    run(engine, [make_window(0, [(0, SAMPLES)])])
     engine.evaluate()
-    _run(engine, [second])
+    run(engine, [make_window(1, [(0, SAMPLES)])])
     return engine
 
 

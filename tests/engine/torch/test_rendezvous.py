@@ -1,7 +1,5 @@
 """Rendezvous of torch ranks, and its authenticated store."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
@@ -13,6 +11,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from operator import attrgetter
 
 import pytest
 import torch
@@ -60,12 +59,8 @@ def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
         assert content["generation"] == generation
 
 
-def _size(group):
-    return group.size
-
-
 def test_missing_ranks_are_named_on_every_rank(tmp_path):
-    found = collect(*start_ranks(5, tmp_path, _size, ranks=[0, 2], timeout_s=3))
+    found = collect(*start_ranks(5, tmp_path, attrgetter("size"), ranks=[0, 2], timeout_s=3))
     messages = {result for result, _ in found.values()}
     assert messages == {"RanksMissing: ranks 1, 3-4 of 5 did not come within 3 s"}
 
@@ -126,7 +121,7 @@ def _say_what_they_like(store):
 def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
     """Rank 1 comes late; until then whoever finds the port says what they like to it."""
     with ThreadPoolExecutor() as pool:
-        first = pool.submit(_form, 0, 2, tmp_path, timeout_s=100)
+        first = pool.submit(form_group, spec(0, 2, tmp_path, timeout_s=100))
         path = rendezvous_file(spec(0, 2, tmp_path))
         while not path.exists():
             time.sleep(0.01)
@@ -141,30 +136,20 @@ def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
             _say_what_they_like(client)
             time.sleep(0.2)  # for what should not come
             assert not first.done()
-            second = pool.submit(_form, 1, 2, tmp_path, timeout_s=100)
-            results = [first.result(), second.result()]
-    assert [getattr(group, "size", group) for group in results] == [2, 2]
-
-
-def _form(rank, size, folder, **more):
-    try:
-        return form_group(spec(rank, size, folder, **more))
-    except Exception as error:  # noqa: BLE001  # looked at by the test
-        return error
+            second = pool.submit(form_group, spec(1, 2, tmp_path, timeout_s=100))
+            assert [formed.result().size for formed in (first, second)] == [2, 2]
 
 
 def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path):
     began = time.monotonic()
 
-    def form(rank):
-        asked = rank == 1
-        return _form(
-            rank, 3, tmp_path, stop_requested=lambda: asked and time.monotonic() > began + 0.5
-        )
+    def stop_requested():
+        return time.monotonic() > began + 0.5
 
+    specs = spec(0, 3, tmp_path), spec(1, 3, tmp_path, stop_requested=stop_requested)
     with ThreadPoolExecutor() as pool:
-        results = list(pool.map(form, (0, 1)))
-    assert {type(found) for found in results} == {StopRequested}
+        formed = [pool.submit(form_group, one) for one in specs]
+    assert {type(one.exception()) for one in formed} == {StopRequested}
     assert time.monotonic() - began < 50  # the limit of forming is 60
 
 

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import TorchGroup, sample_checks
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import JobError
+from tests.engine.windows import compute, make_window
 
 
 class Base(Job):
@@ -187,13 +188,8 @@ def test_the_check_leaves_buffers_as_they_were(checked):
     assert job.built.seen == 0
 
 
-def test_an_engine_refuses_it_in_the_first_update(tmp_path):
-    job = Quadratic()
-    engine = TorchEngine(job, EngineSettings(optimizer={"name": "sgd"}), TorchGroup.alone())
-    batch = MicroBatch(update=0, start=0, indices=tuple(range(4)))
-    engine.begin_window(
-        Window(update=0, samples=4, micro_batches=(batch,), steps=1, learning_rate=0.1,
-               samples_per_rank=(4,))
-    )  # fmt: skip
+def test_an_engine_refuses_it_in_the_first_update():
+    settings = EngineSettings(optimizer={"name": "sgd"})
+    engine = TorchEngine(Quadratic(), settings, TorchGroup.alone())
     with pytest.raises(JobError, match="Quadratic"):
-        engine.micro_step(next(iter(engine.batches([batch]))), batch)
+        compute(engine, make_window(0, [(0, 4)], samples_per_rank=(4,)))

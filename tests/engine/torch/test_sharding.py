@@ -1,7 +1,5 @@
 """An optimizer in shards takes the steps of a whole one, with 1/R of its memory."""
 
-from __future__ import annotations
-
 import json
 import math
 from functools import partial
@@ -16,11 +14,12 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
 from orchestrator.engine.torch.sharding import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.plan.split import assign
+from orchestrator.plan.split import split_window
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.test_engine import SAMPLES, Curve, _run, _windows
+from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.windows import run, window_of
 from tests.jobs.training import train
 from tests.laws.problem import difference
 
@@ -129,18 +128,16 @@ def test_every_shardable_optimizer_takes_the_steps_of_an_unsharded_one(way):
             assert difference(weights, wanted) <= 1e-10
             assert difference(weights, results[0][0]) == 0
             assert norm == pytest.approx(whole.gradient_norm, rel=1e-12)
-        _same_state(results[0][2], state)
-        assert all(found is None for _, _, found in results[1:])
-
-
-def _same_state(found, wanted):
-    """As a whole optimizer's: the same keys, shapes and dtypes, and nearly the same numbers."""
-    assert found["param_groups"] == wanted["param_groups"]
-    assert found["state"].keys() == wanted["state"].keys()
-    for number, values in wanted["state"].items():
-        assert list(found["state"][number]) == list(values)
-        for key, value in values.items():
-            torch.testing.assert_close(found["state"][number][key], value, rtol=1e-9, atol=1e-13)
+        (_, _, gathered), *others = results
+        assert all(found is None for _, _, found in others)
+        # The same keys, shapes and dtypes, and nearly the same numbers, as of a whole optimizer.
+        assert gathered["param_groups"] == state["param_groups"]
+        assert gathered["state"].keys() == state["state"].keys()
+        for number, values in state["state"].items():
+            found = gathered["state"][number]
+            assert list(found) == list(values)
+            for key, value in values.items():
+                torch.testing.assert_close(found[key], value, rtol=1e-9, atol=1e-13)
 
 
 def _over_gloo(group, shard, updates=3):
@@ -401,15 +398,15 @@ def _engine(group, optimizer, *, shard, precision="float32", dropout=0.0):
     return TorchEngine(Curve(dropout), settings, group)
 
 
-def _windows_of(group, first, last):
-    sizes = [SAMPLES // group.size + (r < SAMPLES % group.size) for r in range(group.size)]
-    return list(_windows(assign(sizes, cap=4), group.rank, updates=last))[first:]
+def _windows(group, *updates):
+    split = split_window(SAMPLES, group.size, cap=4)
+    return [window_of(split, group.rank, update) for update in updates]
 
 
-def _save(group, folder, optimizer, *, shard, updates=2, **more):
+def _save(group, folder, optimizer, *, shard, **more):
     """Train, and save as the worker does; gives the digest."""
     engine = _engine(group, optimizer, shard=shard, **more)
-    _run(engine, _windows_of(group, 0, updates))
+    run(engine, _windows(group, 0, 1))
     assert engine.holds_state() == (not shard or group.size == 1)
     engine.gather_state()
     if group.rank == 0:
@@ -420,7 +417,7 @@ def _save(group, folder, optimizer, *, shard, updates=2, **more):
         with pytest.raises(RuntimeError, match="saved on rank 0"):
             engine.save_state(folder)
     group.barrier()
-    engine.begin_window(_windows_of(group, updates, updates + 1)[0])
+    engine.begin_window(*_windows(group, 2))
     assert engine.holds_state() == (not shard or group.size == 1)  # what was gathered is old now
     return engine.weights_sha256()
 
@@ -431,13 +428,13 @@ def _resume(group, folder, optimizer, *, shard, **more):
     engine.load_state(folder, json.loads((folder / "extra.json").read_text()))
     loaded = engine.weights_sha256()
     assert engine.accumulator.precision.state() == json.loads((folder / "scale.json").read_text())
-    _run(engine, _windows_of(group, 2, 4))
+    run(engine, _windows(group, 2, 3))
     return loaded, engine.weights_sha256(), _weights(engine.model)
 
 
 def _through(group, optimizer, *, shard, **more):
     engine = _engine(group, optimizer, shard=shard, **more)
-    _run(engine, _windows_of(group, 0, 4))
+    run(engine, _windows(group, *range(4)))
     return engine.weights_sha256(), _weights(engine.model)
 
 

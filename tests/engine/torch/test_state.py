@@ -1,7 +1,5 @@
 """State on disk, and snapshots of it."""
 
-from __future__ import annotations
-
 import json
 import threading
 from dataclasses import replace
@@ -26,9 +24,10 @@ from orchestrator.engine.torch.state import (
     weights_sha256,
 )
 from orchestrator.errors import JobError, RunFolderError
+from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.test_engine import Curve
-from tests.engine.torch.test_survival import train, window
+from tests.engine.torch.jobs import Curve
+from tests.engine.windows import compute, run, window_of
 
 
 class Everything(nn.Module):
@@ -227,25 +226,22 @@ def compare(group, optimizer, folder, **more):
     settings = EngineSettings(
         optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
     )
-    engine, ranks = TorchEngine(Wide(), settings, group), group.size
-    train(engine, group.rank, ranks, range(2))
+    engine = TorchEngine(Wide(), settings, group)
+    split = split_leaves(28, group.size, 4)
+    *before, last = (window_of(split, group.rank, update) for update in range(3))
+    run(engine, before)
     engine.gather_state()
     if group.rank:
-        train(engine, group.rank, ranks, [2])
+        run(engine, [last])
         return None
     at_once = files_of(engine, folder / "at once")
     kept = engine.snapshot()
-    one = window(2, 0, ranks)
-    engine.begin_window(one)
-    for batch, micro_batch in zip(
-        engine.batches(one.micro_batches), one.micro_batches, strict=True
-    ):
-        engine.micro_step(batch, micro_batch)
+    compute(engine, last)
     taking = threading.Timer(0.2, kept.take)
     taking.start()
     engine.boundary()
     waited = kept.taken.is_set()
-    after = files_of(engine, folder / "after") if ranks == 1 else None
+    after = files_of(engine, folder / "after") if group.size == 1 else None
     return waited, at_once, files_of(kept, folder / "late"), after
 
 

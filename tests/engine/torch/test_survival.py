@@ -1,7 +1,5 @@
 """An engine goes on in another group, with the state of whoever had gone farthest."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
 from functools import partial
@@ -9,12 +7,13 @@ from functools import partial
 import pytest
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings, MicroBatch, Window
+from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.test_engine import Curve, _run
+from tests.engine.torch.jobs import Curve
+from tests.engine.windows import compute, run, window_of
 
 SETTINGS = EngineSettings(
     optimizer={"name": "adam"}, reduction="reproducible", leaf_size=4, survive=True,
@@ -27,50 +26,34 @@ class Normed(Curve):
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 1))
 
 
-def window(update, rank, ranks, samples=28):
-    split = split_leaves(samples, ranks, 4)
-    return Window(
-        update=update,
-        samples=samples,
-        micro_batches=tuple(
-            MicroBatch(update=update, start=start, indices=tuple(range(start, start + count)))
-            for start, count in split.pieces(rank)
-        ),
-        steps=split.micro_steps,
-        learning_rate=0.01 / (update + 1),
-        samples_per_rank=split.samples_per_rank,
-    )
+def windows(engine, updates):
+    group = engine.accumulator.group
+    split = split_leaves(28, group.size, 4)
+    return [window_of(split, group.rank, update) for update in updates]
 
 
-def train(engine, rank, ranks, updates, *, most=None):
-    """Whole updates; with `most` only so many micro-steps of the last, and no boundary."""
-    windows = [window(update, rank, ranks) for update in updates]
-    if most is None:
-        _run(engine, windows)
-        return
-    [one] = windows
-    engine.begin_window(one)
-    work = one.micro_batches[:most]
-    for batch, micro_batch in zip(engine.batches(work), work, strict=True):
-        engine.micro_step(batch, micro_batch)
+def train(engine, updates):
+    return run(engine, windows(engine, updates))
 
 
-def digest(engine):
-    return engine.weights_sha256()
+def break_off(engine, update):
+    """Compute the first micro-step of an update alone."""
+    compute(engine, *windows(engine, [update]), most=1)
 
 
-def undisturbed(updates):
+def undisturbed():
     def rank(group):
         engine = TorchEngine(Curve(), SETTINGS, group)
-        train(engine, group.rank, group.size, range(updates))
-        return digest(engine)
+        train(engine, range(5))
+        return engine.weights_sha256()
 
     return run_in_threads(4, rank)[0]
 
 
-def survivors_of(ranks, left, before, job=Curve, ahead=None):
-    """`before(engine, rank)` on all ranks; then those in `left` meet in a group of their own. All
-    have applied two updates, the rank `ahead` three.
+def survivors_of(left, before, job=Curve, ahead=None):
+    """Call `before(engine, rank)` on four ranks; then those in `left` meet in a group of their own.
+
+    All have applied two updates, the rank `ahead` three.
     """
     engines = {}
 
@@ -78,14 +61,14 @@ def survivors_of(ranks, left, before, job=Curve, ahead=None):
         engine = engines[group.rank] = TorchEngine(job(), SETTINGS, group)
         before(engine, group.rank)
 
-    run_in_threads(ranks, first)
+    run_in_threads(4, first)
 
     def then(group):
         engine, rank = engines[left[group.rank]], left[group.rank]
         standing = engine.catch_up(group, 3 if rank == ahead else 2, f"standing of {rank}")
         engine.regroup(group)
-        train(engine, group.rank, group.size, range(2 if ahead is None else 3, 5))
-        return standing, digest(engine)
+        train(engine, range(2 if ahead is None else 3, 5))
+        return standing, engine.weights_sha256()
 
     return run_in_threads(len(left), then)
 
@@ -95,39 +78,37 @@ def test_without_a_loss_survival_changes_nothing(reduction):
     def rank(group, survive):
         settings = replace(SETTINGS, reduction=reduction, survive=survive)
         engine = TorchEngine(Normed(), settings, group)
-        train(engine, group.rank, group.size, range(4))
-        return digest(engine), group.counters
+        train(engine, range(4))
+        return engine.weights_sha256(), group.counters
 
-    assert run_in_threads(4, partial(rank, survive=True)) == run_in_threads(
-        4, partial(rank, survive=False)
-    )
+    on, off = (run_in_threads(4, partial(rank, survive=survive)) for survive in (True, False))
+    assert on == off
 
 
 def test_a_window_that_broke_off_is_redone_by_fewer_ranks_with_the_same_bits():
     def before(engine, rank):
-        train(engine, rank, 4, range(2))
-        train(engine, rank, 4, [2], most=1)
+        train(engine, range(2))
+        break_off(engine, 2)
 
-    found = survivors_of(4, (1, 3), before)
-    assert found == [(None, undisturbed(5))] * 2
+    assert survivors_of((1, 3), before) == [(None, undisturbed())] * 2
 
 
 def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it():
     # ranks 1 and 3 are as they were after 2 updates: the third never came to its end there
     def first(engine, rank):
-        train(engine, rank, 4, range(2))
+        train(engine, range(2))
         weights = copy.deepcopy(engine.model.state_dict())
         optimizer = copy.deepcopy(engine.accumulator.optimizer_state())
-        train(engine, rank, 4, [2])
+        train(engine, [2])
         if rank == 2:
-            train(engine, rank, 4, [3], most=1)
+            break_off(engine, 3)
         else:
             engine.model.load_state_dict(weights)
             engine.accumulator.load_optimizer_state(optimizer)
 
-    found = survivors_of(4, (1, 2, 3), first, ahead=2)
+    found = survivors_of((1, 2, 3), first, ahead=2)
     assert [standing for standing, _ in found] == ["standing of 2", None, "standing of 2"]
-    assert {bits for _, bits in found} == {undisturbed(5)}
+    assert {bits for _, bits in found} == {undisturbed()}
 
 
 def joined_by_one(settings, ranks=3):
@@ -136,7 +117,7 @@ def joined_by_one(settings, ranks=3):
 
     def first(group):
         engine = engines[group.rank] = TorchEngine(Curve(), settings, group)
-        train(engine, group.rank, group.size, range(2))
+        train(engine, range(2))
         engine.before_growth()
 
     def alone(group):
@@ -147,8 +128,8 @@ def joined_by_one(settings, ranks=3):
         done = 0 if group.rank == ranks else 2
         standing = engine.catch_up(group, done, f"standing of {group.rank}")
         engine.regroup(group)
-        train(engine, group.rank, group.size, range(2, 5))
-        return standing, digest(engine)
+        train(engine, range(2, 5))
+        return standing, engine.weights_sha256()
 
     run_in_threads(ranks, first)
     run_in_threads(1, alone)
@@ -158,7 +139,7 @@ def joined_by_one(settings, ranks=3):
 def test_a_new_rank_gets_the_state_and_the_bits_are_those_of_as_many_ranks_from_the_start():
     found = joined_by_one(SETTINGS)
     assert [standing for standing, _ in found] == [None, None, None, "standing of 0"]
-    assert {bits for _, bits in found} == {undisturbed(5)}
+    assert {bits for _, bits in found} == {undisturbed()}
 
 
 def test_a_new_rank_takes_the_agreed_order_of_buckets():
@@ -169,12 +150,11 @@ def test_a_new_rank_takes_the_agreed_order_of_buckets():
 def test_the_boundary_reports_waiting_ranks_to_all_ranks():
     def rank(group):
         engine = TorchEngine(Curve(), SETTINGS, group)
-        heard = []
+        reports = []
         for update, waiting in enumerate((False, True, False)):
             engine.newcomers_wait(waiting and group.rank == 1)
-            [report] = _run(engine, [window(update, group.rank, group.size)])
-            heard.append(report.newcomers)
-        return heard
+            reports += train(engine, [update])
+        return [report.newcomers for report in reports]
 
     assert run_in_threads(3, rank) == [[False, True, False]] * 3
 
@@ -183,13 +163,13 @@ def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
     counts = []
 
     def before(engine, rank):
-        train(engine, rank, 4, range(2))
+        train(engine, range(2))
         counts.append(int(engine.model[1].num_batches_tracked))
-        train(engine, rank, 4, [2], most=1)
+        break_off(engine, 2)
         engine._undo()
         assert int(engine.model[1].num_batches_tracked) == counts[-1]
 
-    survivors_of(4, (0, 1), before, job=Normed)
+    survivors_of((0, 1), before, job=Normed)
     assert counts
 
 
@@ -206,7 +186,7 @@ def of_a_checkpoint(folder, savers, loaders):
 
     def save(group):
         engine = TorchEngine(Curve(), SHARDED, group)
-        train(engine, group.rank, group.size, range(2))
+        train(engine, range(2))
         engine.gather_state()
         return engine.save_state(folder) if group.rank == 0 else None
 
@@ -215,17 +195,17 @@ def of_a_checkpoint(folder, savers, loaders):
     def load(group):
         engine = TorchEngine(Curve(), SHARDED, group)
         engine.load_state(folder, saved)
-        train(engine, group.rank, group.size, range(2, 5))
-        return digest(engine)
+        train(engine, range(2, 5))
+        return engine.weights_sha256()
 
     return run_in_threads(loaders, load)[0]
 
 
-def in_the_window(engine, rank):
-    train(engine, rank, 4, [2], most=1)  # its first, where it was built only now
+def in_the_window(engine):
+    break_off(engine, 2)
 
 
-def before_weights_come(engine, rank):
+def before_weights_come(engine):
     """Its optimizer has stepped, and what the others have stepped does not come."""
     group = engine.accumulator.group
     gather = group.gather_in_place_async
@@ -236,7 +216,7 @@ def before_weights_come(engine, rank):
 
     group.gather_in_place_async = lost
     with pytest.raises(PeerLost):
-        train(engine, rank, 4, [2])
+        train(engine, [2])
 
 
 @pytest.mark.parametrize("ranks", [3, 1])
@@ -250,7 +230,7 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
 
     def first(group):
         engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
-        train(engine, group.rank, 4, range(2))
+        train(engine, range(2))
         engine.before_growth()
 
     run_in_threads(4, first)
@@ -266,8 +246,8 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
         engine = engines[1 + group.rank]
         engine.catch_up(group, 2, "")
         engine.regroup(group)
-        train(engine, group.rank, group.size, range(2, 5))
-        return digest(engine)
+        train(engine, range(2, 5))
+        return engine.weights_sha256()
 
     assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 4, 2)] * 2
 
@@ -281,11 +261,11 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
 
     def first(group):
         engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
-        train(engine, group.rank, 4, range(2))
+        train(engine, range(2))
         engine.gather_state()
         if group.rank == 0:
             saved.update(engine.save_state(tmp_path))
-        breaks_off(engine, group.rank)
+        breaks_off(engine)
 
     run_in_threads(4, first)
 
@@ -297,8 +277,8 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
         if whole or group.rank:  # the first time somebody is lost before all have loaded it
             engine.load_state(tmp_path, saved)
         if whole:
-            train(engine, group.rank, group.size, range(2, 5))
-        return digest(engine)
+            train(engine, range(2, 5))
+        return engine.weights_sha256()
 
     run_in_threads(len(left), partial(again, whole=False))
     found = run_in_threads(len(left), partial(again, whole=True))

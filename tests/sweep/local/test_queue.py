@@ -12,6 +12,7 @@ import pytest
 from tests.helpers import (
     LIGHT,
     TINY,
+    await_exit,
     begin,
     begin_anew,
     call,
@@ -58,7 +59,7 @@ def disturbed(tmp_path_factory):
     trains(*(sweep / n for n in "012"))
     found = {"line": line, "sweep": sweep, "hold": hold}
     os.kill(holder(sweep / "1"), signal.SIGKILL)
-    assert verb("cancel", sweep / "0").returncode == 0
+    verb("cancel", sweep / "0", code=0)
     found["second"] = call(*line)
     until((sweep / "0" / "result.json").exists)
     trains(sweep / "3")
@@ -115,8 +116,7 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     assert len({command.pid, *(holder(sweep / n) for n in "01")}) == 3
     command.send_signal(signal.SIGINT)
     command.send_signal(signal.SIGTERM)
-    said, _ = command.communicate(timeout=60)
-    assert command.returncode == 130, said
+    said = await_exit(command, 130)
     assert "0 of 3 points finished; 1 not begun yet: type the same line again" in said
     assert "point 0 (train.seed=1): " in said, "without what all points share"
     assert processes_of(sweep) == []
@@ -134,11 +134,9 @@ def test_the_framework_is_imported_once_for_all_points_with_the_same_bits(tmp_pa
     assert named == ["rank 0", "rank 0"]
     assert not [p for p in ranks if "orchestrator.agent.local_nodes" in p.cmdline()]
     hold.release()
-    said, _ = command.communicate(timeout=60)
-    assert command.returncode == 0, said
+    said = await_exit(command, 0)
     assert "INFO" not in said, "what belongs to logs"
-    alone = call(*line, "train.seed=2", f"run.dir={tmp_path / 'alone'}")
-    assert alone.returncode == 0, alone.stderr
+    call(*line, "train.seed=2", f"run.dir={tmp_path / 'alone'}", code=0)
     [point] = [n for n in "01" if "train.seed=2" in read_overrides(sweep / n)]
     digests = {result(run)["weights_sha256"] for run in (sweep / point, tmp_path / "alone")}
     assert len(digests) == 1

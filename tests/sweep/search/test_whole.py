@@ -36,8 +36,7 @@ def test_a_search_killed_twice_runs_no_trial_twice_and_has_the_same_best(tmp_pat
         refused = call(*line)
     assert refused.returncode == 2
     assert "in progress" in refused.stderr
-    done = call(*line)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(*line, code=0)
     trials = trials_of(folder)
     assert [trial["state"] for trial in trials].count("complete") == WITH_A_VALUE
     assert [trial["state"] for trial in trials].count("failed") == IN_ALL - WITH_A_VALUE
@@ -50,8 +49,7 @@ def test_a_search_killed_twice_runs_no_trial_twice_and_has_the_same_best(tmp_pat
     best = min((value, number) for number, value in values.items() if value is not None)[1]
     assert json.loads((folder / "search.json").read_text())["best"] == best
     assert f"the best is trial {best}" in done.stdout
-    shown = verb("status", folder)
-    assert shown.returncode == 0
+    shown = verb("status", folder, code=0)
     assert f"{IN_ALL} of {IN_ALL} trials: {WITH_A_VALUE} complete, 2 failed" in shown.stdout
     rows = json.loads(verb("status", folder, "--json").stdout)
     reported = [trial for row in rows for trial in row["trials"]]
@@ -70,8 +68,7 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
         "job.arguments.updates=600", "job.arguments.pause=0.05", "job.arguments.slow_from=1",
     )  # fmt: skip
     line = ("-m", "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5", *shared, *script)
-    done = call(*line)
-    assert done.returncode == 0, done.stdout + done.stderr
+    done = call(*line, code=0)
     assert [trial["state"] for trial in trials_of(folder)] == ["complete"] * 5 + ["pruned"]
     assert "worse after update 1 than the median" in done.stdout
     stopped = result(folder / "5")
@@ -85,6 +82,5 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     assert "median" in page["runs"][5]["why"]
     assert page["sentences"][0] == "6 of 6 trials: 5 complete, 1 pruned"
     assert page["sentences"][1].startswith("the best is trial 0: loss ")
-    again = verb("resume", folder)
-    assert again.returncode == 0, again.stdout + again.stderr
+    verb("resume", folder, code=0)
     assert result(folder / "5")["updates"] == stopped["updates"], "it is not run again"

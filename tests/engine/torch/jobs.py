@@ -1,0 +1,38 @@
+"""A small torch job for tests."""
+
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+from orchestrator import Job, Loss
+
+SAMPLES = 29
+
+
+class Curve(Job):
+    """A net with dropout, the batch's mean of which is known."""
+
+    metric_names = ("error", "size")
+
+    def __init__(self, dropout=0.3):
+        self.dropout = dropout
+
+    def model(self):
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Dropout(self.dropout), nn.Linear(8, 1))
+
+    def dataset(self):
+        made = torch.Generator().manual_seed(3)
+        x = torch.randn(SAMPLES, 4, generator=made)
+        return TensorDataset(x, x.sum(1, keepdim=True).sin())
+
+    def loss(self, model, batch):
+        x, y = batch
+        error = model(x) - y
+        metrics = {"error": error.detach().abs().sum(), "size": float(len(x))}
+        return Loss((error**2).sum(), len(x), metrics)
+
+    def evaluate(self, model):
+        assert not model.training
+        assert not torch.is_grad_enabled()
+        x, y = self.dataset().tensors
+        return {"loss": ((model(x.to(model[0].weight)) - y) ** 2).mean()}

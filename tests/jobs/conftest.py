@@ -1,1 +1,0 @@
-from tests.engine.torch.conftest import _torch_as_before  # noqa: F401
