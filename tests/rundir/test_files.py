@@ -136,7 +136,7 @@ def test_a_folder_is_private_whatever_the_umask(tmp_path):
 
 def test_files_of_a_run_belong_to_the_group_of_a_projects_folder(tmp_path):
     tmp_path.chmod(0o2770)  # its new folders inherit the group and the setgid bit
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     run.begin_attempt()
     folders = [run.path, run.logs, run.attempt(0)]
     assert {stat.S_IMODE(path.stat().st_mode) for path in folders} == {0o2700}

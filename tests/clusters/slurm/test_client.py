@@ -191,7 +191,7 @@ def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
 
 def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say):
     say("sbatch", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n")
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     assert queue(run, tmp_path / "000.sh", 0, None) == "7"
 
 
@@ -200,7 +200,7 @@ def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path
     script = tmp_path / "000.sh"
     say("squeue", queue_line(Command=str(script)))
     monkeypatch.setattr("orchestrator.slurm_client.time", Clock())
-    run = made(tmp_path / "run")
+    run = make_run(tmp_path / "run")
     assert queue(run, script, 0, None) == "7"
     assert sum(line.startswith("sbatch") for line in calls()) == 1
 
