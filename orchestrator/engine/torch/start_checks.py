@@ -157,7 +157,7 @@ def is_fully_sharded(model: Module) -> bool:
     )
 
 
-def _unsupported_reason(  # one for each reason
+def _unsupported_reason(  # noqa: PLR0911  # one for each reason
     parameter: Any, *, by_fsdp: bool
 ) -> str | None:
     kind = type(parameter)
