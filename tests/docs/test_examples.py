@@ -88,7 +88,7 @@ def _commands():
     block = re.search(r"```bash\n(.*?)```", page_text("reproducible.md"), re.DOTALL)[1].replace(
         "\\\n", " "
     )
-    return [line.split()[3:] for line in block.splitlines() if line.strip()]
+    return [line.split()[4:] for line in block.splitlines() if line.strip()]
 
 
 def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
