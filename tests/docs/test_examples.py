@@ -86,7 +86,7 @@ def test_the_commands_of_the_page_end_with_one_digest(tmp_path):
     block = re.search(r"```bash\n(.*?)```", page_text("reproducible.md"), re.DOTALL)[1]
     lines = [line.split() for line in block.replace("\\\n", " ").splitlines() if line.strip()]
     digests = set()
-    for number, (_, _, _, *arguments) in enumerate(lines):
+    for number, (_, _, _, _, *arguments) in enumerate(lines):
         shorter = ("job.layers=[784,32,10]", "train.updates=3")
         folder = tmp_path / str(number)
         call(*arguments, *shorter, f"run.dir={folder}", "-q", code=0)
