@@ -259,18 +259,20 @@ ALIVE = frozenset({
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
     "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
 })  # fmt: skip
+# A node could not start the job (its prolog failed, say, or it still had the job's last start):
+# SLURM queues it again and holds it.
+HELD_AFTER_LAUNCH = "launch failed requeued held"
 HELD = {
-    # its prolog failed, say, or it still had the job's last start
-    "launch failed requeued held": "a node could not start it, and `sinfo -R` may know why; ",
+    HELD_AFTER_LAUNCH: "a node could not start it, and `sinfo -R` may know why; ",
     "job requeued in held state": "",
     "jobhelduser": "",
 }
 """Reasons of jobs that wait for `scontrol release`, with what is known of the cause."""
 NEVER_STARTS = {
     "dependencyneversatisfied": "the job that it depends on has failed",
-    "partitiontimelimit": "cluster.time_min is above the partition's limit",
-    "qosmaxwalldurationperjoblimit": "cluster.time_min is above the limit of its QOS",
-    "assocmaxwalldurationperjoblimit": "cluster.time_min is above the limit of its account",
+    "partitiontimelimit": "its time (cluster.time_min) is above the partition's limit",
+    "qosmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its QOS's limit",
+    "assocmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its account's limit",
 }
 """Reasons of jobs that wait in vain."""
 # States that stop a whole job, so that its ranks stand still.
@@ -336,8 +338,8 @@ class Job:
 
     @property
     def held(self) -> bool:
-        """Return whether it waits for `scontrol release`."""
-        return self.waiting and self._reason_key in HELD
+        """Return whether it waits for `scontrol release`, since a node could not start it."""
+        return self.waiting and self._reason_key == HELD_AFTER_LAUNCH
 
     @property
     def _reason_key(self) -> str:
@@ -351,7 +353,7 @@ class Job:
             release = f"it waits until you type `scontrol release {self.id}`"
             return f"{self.reason}: {HELD[key]}{release}"
         if key in NEVER_STARTS:
-            return f"{self.reason}: {NEVER_STARTS[key]}, so it never starts; cancel it"
+            return f"{self.reason}: {NEVER_STARTS[key]}, so it may never start; `cancel` ends it"
         return self.reason
 
     @property

@@ -65,10 +65,14 @@ INSTALLED = {"site-packages", "dist-packages"}
 """Folders of packages, also those of a user, another environment or an environment module."""
 
 
+def is_pythons(path: Path) -> bool:
+    """Return whether a module's file is in this interpreter's own folders."""
+    return any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
+
+
 def is_installed(path: Path) -> bool:
     """Return whether a module's file is in a folder of installed packages, or is Python's own."""
-    own = any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
-    return own or not INSTALLED.isdisjoint(path.parts)
+    return is_pythons(path) or not INSTALLED.isdisjoint(path.parts)
 
 
 def folder_of(target: type) -> Path:
@@ -140,7 +144,7 @@ def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
         target: a job's class, by its dotted name, or a program.
     """
     roots: dict[Path, set[str]] = {}
-    if not is_installed(PACKAGE):
+    if not is_pythons(PACKAGE):  # a container, say, has this interpreter's packages, no others
         # In a checkout orchestrator/jobs is a link to jobs/, which has the files.
         roots[PACKAGE.parent] = {PACKAGE.name, "jobs"}
     if job := _root_of(target):

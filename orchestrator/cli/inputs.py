@@ -33,7 +33,7 @@ from orchestrator.config.schema import Config
 from orchestrator.rundir.checkpoints import file_sha256
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import PACKAGE, is_installed, python_files
+from orchestrator.snapshot import PACKAGE, is_installed, is_pythons, python_files
 
 INPUTS = "inputs"  # in submission.json
 DYNAMIC_IMPORTS = frozenset({
@@ -158,7 +158,7 @@ def _versions() -> tuple[tuple[str, str], ...]:
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append((name, version(name)))
-    if not is_installed(PACKAGE):  # run from its source, whose version stays while it is edited
+    if not is_pythons(PACKAGE):  # run from its source, whose version stays while it is edited
         whole = hashlib.sha256()
         for path in sorted(PACKAGE.rglob("*.py")):
             whole.update(path.read_bytes())
@@ -257,10 +257,11 @@ def _files_of_module(dotted: str) -> dict[Path, str]:
         spec = find_module(name)
         if spec is None:
             break
-        paths = [*filter(None, [spec.origin]), *(spec.submodule_search_locations or [])]
-        if not paths or not Path(paths[0]).exists() or is_installed(Path(paths[0]).absolute()):
+        if spec.origin is None:  # a namespace, whose folders may be anywhere
+            continue
+        if not Path(spec.origin).exists() or is_installed(Path(spec.origin).absolute()):
             break
-        if spec.origin is not None and spec.has_location:
+        if spec.has_location:
             found[Path(spec.origin).absolute()] = name
     found.pop(PACKAGE / "__init__.py", None)
     return found

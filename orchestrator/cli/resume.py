@@ -35,25 +35,18 @@ from orchestrator.rundir.checkpoints import (
     refuse_beyond,
     weights_of,
 )
-from orchestrator.rundir.files import read_text, write_atomically, write_json
+from orchestrator.rundir.files import is_own, read_text, write_atomically, write_json
 from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
 from orchestrator.units import format_count, plural
 
-OVERFLOW = Path("/proc/sys/kernel/overflowuid")
-
 
 def check_own(run: RunDir) -> None:
-    """Raise `RunFolderError` if the folder is another user's.
-
-    Folders of root and of the overflow user pass: only root can create them, and file systems that
-    translate owners (NFS, containers) report them.
-    """
-    owner = run.path.stat().st_uid
-    overflow = int(OVERFLOW.read_text(encoding="ascii"))
-    if owner not in {os.geteuid(), 0, overflow}:
+    """Raise `RunFolderError` if the folder is another user's."""
+    if not is_own(run.path):
         raise RunFolderError(
-            f"{run.path} belongs to the user with number {owner}; to go on with a run is to run "
-            f"the code that its folder names, so copy it and make sure of {run.config.name} first"
+            f"{run.path} belongs to the user with number {run.path.stat().st_uid}; to go on with a "
+            f"run is to run the code that its folder names, so copy it and make sure of "
+            f"{run.config.name} first"
         )
 
 

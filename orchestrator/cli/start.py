@@ -68,7 +68,8 @@ def new_folder(config: Config) -> Path:
     return candidate
 
 
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
+DISK_ERRORS = (*FULL_ERRORS, errno.EROFS, errno.EIO)
 FOLDER_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.ENOENT, errno.ENOTDIR)
 
 
@@ -110,7 +111,9 @@ def wrap_disk_errors(run: RunDir) -> Generator[None]:
     try:
         yield
     except OSError as error:
-        name = error.filename2 or error.filename  # of a copy, where it goes
+        name = error.filename
+        if error.errno in FULL_ERRORS and error.filename2:  # of a copy, where it goes
+            name = error.filename2
         if name is None:  # writing to an open file names none
             concerns_run = error.errno in DISK_ERRORS
         else:
@@ -194,9 +197,10 @@ def prepared_run(
                     )  # fmt: skip
         except Exception as error:
             # Nothing was trained, and the message says all; after a start, the logs may say more.
-            begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
-            if not (begun or run.metrics.exists() or run.may_be_queued):
-                run.withdraw()
+            with contextlib.suppress(OSError):  # the error itself matters more
+                begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
+                if not (begun or run.metrics.exists() or run.may_be_queued):
+                    run.withdraw()
             raise
 
 

@@ -118,8 +118,26 @@ def make_folder(path: Path) -> None:
 
 
 def is_full(path: Path) -> bool:
-    """Return whether a file's system has no room. A user's quota is not seen."""
-    return os.statvfs(path).f_bavail == 0
+    """Return whether a file's system has no room, as far as it is known; quotas are not seen."""
+    try:
+        room = os.statvfs(path)
+    except OSError:  # removed meanwhile
+        return False
+    # A file system without figures reports 0 blocks and 0 files in all.
+    return (room.f_blocks > 0 and not room.f_bavail) or (room.f_files > 0 and not room.f_favail)
+
+
+OVERFLOW = Path("/proc/sys/kernel/overflowuid")
+
+
+def is_own(path: Path) -> bool:
+    """Return whether a file or folder is this user's.
+
+    For users other than root also those of root and of the overflow user: only root can create
+    them, and file systems that translate owners (NFS, containers) report them.
+    """
+    others = {0, int(OVERFLOW.read_text(encoding="ascii"))} if os.geteuid() else set[int]()
+    return path.stat().st_uid in {os.geteuid(), *others}
 
 
 def make_private(folder: Path) -> None:

@@ -31,7 +31,7 @@ from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import read_outcome
-from orchestrator.slurm_client import STOP_CODES, SlurmClient
+from orchestrator.slurm_client import STOP_CODES
 from orchestrator.units import plural
 
 END_S = 60.0  # srun waits for its ended tasks, and the scheduler for their node
@@ -129,7 +129,7 @@ class CurrentAllocation(BaseSlurmCluster):
 
     def submit(self, request: Request) -> Handle:
         """Start the step."""
-        client, job = SlurmClient(self.config.cluster.slurm_conf), os.environ[JOB]
+        client, job = self.client(), os.environ[JOB]
         self.submit_script(request, lambda _: job)  # it runs already
         own = {**client.environment("srun"), JOB: job}
         return StepHandle(

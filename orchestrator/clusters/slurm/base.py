@@ -51,8 +51,6 @@ class BaseSlurmCluster(Cluster):
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
         host = submit_host(config, copy or folder.snapshot(attempt))
-        client = SlurmClient(config.cluster.slurm_conf)
-        check_clusters(os.environ, lambda: client.settings().get("ClusterName", ""))
         check_defaults(host.defaults)
         check_preamble(config.cluster.preamble)
         script = self.script(folder, attempt, host)
@@ -68,6 +66,12 @@ class BaseSlurmCluster(Cluster):
             text=script,
             details={"sbatch": script, "options": options},
         )
+
+    def client(self) -> SlurmClient:
+        """Return the client that submits. Raises `ClusterError` if another cluster is set."""
+        client = SlurmClient(self.config.cluster.slurm_conf)
+        check_clusters(os.environ, lambda: client.settings().get("ClusterName", ""))
+        return client
 
     @abstractmethod
     def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:

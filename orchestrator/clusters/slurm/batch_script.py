@@ -82,7 +82,8 @@ if ! [ -w "$run/attempts" ]; then
 fi
 if [ -e "$run/result.json" ]; then
     echo "this run has ended already; to go on: python -m orchestrator resume $run"
-    exit 0
+    grep -q '"state": "finished"' "$run/result.json"  # else it was stopped, or has failed
+    exit
 fi
 if ! [ -d "$run/submitit" ]; then
     echo "error: $run/submitit is missing, and with it the task of the ranks" >&2
@@ -305,8 +306,9 @@ def _step(
     yield f"export {BATCH_PID_VARIABLE}=$$"
     yield from TRAPS.lines(forwarded="$1" if attended else "USR2")
     yield from CHECKS.lines(run=quoted(run.path))
-    # Also where a container has its own: the script's last line runs outside.
-    yield from PYTHON_CHECK.lines(python=quoted(host.python))
+    # A container has its own, but the last line of a job's script runs outside.
+    if config.cluster.container is None or not attended:
+        yield from PYTHON_CHECK.lines(python=quoted(host.python))
     yield from ATTEMPT.lines(BASE=BASE_ATTEMPT_VARIABLE, attempt=attempt)
     yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
     if host.code is not None:

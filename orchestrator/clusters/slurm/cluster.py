@@ -21,7 +21,7 @@ from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import Config, gpu_count, node_range
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
-from orchestrator.slurm_client import SlurmClient, retry_unanswered
+from orchestrator.slurm_client import retry_unanswered
 from orchestrator.units import plural
 
 CPUS_FOR_A_GPU = 4
@@ -50,9 +50,8 @@ class SlurmCluster(BaseSlurmCluster):
         least = node_range(cluster.nodes)[0]
         alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
         if alike not in _answers:
-            client = SlurmClient(cluster.slurm_conf)
             _answers[alike] = retry_unanswered(
-                lambda: check_request(client, options, least, request.text), tell=self.tell
+                lambda: check_request(self.client(), options, least, request.text), tell=self.tell
             )
         message, warnings = _answers[alike].message, _answers[alike].warnings
         if self.survival.on:

@@ -7,6 +7,7 @@ at most two scancel.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import threading
 import time
@@ -78,6 +79,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
 def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str) -> None:
     """Mark the runs as cancelled, so that their ranks end rather than depart; signal their jobs.
 
+    A full disk keeps none from being ended at once: a job that scancel ends is not requeued.
     New marks are removed if the signal could not be sent, since the runs are not cancelled then.
     """
     if not jobs:
@@ -89,7 +91,7 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
             try:
                 write_json(run.cancel, {"how": how, "time": time.time()})
             except OSError as error:  # a full disk
-                if how == "now":  # a job that scancel ends is not requeued
+                if how == "now":
                     continue
                 raise ClusterError(
                     f"{run.cancel} cannot be written ({error.strerror}), and without it the job "
@@ -98,7 +100,8 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
         _scancel(client, ids, *flags)
     except ClusterError:
         for run in new:
-            run.cancel.unlink(missing_ok=True)
+            with contextlib.suppress(OSError):  # a read-only disk, which has no mark either
+                run.cancel.unlink()
         raise
 
 
@@ -129,7 +132,8 @@ def _await_end(client: SlurmClient, jobs: Mapping[RunDir, Job]) -> None:
         known = queued(client, [job.id for job in left.values()])
         for run, job in list(left.items()):
             if job.id not in known or not known[job.id].alive:
-                write_result(run, State.STOPPED)
+                with contextlib.suppress(OSError):  # a full disk: `status` writes it later
+                    write_result(run, State.STOPPED)
                 del left[run]
         if left:
             time.sleep(POLL_S)

@@ -4,7 +4,7 @@
 |---|---|
 | `finalize_in_job` | the batch script on the first node, outside any container, after srun |
 | `finalize_without_script` | the coordinator, if the batch script was killed or lost |
-| `finalize_ended_job` | `status` and `resume`, once the job has ended without either |
+| `finalize_ended_job` | its owner's `status` and `resume`, once the job ended without either |
 
 The agents' coordinator has written the outcome to `outcome.json`. The scheduler is queried first: a
 job that was already requeued or cancelled must not be touched, and a script that outlived its
@@ -40,7 +40,7 @@ from orchestrator.config.program import is_program
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest
-from orchestrator.rundir.files import read_json, write_atomically, write_json
+from orchestrator.rundir.files import is_own, read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import recent_records, updates_of
@@ -315,7 +315,7 @@ def finalize_ended_job(run: RunDir, job: Job) -> str | None:
         A sentence if it was requeued. Raises `ClusterError`.
     """
     # An administrator's `status` must not leave files of theirs, or requeue another user's job.
-    if run.path.stat().st_uid != os.geteuid() or not os.access(run.path, os.W_OK | os.X_OK):
+    if not is_own(run.path) or not os.access(run.path, os.W_OK | os.X_OK):
         return None
     try:
         with locked(run):

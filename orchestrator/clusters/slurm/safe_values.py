@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ClusterError, ConfigError
 
 # sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what we always set (output, export,
 # requeueing, the shape and its signal, waiting; sbatch refuses CPUS_PER_GPU with our
@@ -233,14 +233,14 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def check_clusters(environment: Mapping[str, str], own_name: Callable[[], str]) -> None:
-    """Refuse defaults that would send a job to another cluster. Raises `ConfigError`.
+    """Refuse defaults that would send a job to another cluster. Raises `ClusterError`.
 
     Args:
         own_name: returns this cluster's name.
     """
     for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
         if environment.get(name) and environment[name] != own_name():
-            raise ConfigError(
+            raise ClusterError(
                 f"{name}={environment[name]} sends jobs to other clusters, where they would not be "
                 f"found again; unset it, and choose the cluster by cluster.slurm_conf"
             )

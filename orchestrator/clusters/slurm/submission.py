@@ -21,7 +21,13 @@ from typing import Any
 
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError, NotNow, RunFolderError, describe_status
-from orchestrator.rundir.files import open_nofollow, read_json, write_json, written_together
+from orchestrator.rundir.files import (
+    is_own,
+    open_nofollow,
+    read_json,
+    write_json,
+    written_together,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import (
     SchedulerDown,
@@ -77,16 +83,21 @@ def queue(
     client = SlurmClient(slurm_conf)
     with _noted(folder, note) as lock:
         answer_lost = False  # sbatch was called, and may have queued the job
+        unnumbered = ""  # the message of an sbatch that ended well, without a job's number
 
         def submit() -> str:
-            nonlocal answer_lost
+            nonlocal answer_lost, unnumbered
             if answer_lost and (found := _job_of(client, note)) is not None:
                 return found
             answer_lost = False
+            if unnumbered:
+                raise ClusterError(f"{unnumbered}\nno job of {script} is queued")
             try:
                 return _sbatch(client, str(script), lock)
             except SchedulerDown as error:
-                answer_lost = any(phrase in str(error).lower() for phrase in LOST_ANSWERS)
+                message = str(error)
+                unnumbered = message if message.startswith(NO_NUMBER) else ""
+                answer_lost = any(phrase in message.lower() for phrase in LOST_ANSWERS)
                 raise
 
         try:
@@ -112,10 +123,10 @@ def _sbatch(client: SlurmClient, script: str, lock: int) -> str:
         raise BeyondLimit(explained(answer.message))
     if answer.code:
         raise ClusterError(explained(answer.message))
-    found = PARSABLE.findall(answer.out)  # a site's wrapper may print more
-    if not found:
+    found = set(PARSABLE.findall(answer.out))  # a site's wrapper may print more
+    if len(found) != 1:
         raise SchedulerDown(f"{NO_NUMBER}: {answer.message or answer.out.strip()}")
-    job_id, elsewhere = found[-1]
+    [(job_id, elsewhere)] = found
     if elsewhere and elsewhere != client.settings().get("ClusterName"):
         client.check_output("scancel", f"--clusters={elsewhere}", job_id)
         raise ClusterError(
@@ -136,6 +147,8 @@ def adopt(folder: RunDir) -> str:
         ClusterError: it cannot be known yet: sbatch still runs, or there is no answer.
         RunFolderError: the note is damaged.
     """
+    if not is_own(folder.path) and folder.submitting.exists():
+        raise ClusterError(f"{folder.path} is being submitted, which only its owner can complete")
     try:
         lock = open_nofollow(folder.submitting, os.O_RDWR)
     except FileNotFoundError:

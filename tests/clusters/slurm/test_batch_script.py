@@ -37,7 +37,7 @@ from orchestrator.clusters.slurm.safe_values import (
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import alive, until
@@ -288,7 +288,7 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
 
 @pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
 def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
-    with pytest.raises(ConfigError, match=f"{name}=b sends jobs to other clusters"):
+    with pytest.raises(ClusterError, match=f"{name}=b sends jobs to other clusters"):
         check_clusters({name: "b"}, lambda: "a")
     check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"}, lambda: pytest.fail("asked in vain"))
     check_clusters({name: "a"}, lambda: "a")  # as a site's environment modules set it

@@ -10,7 +10,7 @@ from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.outcome import finalize_ended_job
-from orchestrator.clusters.slurm.submission import queue
+from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import LOOK_TWICE_S
@@ -160,8 +160,8 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     [
         ("JobHeldUser", "`scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
-        ("DependencyNeverSatisfied", "never starts; cancel it"),
-        ("QOSMaxWallDurationPerJobLimit", "cluster.time_min is above the limit of its QOS"),
+        ("DependencyNeverSatisfied", "the job that it depends on has failed"),
+        ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),
     ],
 )
 def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words):
@@ -199,10 +199,34 @@ def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path
     calls = say("sbatch", "queued, thank you")
     script = tmp_path / "000.sh"
     say("squeue", queue_line(Command=str(script)))
-    monkeypatch.setattr("orchestrator.slurm_client.time", Clock())
+    monkeypatch.setattr("time.sleep", lambda _: None)
     run = make_run(tmp_path / "run")
     assert queue(run, script, 0, None) == "7"
     assert sum(line.startswith("sbatch") for line in calls()) == 1
+
+
+def test_an_sbatch_that_prints_no_number_and_queues_nothing_is_called_once(
+    tmp_path, say, monkeypatch
+):
+    calls = say("sbatch", "not today")
+    say("squeue", queue_line(Command="/another/script.sh"))
+    say("sacct", "")
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    run = make_run(tmp_path / "run")
+    with pytest.raises(ClusterError, match=r"no job's number: not today\nno job of .*000.sh"):
+        queue(run, tmp_path / "000.sh", 0, None)
+    assert sum(line.startswith("sbatch") for line in calls()) == 1
+    assert not run.may_be_queued
+
+
+def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
+    run = make_run(tmp_path / "run")
+    write_json(run.submitting, {"script": "x", "elements": [""], "slurm_conf": None})
+    monkeypatch.setattr("os.geteuid", lambda: 0)
+    os.chown(run.path, 12345, -1)
+    with pytest.raises(ClusterError, match="only its owner can complete"):
+        adopt(run)
+    assert run.submitting.exists()
 
 
 @pytest.fixture
@@ -231,7 +255,7 @@ def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
 
 
 def test_only_a_runs_owner_ends_or_requeues_it_by_looking(submitted, say, monkeypatch):
-    monkeypatch.setattr("os.geteuid", lambda: submitted.path.stat().st_uid + 1)
+    os.chown(submitted.path, 12345, -1)
     say("squeue", "")
     say("sacct", "")
     assert finalize_ended_job(submitted, Job(id="7", state="FAILED")) is None
