@@ -216,3 +216,31 @@ def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first
     with pytest.raises(RunFolderError):
         Fence(path, 99).publish()
     assert path.read_text() == damage
+
+
+def test_a_last_checkpoint_that_is_removed_while_it_is_read_is_replaced_by_the_next(tmp_path):
+    def read(found):
+        save(tmp_path, min(found.updates + 1, 4), keep=1)
+        return found.updates, (found.folder / checkpoint.WEIGHTS).read_bytes()
+
+    assert checkpoint.read_last(tmp_path, None, read) is None
+    save(tmp_path, 1)
+    assert checkpoint.read_last(tmp_path, None, read) == (4, b"weights")
+    save(tmp_path, 5, keep=1)
+    (tmp_path / "update-000000005" / checkpoint.WEIGHTS).write_bytes(b"other")
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.read_last(tmp_path, None, read)
+
+
+def test_reading_a_last_checkpoint_is_given_up_after_some_tries(tmp_path):
+    tried = []
+
+    def read(found):
+        tried.append(found.updates)
+        save(tmp_path, found.updates + 1, keep=1)
+        return (found.folder / checkpoint.WEIGHTS).read_bytes()
+
+    save(tmp_path, 1)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.read_last(tmp_path, None, read)
+    assert tried == [1, 2, 3, 4, 5]
