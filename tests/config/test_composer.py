@@ -73,6 +73,13 @@ def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file,
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize("overrides", [[], ["job=digits"], ["cluster.nodes=3"]])
+def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
+    conf = folder(tmp_path, mine="train: {updates: 3}\n")
+    with pytest.raises(ConfigError, match=r"'mine\.yaml' does not extend base.*\[base, _self_\]"):
+        compose(overrides, conf, "mine")
+
+
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
     conf = folder(tmp_path, mine="defaults: [base, override cluster: local, _self_]\n")
     for spelling in ("cluster=slurm", "+cluster=slurm"):
