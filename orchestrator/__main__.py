@@ -274,6 +274,8 @@ def logs(
     for text in texts:
         sys.stdout.write(text)
         sys.stdout.flush()
+    if note := of_run.pointer_to_culprit(folder, rank):
+        say(Console(stderr=True), note, "yellow")
 
 
 @verb
