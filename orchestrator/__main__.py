@@ -147,7 +147,7 @@ def plan(
     given = tuple(overrides or ())
     if _program:
         given += program_overrides(_program[1:], before=given)
-    check_overrides(given)
+    check_overrides(given, verb="plan")
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
@@ -561,7 +561,9 @@ def audit(
     """
     from orchestrator.cli import audit as auditing
     from orchestrator.cli.follow import OutputOptions
+    from orchestrator.config.command_line import check_overrides
 
+    check_overrides(overrides or (), verb="audit")
     console = Console()
     output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
     found, code = auditing.audit(
