@@ -20,10 +20,10 @@ from orchestrator.engine.common.boundary import (
     Trailer,
     UpdatePolicy,
 )
-from orchestrator.engine.common.job_checks import checked_figures
+from orchestrator.engine.common.job_checks import check_fits, checked_figures
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.torch import Accumulator, TorchGroup
-from orchestrator.errors import JobError, NonFiniteError
+from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.trainer.setup import engine_settings
 
@@ -252,3 +252,15 @@ def test_every_setting_reaches_the_engine():
         loader_workers=settings.loader_workers,
     )  # fmt: skip
     assert settings == wanted
+
+
+def test_weights_that_do_not_fit_are_named_without_guesses():
+    found = {f"layers.{n}.weight": ("float32", (2,)) for n in range(4)}
+    wanted = {f"layers.{n}.weight": ("float32", (2,)) for n in range(3, 9)}
+    with pytest.raises(ConfigError) as caught:
+        check_fits(found, wanted)
+    assert str(caught.value) == (
+        "the weights do not fit this model: the model has no layers.0.weight; the model has no "
+        "layers.1.weight; the model has no layers.2.weight; layers.4.weight is missing; "
+        "layers.5.weight is missing; and 3 more"
+    )
