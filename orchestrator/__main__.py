@@ -60,6 +60,7 @@ EXAMPLES = {
     "doctor": "doctor --run +cluster=slurm",
     "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
 }
+T = TypeVar("T")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
 Verbose = Annotated[bool, typer.Option("-v", "--verbose", help="More detail; tracebacks.")]
@@ -146,7 +147,7 @@ def plan(
     given = tuple(overrides or ())
     if _program:
         given += program_overrides(_program[1:], before=given)
-    check_overrides(given)
+    check_overrides(given, verb="plan")
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
@@ -273,6 +274,8 @@ def logs(
     for text in texts:
         sys.stdout.write(text)
         sys.stdout.flush()
+    if note := of_run.pointer_to_culprit(folder, rank):
+        say(Console(stderr=True), note, "yellow")
 
 
 @verb
@@ -296,29 +299,29 @@ def cancel(
         say(Console(), sentence)
 
 
-def _newest_checkpoint(run: Path) -> Checkpoint:
-    """Return a run's newest checkpoint. Raises `RunFolderError` if there is none, or if it is
-    damaged.
+def _read_checkpoint(run: Path, read: Callable[[Checkpoint], T]) -> T:
+    """Return what `read` returns of a run's newest checkpoint. Raises `RunFolderError` if there is
+    none, or if it is damaged.
     """
-    from orchestrator.rundir.checkpoints import complete, load
+    from orchestrator.rundir.checkpoints import read_last
 
     folder = RunDir(run).existing()
-    saved = complete(folder.checkpoints)
-    if not saved:
+    found = read_last(folder.checkpoints, folder.identity, read)
+    if found is None:
         if folder.read_plan().get("program"):
             raise RunFolderError(
                 f"{run} is a program's, which saves its weights its own way (in {run}/checkpoints, "
                 "if anywhere here); compare takes a safetensors file"
             )
         raise RunFolderError(f"{run} has no weights yet: no checkpoint was written")
-    return load(saved[-1], folder.identity)
+    return found
 
 
 def _final_weights(run: Path) -> Path:
-    """Return where a run's newest weights are; see `_newest_checkpoint`."""
+    """Return where a run's newest weights are; see `_read_checkpoint`."""
     from orchestrator.rundir.checkpoints import weights_of
 
-    return run if run.is_file() else weights_of(_newest_checkpoint(run).folder)
+    return run if run.is_file() else _read_checkpoint(run, lambda found: weights_of(found.folder))
 
 
 @verb
@@ -385,25 +388,29 @@ def export(
     if safetensors + torch + dcp > 1:
         raise UsageError("--safetensors, --torch and --dcp exclude one another")
     form = "torch" if torch else "dcp" if dcp else "safetensors"
-    found = _newest_checkpoint(run.absolute())
-    folder = RunDir(run.absolute())
+    folder = RunDir(run.absolute()).existing()
     versions = (folder.read_environment() or {}).get("framework", {})
     name = next((name for name in versions if FRAMEWORKS.refusal(name) is None), "torch")
     framework = FRAMEWORKS.make(name, Framework)
-    file = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
-    to = (output or folder.path / "export" / file).absolute()
-    if os.path.lexists(to):
-        raise UsageError(f"{to} is there already; name another one: --output")
-    if output is None and not to.parent.exists():
-        make_folder(to.parent)
-    partial = to.with_name(f".partial-{to.name}")
-    try:
-        framework.export(found.folder, found.extra, form, partial)
-        partial.rename(to)
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            remove(partial)
-    say(Console(), f"{to} is written: the checkpoint after {found.updates} updates", prose=True)
+
+    def write(found: Checkpoint) -> tuple[Path, int]:
+        file = f"{found.folder.name}.{'pt' if form == 'torch' else form}"
+        to = (output or folder.path / "export" / file).absolute()
+        if os.path.lexists(to):
+            raise UsageError(f"{to} is there already; name another one: --output")
+        if output is None and not to.parent.exists():
+            make_folder(to.parent)
+        partial = to.with_name(f".partial-{to.name}")
+        try:
+            framework.export(found.folder, found.extra, form, partial)
+            partial.rename(to)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                remove(partial)
+        return to, found.updates
+
+    to, updates = _read_checkpoint(folder.path, write)
+    say(Console(), f"{to} is written: the checkpoint after {updates} updates", prose=True)
 
 
 @verb
@@ -554,7 +561,9 @@ def audit(
     """
     from orchestrator.cli import audit as auditing
     from orchestrator.cli.follow import OutputOptions
+    from orchestrator.config.command_line import check_overrides
 
+    check_overrides(overrides or (), verb="audit")
     console = Console()
     output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
     found, code = auditing.audit(

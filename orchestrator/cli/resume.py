@@ -141,14 +141,18 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
-def refuse_other_numbers(made: list[Change], run: str, *, program: bool) -> None:
-    """Raise `ConfigError` naming every change that makes other numbers, and what can be done."""
+def refuse_other_numbers(made: list[Change], run: str, done: int, *, program: bool) -> None:
+    """Raise `ConfigError` naming every change that makes other numbers, and what can be done.
+
+    Args:
+        done: updates that the newest checkpoint holds.
+    """
     wrong: list[str] = []
-    for change in made:
-        if change.kind is not Kind.NUMBERS:
-            continue
+    others = [change for change in made if change.kind is Kind.NUMBERS]
+    for change in others:
         why = OTHER_FOLDER.get(change.key) or (
-            f"it was {_shown(change.before)}, and the updates that are done were made with that"
+            f"it was {_shown(change.before)}"
+            + ", and the updates that are done were made with that" * (done > 0 or program)
         )
         wrong.append(f"a run cannot go on with {change.text}: {why}")
     if wrong:
@@ -156,11 +160,17 @@ def refuse_other_numbers(made: list[Change], run: str, *, program: bool) -> None
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
-        raise ConfigError("\n".join([*wrong, new_program if program else advise_new_run(run)]))
+        given = " ".join(change.text for change in others)
+        advice = new_program if program else advise_new_run(run, done, given)
+        raise ConfigError("\n".join([*wrong, advice]))
 
 
-def advise_new_run(run: str) -> str:
+def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
     """Return what to do instead."""
+    if not done:
+        return (
+            f"no checkpoint was written yet, so a new run loses nothing: launch again with {given}"
+        )
     return (
         f"to go on from these weights with other settings, start a new run: "
         f"train.initial_weights={run}"
@@ -179,7 +189,7 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
             f"{done} updates are done already, which is more than the {new.updates} that are asked "
             f"for now; try train.updates={done + 1} or more"
         )
-    before, after, instead = old.batch, new.batch, advise_new_run(run)
+    before, after, instead = old.batch, new.batch, advise_new_run(run, done)
     if after.global_batch != before.global_batch:
         raise ConfigError(
             f"an update would be of {after.global_batch} samples, but was of {before.global_batch} "
@@ -295,7 +305,7 @@ def resumption(
         config = to or _with_overrides(asdict(config), overrides, config_dir)
         made = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
-        refuse_other_numbers(made, str(run.path), program=program)
+        refuse_other_numbers(made, str(run.path), done, program=program)
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path))

@@ -238,18 +238,14 @@ def prepared_resume(
             say(output.console, more, "dim")
         yield None
         return
-    if not output.quiet:
-        say(output.console, resumed.message, prose=True)
-    if resumed.warning:
-        say(output.console, f"warning: {resumed.warning}", "yellow", prose=True)
     with submission_directory(run), interrupts, wrap_disk_errors(run), locked(run):
         inputs = changed_inputs(run, resumed)
         if inputs and not changed:
             refuse_changed({str(run.path): inputs})
         cluster = _cluster(config, output)
-        notes = () if is_program(config.job) else _of_checkpoints(run, config, cluster.attended)
-        for sentence in notes:
-            say(output.console, f"warning: {sentence}", "yellow")
+        notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
+        if not is_program(config.job):
+            notes += _of_checkpoints(run, config, cluster.attended)
         if resumed.changes:
             prepare(config, new=False)
         cluster.trust(run, {change.key for change in resumed.changes})
@@ -262,6 +258,10 @@ def prepared_resume(
         if not cluster.attended:
             attempt = max(attempt, read_newest(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
+        if not output.quiet:
+            say(output.console, resumed.message, prose=True)
+        for sentence in (*filter(None, [resumed.warning]), *notes):
+            say(output.console, f"warning: {sentence}", "yellow", prose=True)
         record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})

@@ -16,7 +16,7 @@ from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.report.status_tables import UNREADABLE
-from orchestrator.report.terminal import LogReader
+from orchestrator.report.terminal import LogReader, command
 from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, signal_holder
@@ -190,6 +190,17 @@ def log_of(run: RunDir, rank: int | None) -> Path:
         known = f"there are logs of ranks {there[0]} to {there[-1]}" if there else "no rank began"
         raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
     return run.batch_log if run.batch_log.exists() else path
+
+
+def pointer_to_culprit(run: RunDir, rank: int | None) -> str | None:
+    """Return a sentence on where the log of the rank that failed first is; None if it is the log
+    of `rank` (of rank 0 by default).
+    """
+    culprit = (run.read_result() or {}).get("culprit") or {}
+    first = culprit.get("rank")
+    if first is None or first == (rank or 0) or not run.rank_log(first).exists():
+        return None
+    return f"rank {first} failed first; its log: {command('logs', run.path)} --rank {first}"
 
 
 def text_of(path: Path, lines: int | None = None) -> Iterator[str]:

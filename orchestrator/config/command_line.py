@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+import shlex
 import shutil
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -96,7 +97,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
                 raise ConfigError(f"{flag} needs a value: {flag} {VALUED[flag].upper()}")
             found[VALUED[flag]] = value if equals else rest.pop(0)
         else:
-            check_overrides(overrides)  # it may be the flag of a script before it
+            check_overrides(overrides, line=arguments)  # it may be the flag of a script before it
             known = [*SWITCHES, *VALUED]
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
@@ -107,17 +108,23 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         raise ConfigError(f"--cfg must be job, but is '{line.cfg}'")
     if line.multirun and line.cfg:
         raise ConfigError("--cfg shows one configuration; leave -m out, and sweep over no key")
-    check_overrides(line.overrides)
+    check_overrides(line.overrides, line=arguments)
     return line
 
 
 LENGTHS = ("train.updates", "train.epochs")
 
 
-def check_overrides(overrides: Iterable[str]) -> None:
+def check_overrides(
+    overrides: Sequence[str], *, verb: str = "run", line: Sequence[str] | None = None
+) -> None:
     """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
 
     Two lengths of the run are refused, too: one of them would have no effect.
+
+    Args:
+        verb, line: what was typed, for the advice on a program without `--`: the verb, and all
+            arguments where they are more than the overrides.
     """
     lengths: dict[str, str] = {}
     for override in overrides:
@@ -128,9 +135,11 @@ def check_overrides(overrides: Iterable[str]) -> None:
         if override in VERBS:
             way = f"to look at runs: python -m orchestrator {override}"
         elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
+            typed = [word for word in line or overrides if word != "--"]
+            typed.insert(typed.index(override), "--")
             way = (
                 f"a program comes after --, and its arguments after it: python -m orchestrator "
-                f"run cluster.nodes=2 -- {override} --lr 0.1"
+                f"{verb} {shlex.join(typed)}"
             )
         else:
             way = f"a choice is written as in job=digits, a value as in {override}=VALUE"

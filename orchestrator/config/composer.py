@@ -14,6 +14,7 @@ from typing import Any
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.hydra_config import HydraConfig
 from hydra.core.override_parser.types import Override
+from hydra.errors import ConfigCompositionException
 from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 
@@ -260,9 +261,21 @@ class Composer:
         return self._loaded([*given, *defaults], mode) if defaults or deletions else found
 
     def _loaded(self, overrides: list[str], mode: RunMode) -> DictConfig:
-        return self.loader.load_configuration(
-            self.line.config_name, overrides, mode, validate_sweep_overrides=False
-        )
+        name = self.line.config_name
+        try:
+            found = self.loader.load_configuration(
+                name, overrides, mode, validate_sweep_overrides=False
+            )
+        except ConfigCompositionException:
+            if overrides:  # they may fail for want of the keys that base defines
+                self._loaded([], mode)
+            raise
+        if OmegaConf.get_type(found) is not Config:
+            raise ConfigError(
+                f"the primary configuration '{name}.yaml' does not extend base, which defines "
+                "every key; begin it with: defaults: [base, _self_]"
+            )
+        return found
 
     def _defaults(self, found: DictConfig, typed: Collection[str]) -> list[str]:
         """Return choices of the shipped job and optimizer for a composition that names none."""

@@ -217,20 +217,33 @@ def missing_class(dotted: str, key: str) -> str | None:
     """
     module_name, _, name = dotted.rpartition(".")
     if not module_name:
-        return f"{key} must be module.Class, but is '{dotted}'"
+        return _names_module(dotted, key) or f"{key} must be module.Class, but is '{dotted}'"
     if find_module(module_name.split(".", maxsplit=1)[0]) is None:
         return None
     if find_module(module_name) is None:
         return _missing_module(f"{key}={dotted}", module_name)
     module = load_module(module_name)
-    if module is None or module.open_ended or name in module.names or name in module.imports:
+    if module and (module.open_ended or name in module.names or name in module.imports):
         return None
+    if (sentence := _names_module(dotted, key)) or module is None:
+        return sentence
     classes = [n for n, node in module.names.items() if isinstance(node, ast.ClassDef)]
     imported = [n for n in module.imports if n[:1].isupper()]
     return (
         f"{key}={dotted}: {module.path} has no class '{name}'"
         f"{did_you_mean(name, [*classes, *imported])}"
     )
+
+
+def _names_module(dotted: str, key: str) -> str | None:
+    """Return a sentence if a name that must be a class's is a module's."""
+    if find_module(dotted) is None:
+        return None
+    module = load_module(dotted)
+    names = module.names.items() if module else ()
+    one = next((name for name, node in names if isinstance(node, ast.ClassDef)), None)
+    example = f", as in {dotted}.{one}" if one else ""
+    return f"{key}={dotted} is a module; name a class in it{example}"
 
 
 def _missing_module(spelled: str, module: str) -> str:

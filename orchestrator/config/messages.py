@@ -6,7 +6,8 @@ import contextlib
 import re
 from collections.abc import Generator
 
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import ConfigCompositionException
+from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 from yaml import MarkedYAMLError, YAMLError
 
 from orchestrator.config.changes import flat
@@ -29,7 +30,7 @@ def config_errors() -> Generator[None]:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
         else:
-            sentence = _known(str(error)) or _reason(error)
+            sentence = _in_file(error) or _known(str(error)) or _reason(error)
         raise ConfigError(sentence) from error
 
 
@@ -122,10 +123,32 @@ def _known(text: str) -> str | None:
     return None
 
 
+def _in_file(error: BaseException) -> str | None:
+    """Return a sentence about a wrong key or value in a configuration file, if that is the error.
+
+    Hydra raises it while it handles OmegaConf's own error, and states the file in its text alone.
+    """
+    cause, found = error.__context__, re.match(r"In '([^']+)': ", str(error))
+    if not (found and isinstance(error, ConfigCompositionException)):
+        return None
+    key = getattr(cause, "full_key", None)
+    if not (key and isinstance(cause, OmegaConfBaseException)):
+        return None
+    file, group = f"{found[1]}.yaml", found[1].partition("/")[0]
+    if isinstance(cause, ConfigKeyError):  # a file of a group states keys without the group
+        sentence = no_such_key(key).replace(f"'{group}.", "'", 1)
+        return f"{file}: {sentence}"
+    return f"{file}: {key.removeprefix(f'{group}.')}: {_first_lines(cause)}"
+
+
+def _first_lines(error: BaseException) -> str:
+    return re.split(r"\n    full_key|\nSee https|\n?Config search path", str(error))[0].strip()
+
+
 def _reason(error: BaseException) -> str:
     """Return the error's own first lines, with the key or the override that it is about."""
     cause = error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error
-    first = re.split(r"\n    full_key|\nSee https|\n?Config search path", str(cause))[0].strip()
+    first = _first_lines(cause)
     if (override := getattr(error, "override", None)) is not None:
         first = re.sub(r"Error when parsing index: .*\n", "", first)  # from Hydra 1.4 on
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again

@@ -15,7 +15,7 @@ from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
-from orchestrator.plan.plan_warnings import warnings_of
+from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
 from orchestrator.plan.wire import Wire
@@ -35,6 +35,7 @@ class Plan:
         split: of a full window, the first one.
         reduction: of gradients, as configured.
         length, rates, traffic: see each.
+        of_cluster: warnings about the cluster's resources.
     """
 
     nodes: int
@@ -46,6 +47,7 @@ class Plan:
     length: Length
     rates: Rates
     traffic: Traffic
+    of_cluster: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, config: Config, known: JobFacts | None = None) -> Plan:
@@ -88,6 +90,7 @@ class Plan:
             length=length,
             rates=_rates(config, known, batch, length),
             traffic=_traffic(config, known, split),
+            of_cluster=tuple(idle_gpus(config)),
         )
 
     @property
@@ -102,9 +105,10 @@ class Plan:
     @property
     def warnings(self) -> tuple[str, ...]:
         """Return warnings for the user, as sentences."""
-        return warnings_of(
+        of_batch = warnings_of(
             self.split, self.batch, self.order, self.length, self.rates, reduction=self.reduction
         )
+        return (*self.of_cluster, *of_batch)
 
     def figures(self) -> dict[str, Any]:
         """Return all values by their names in plan.json.

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
+from orchestrator.config.program import is_program
+from orchestrator.config.schema import Config, gpu_count
 from orchestrator.errors import spans
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import Length, Rates
 from orchestrator.plan.split import Split
+from orchestrator.units import plural
 
 
 def warnings_of(
@@ -21,6 +24,27 @@ def warnings_of(
         *(_uneven_leaves(split, batch, order, length) if reduction == "reproducible" else ()),
         *_data(batch, order, length, rates),
         *_warm_up(length, rates),
+    )
+
+
+def idle_gpus(config: Config) -> Iterator[str]:
+    """Yield a warning if a run requests more GPUs from a scheduler than it has ranks.
+
+    >>> config = Config(job={"command": ["train.py"]})
+    >>> config.cluster.kind, config.cluster.gpus_per_node = "slurm", 8
+    >>> [*idle_gpus(config)][0].partition(": ")[2]
+    'each node has 6 idle GPUs, unless a rank uses several; try cluster.ranks_per_node=8'
+    """
+    cluster, gpus = config.cluster, gpu_count(config.cluster.gpus_per_node)
+    on_cpus = config.transport in ("gloo", "mccl")
+    if cluster.kind == "local" or on_cpus or gpus <= cluster.ranks_per_node:
+        return
+    unless = ", unless a rank uses several" if is_program(config.job) else ", as each rank uses one"
+    idle = gpus - cluster.ranks_per_node
+    yield (
+        f"cluster.gpus_per_node={cluster.gpus_per_node}, but cluster.ranks_per_node="
+        f"{cluster.ranks_per_node}: each node has {plural(idle, 'idle GPU')}{unless}; try "
+        f"cluster.ranks_per_node={gpus}"
     )
 
 

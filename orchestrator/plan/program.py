@@ -9,6 +9,7 @@ from typing import Any
 from orchestrator.config.job_source import copied_script
 from orchestrator.config.program import program_of
 from orchestrator.config.schema import Config, node_range
+from orchestrator.plan.plan_warnings import idle_gpus
 
 NOT_KNOWN = (
     "a program's batch, losses and weights are its own: nothing here splits its data, makes its "
@@ -62,7 +63,7 @@ def plan_of_program(config: Config) -> ProgramPlan:
         argv=(*start, *program.argv),
         style=program.style,
         stop_signal=program.stop_signal,
-        warnings=tuple(_like_ours(program.command)),
+        warnings=(*_like_ours(program.command), *idle_gpus(config)),
     )
 
 

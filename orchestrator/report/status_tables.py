@@ -103,6 +103,7 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
     remarks: list[Text] = []
     for run in runs:
         if text := remark(run):
+            text = text.partition("\n")[0]  # `status RUN` has all of it
             style = STATE_STYLES.get(run.state, "") if run.state in URGENT else "dim"
             remarks.append(literal(f"{short_name(run.folder, here)}: {text}", console, style))
     if remarks:

@@ -91,7 +91,8 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
             culprit = (cell.result or {}).get("culprit")
             state = f"{cell.summary.state}, see {cell.folder}"
             why = describe_culprit(culprit) if culprit else state
-            say(console, f"point {name} ({cell.title}): {why}", "red")
+            first = why.partition("\n")[0]
+            say(console, f"point {name} ({cell.title}): {first}", "red")
     done = sum(cell.finished for cell in cells)
     count = len(cells) + not_begun
     style = "green" if done == count else "bold red"

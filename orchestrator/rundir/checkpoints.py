@@ -20,7 +20,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from safetensors import SafetensorError
 
@@ -47,6 +47,8 @@ SHARDS = "DCP_SHARDING_INFO"  # in a part's metadata: the place of each shard, a
 PREFIX = "update-"
 PARTIAL = ".partial-"
 NAME = re.compile(rf"{PREFIX}([0-9]{{1,18}})")
+READS = 5
+T = TypeVar("T")
 
 
 def part_name(part: int) -> str:
@@ -303,6 +305,27 @@ def newest(
             f"Bring one back from a copy; or remove them all, and the run begins again at update 0"
         )
     return None, skipped
+
+
+def read_last(
+    checkpoints: Path, run: str | None, read: Callable[[Checkpoint], T], *, tries: int = READS
+) -> T | None:
+    """Return what `read` returns of the last checkpoint; None before the first.
+
+    A run that trains may remove that checkpoint meanwhile: then read the one that is the last now.
+
+    Raises:
+        RunFolderError: it is damaged.
+    """
+    saved = complete(checkpoints)
+    if not saved:
+        return None
+    try:
+        return read(load(saved[-1], run))
+    except Exception:
+        if tries == 1 or complete(checkpoints)[-1:] == saved[-1:]:
+            raise
+    return read_last(checkpoints, run, read, tries=tries - 1)
 
 
 def check_initial(run: RunDir) -> None:

@@ -357,7 +357,7 @@ def _outcome(one: PointResult) -> str:
     """Return how a point ended and what it measured, in short."""
     result = one.task.run.read_result() or {}
     if result.get("culprit"):
-        return describe_culprit(result["culprit"])
+        return describe_culprit(result["culprit"]).partition("\n")[0]
     figures = summarize(result, ())
     loss = result.get("loss")
     return ", ".join([

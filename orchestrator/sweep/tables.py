@@ -81,7 +81,9 @@ def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> Non
     if notice and request.text:
         sys.stdout.write(f"\n{request.text}\n")
     if answer := notice.get("scheduler"):
-        say(console, f"the scheduler would say: {answer}", "red" if notice["refused"] else "")
+        speaker = "a launch here" if config.cluster.kind == "local" else "the scheduler"
+        style = "red" if notice["refused"] else ""
+        say(console, f"{speaker} would say: {answer}", style)
     if warning := notice.get("warning"):
         say(console, f"warning: {warning}", "yellow", prose=True)
 

@@ -48,15 +48,20 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
     reaches, are not compared, but warned of.
 
     Raises:
-        JobError: `dataset` has no length; or on all ranks alike, naming those whose data set has
-            another length or other samples than most.
+        JobError: `dataset` has no length, or is a loader; or on all ranks alike, naming those whose
+            data set has another length or other samples than most.
     """
+    kind = type(dataset).__name__
+    if not hasattr(type(dataset), "__getitem__") and hasattr(dataset, "batch_size"):
+        raise JobError(
+            f"dataset() must give the data set, not a {kind}: batches come from accumulation.*"
+        )
     try:
         samples = len(dataset)
     except TypeError:
         raise JobError(
-            f"dataset() must give something with len() and [index], but gives a "
-            f"{type(dataset).__name__} without len()"
+            f"dataset() must give something with len() and [index], but gives a {kind} without "
+            "len()"
         ) from None
     counts = [int(row[0]) for row in engine.gather([float(samples)])]
     most = max(counts, key=lambda count: (Counter(counts)[count], count == counts[0]))

@@ -81,13 +81,17 @@ def remedy(error: BaseException) -> str | None:
 
 
 def describe(error: BaseException) -> str:
-    """Return the cause in a few lines: our errors as they are, others with the type's name."""
+    """Return the cause: our errors as they are, of others the type and the first line. The rest,
+    as all signatures of an operator of torch, is in the rank's log.
+    """
     if ended := _loader_worker(error):
         return ended
     text = error_text(error)
     if isinstance(error, OrchestratorError):
         return text
-    named = f"{type(error).__name__}: {text}" if text else type(error).__name__
+    first, *others = text.strip().splitlines() or [""]
+    first = first.rstrip(" :") if others else first
+    named = f"{type(error).__name__}: {first}" if first else type(error).__name__
     named += _place(error)
     advice = remedy(error)
     return named if advice is None else f"{named} ({advice})"

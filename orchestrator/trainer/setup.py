@@ -22,7 +22,14 @@ from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
 from orchestrator.engine.common.waiting import for_others
-from orchestrator.errors import Evicted, JobError, OrchestratorError, RunFolderError, did_you_mean
+from orchestrator.errors import (
+    ConfigError,
+    Evicted,
+    JobError,
+    OrchestratorError,
+    RunFolderError,
+    did_you_mean,
+)
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
@@ -207,7 +214,12 @@ def _set_up(worker: WorkerProcess) -> Training:
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
     if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
-        engine.load_weights(run.initial_weights)
+        try:
+            engine.load_weights(run.initial_weights)
+        except ConfigError as error:  # of the run's copy, which the user has not named
+            raise ConfigError(
+                f"train.initial_weights={config.train.initial_weights}: {error}"
+            ) from error
     if topology.rank == 0:
         copied = submitted(os.environ)
         code = copied["git"] if copied else code_state(folder_of(type(job)))

@@ -87,6 +87,13 @@ def test_exit_codes_are_as_documented(here, made, words, code):
     assert here.invoke(app, words).exit_code == code
 
 
+@pytest.mark.parametrize("verb", ["plan", "audit"])
+def test_the_advice_on_a_program_without_dashes_names_the_verb_that_was_typed(here, verb):
+    done = here.invoke(app, [verb, "cluster.nodes=1", "ddp.py"])
+    assert done.exit_code == 2
+    assert f"python -m orchestrator {verb} cluster.nodes=1 -- ddp.py\n" in done.output
+
+
 def test_every_exit_code_is_in_the_help_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     [documented] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)

@@ -130,8 +130,10 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     refused = helpers.verb(*longer, cwd=own, code=2)
     assert "mine.py has changed, files of job.data have changed since" in refused.stderr
     assert "--changed" in refused.stderr
+    assert "going on after" not in refused.stdout, "which it does not"
     (own / "mine.py").write_text(JOB + "# more\n")
-    helpers.verb(*longer, "--changed", cwd=own, code=0)
+    done = helpers.verb(*longer, "--changed", cwd=own, code=0)
+    assert "mine.py has changed since the run began; going on all the same" in done.stdout
     assert RunDir(own / "first").read_resumes()[-1]["changed_inputs"]
     last = helpers.verb("resume", "first", "train.updates=6", cwd=own)
     assert last.returncode == 0, "what was accepted is no change any more"

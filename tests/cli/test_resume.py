@@ -129,6 +129,22 @@ def test_what_would_change_the_numbers_is_refused_with_the_reason(make_run, begu
     assert not run.resumes.exists()
 
 
+def test_before_the_first_checkpoint_the_advice_is_to_launch_again(make_run):
+    run = make_run("+job.samples=4", done=0)
+    with pytest.raises(ConfigError) as refused:
+        resumption_of(run, ["job.samples=400", "train.seed=1"])
+    assert str(refused.value) == (
+        "a run cannot go on with job.samples=400: it was 4\n"
+        "a run cannot go on with train.seed=1: it was 0\n"
+        "no checkpoint was written yet, so a new run loses nothing: launch again with "
+        "job.samples=400 train.seed=1"
+    )
+    with pytest.raises(
+        ConfigError, match=r"was of 48 so far.*\n.*launch again with these settings"
+    ):
+        resumption_of(run, ["accumulation.global_batch=64"])
+
+
 def test_another_order_of_additions_is_said_and_reproducible_mode_has_none(make_run, tmp_path):
     run = make_run()
     assert "up to rounding" in resumption_of(run, ["cluster.nodes=1"]).warning

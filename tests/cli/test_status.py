@@ -71,6 +71,15 @@ def test_a_sound_run_is_told_in_full(tmp_path):
     assert "a node was lost" in text
 
 
+def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):
+    run = make_run(tmp_path / "a")
+    culprit = {"rank": 1, "node": "n", "cause": "one\ntwo", "log_tail": []}
+    write_json(run.result, {**run.read_result(), "state": "failed", "culprit": culprit})
+    console = Console(file=io.StringIO(), width=100)
+    print_status(statuses([run])[0], console, tmp_path)
+    assert console.file.getvalue().endswith("a: rank 1 on n: one\n")
+
+
 def files_of(run):
     return [
         run.plan, run.result, run.submission, run.metrics, run.restart(1), run.warnings(1, 0),

@@ -56,6 +56,31 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
     assert found.facts.parameters is None, "digits' are not meant for it"
 
 
+@pytest.mark.parametrize(
+    ("file", "text", "words"),
+    [
+        ("cluster__site", "partion: gpu\n",
+         "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
+        ("cluster__site", "defaults: [slurm]\nranks_per_node: many\n",
+         "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
+        ("mine", "defaults: [base, _self_]\ntrain: {updats: 3}\n",
+         "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
+    ],
+)  # fmt: skip
+def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file, text, words):
+    conf = folder(tmp_path, **{"mine": "defaults: [base, _self_]\n", file: text})
+    with pytest.raises(ConfigError) as caught:
+        compose(["cluster=site"] if "cluster" in file else [], conf, "mine")
+    assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize("overrides", [[], ["job=digits"], ["cluster.nodes=3"]])
+def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
+    conf = folder(tmp_path, mine="train: {updates: 3}\n")
+    with pytest.raises(ConfigError, match=r"'mine\.yaml' does not extend base.*\[base, _self_\]"):
+        compose(overrides, conf, "mine")
+
+
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
     conf = folder(tmp_path, mine="defaults: [base, override cluster: local, _self_]\n")
     for spelling in ("cluster=slurm", "+cluster=slurm"):

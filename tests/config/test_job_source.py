@@ -58,6 +58,8 @@ def package(tmp_path, monkeypatch):
     (folder / "again.py").write_text(
         "from .jobs import Good as Renamed\nfrom .jobs import nothing\n"
     )
+    (tmp_path / "bare").mkdir()
+    (tmp_path / "bare" / "jobs.py").touch()
     monkeypatch.syspath_prepend(str(tmp_path))
     return "theirs"
 
@@ -79,6 +81,9 @@ def test_what_is_a_job_or_may_be_one_passes_without_being_imported(package, name
         ("theirs.jobz.Good", "there is no module 'theirs.jobz'"),
         ("theirs.jobs.Gud", "did you mean 'Good'"),
         ("theirs.jobs.function", "is a function"),
+        ("theirs.jobs", "theirs.jobs is a module; name a class in it, as in theirs.jobs.Good"),
+        ("bare.jobs", "bare.jobs is a module; name a class in it$"),
+        ("theirs", "_target_=theirs is a module; name a class in it$"),
         ("json.JSONEncoder", "is a part of Python, not a job"),
     ],
 )

@@ -41,9 +41,13 @@ def test_words_come_through_composition_and_the_run_folder_as_they_were_typed(sw
 
 
 REFUSED = {
-    ("train.py", "--lr", "0.1"): "a program comes after --",
-    ("cluster.nodes=2", "./train.sh"): "a program comes after --",
-    ("bash", "train.sh"): "a program comes after --",
+    ("train.py", "--k", "a b"): (
+        "a program comes after --, and its arguments after it: python -m orchestrator run -- "
+        "train.py --k 'a b'"
+    ),
+    ("cluster.nodes=2", "./train.sh"): "orchestrator run cluster.nodes=2 -- ./train.sh",
+    ("bash", "train.sh"): "orchestrator run -- bash train.sh",
+    ("-cn", "main", "train.sh", "-v"): "orchestrator run -cn main -- train.sh -v",
     ("--",): "after -- comes the program",
     ("--", "tran.py"): "did you mean train.py?",
     ("--", "nowhere/train.py"): "there is no folder nowhere",

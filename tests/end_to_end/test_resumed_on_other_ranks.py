@@ -56,7 +56,10 @@ def test_a_run_starts_from_anothers_weights_and_refuses_those_of_another_model(t
     assert result(second)["weights_sha256"] == result(first)["weights_sha256"]
 
     other = call(TINY, "job.width=3", "train.updates=1", f"run.dir={tmp_path / 'o'}", *warm, code=2)
-    assert "0.weight is float32[16, 8], but must be float32[3, 8]" in " ".join(other.stderr.split())
+    assert " ".join(other.stderr.split()).startswith(
+        f"error: train.initial_weights={first}: the weights do not fit this model: 0.bias is "
+        "float32[16], but must be float32[3]; 0.weight is float32[16, 8], but must be float32[3, 8]"
+    )
     assert not (tmp_path / "o").exists()
 
 

@@ -5,7 +5,7 @@ import re
 import signal
 import subprocess
 
-from orchestrator.rundir.outcome import State, write_result
+from orchestrator.rundir.outcome import Culprit, State, write_result
 from tests.helpers import LIGHT, begin, command, environment, result, until, verb
 from tests.run_folders import make_run
 
@@ -91,6 +91,19 @@ def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
     write_result(run, State.FINISHED)
     for more in ((), ("-f",)):
         assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
+
+
+def test_the_log_of_the_rank_that_failed_first_is_named_after_that_of_another(tmp_path):
+    run = make_run(tmp_path / "run")
+    for rank in range(2):
+        run.rank_log(rank).write_text(f"of rank {rank}\n")
+    write_result(run, State.FAILED, Culprit(rank=1, node="node0", cause="killed"))
+    way = f"rank 1 failed first; its log: python -m orchestrator logs {run.path} --rank 1\n"
+    for more in ((), ("-f",)):
+        done = verb("logs", run.path, *more)
+        assert (done.stdout, done.stderr) == ("of rank 0\n", way)
+    done = verb("logs", run.path, "--rank", "1")
+    assert (done.stdout, done.stderr) == ("of rank 1\n", "")
 
 
 def test_a_programs_output_is_shown_on_request_and_its_folder_at_once(tmp_path):

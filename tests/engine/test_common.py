@@ -20,11 +20,11 @@ from orchestrator.engine.common.boundary import (
     Trailer,
     UpdatePolicy,
 )
-from orchestrator.engine.common.job_checks import checked_figures
+from orchestrator.engine.common.job_checks import check_fits, checked_figures
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.common.rendezvous import Backoff, keep_port, publish, read_published
 from orchestrator.engine.torch import Accumulator, TorchGroup
-from orchestrator.errors import JobError, NonFiniteError
+from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.trainer.setup import engine_settings
 
@@ -307,3 +307,15 @@ def test_a_server_binds_the_reserved_port_and_it_stays_reserved_afterwards(keepe
 def test_an_address_of_another_node_is_refused():
     with pytest.raises(OSError, match="Cannot assign"):
         keep_port("192.0.2.1")
+
+
+def test_weights_that_do_not_fit_are_named_without_guesses():
+    found = {f"layers.{n}.weight": ("float32", (2,)) for n in range(4)}
+    wanted = {f"layers.{n}.weight": ("float32", (2,)) for n in range(3, 9)}
+    with pytest.raises(ConfigError) as caught:
+        check_fits(found, wanted)
+    assert str(caught.value) == (
+        "the weights do not fit this model: the model has no layers.0.weight; the model has no "
+        "layers.1.weight; the model has no layers.2.weight; layers.4.weight is missing; "
+        "layers.5.weight is missing; and 3 more"
+    )

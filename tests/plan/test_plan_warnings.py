@@ -75,3 +75,18 @@ def test_a_plan_warns_of_this_in_these_words_and_of_no_more(stated, expected):
 )
 def test_ranks_are_named_in_runs_and_eight_runs_at_most(ranks, words):
     assert named_ranks(list(ranks)) == words
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({"kind": "slurm", "gpus_per_node": "a100:4"},
+         [("cluster.gpus_per_node=a100:4, but cluster.ranks_per_node=2: each node has 2 idle GPUs, "
+          "as each rank uses one; try cluster.ranks_per_node=4")]),
+        ({"kind": "slurm", "gpus_per_node": 2}, []),
+        ({"kind": "slurm"}, []),
+        ({"kind": "local", "gpus_per_node": 4}, []),
+    ],
+)  # fmt: skip
+def test_a_plan_warns_of_gpus_without_a_rank(given, expected):
+    assert list(make_plan(global_batch=8, steps=1, **given).warnings) == expected

@@ -34,7 +34,7 @@ def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
 
 
 def failed(k):
-    culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]", "log_tail": []}
+    culprit = {"rank": 3, "node": "node1", "cause": "out of memory [cuda]\nmore", "log_tail": []}
     return cell(k, state="failed", metrics={}, culprit=culprit)
 
 
@@ -72,6 +72,7 @@ def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
     text = screen.text
     assert "point 2 (accumulation.steps=2): rank 3 on node1 failed first: out of memory" in text
     assert "[cuda]" in text
+    assert "\nmore" not in text
     assert "point 4 (accumulation.steps=4 x=[b]): no result, see runs/4" in text
     assert "1 of 3 points finished" in text
     for part in ("steps", "0.9534", "200 ms", "300 MiB", "reference"):

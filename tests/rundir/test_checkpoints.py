@@ -311,3 +311,31 @@ def test_a_file_without_a_digest_is_refused_in_one_sentence(tmp_path, content):
 def test_an_empty_table_is_read_back(tmp_path):
     write_json(tmp_path / "plan.json", {})
     assert read_json(tmp_path / "plan.json") == {}
+
+
+def test_a_last_checkpoint_that_is_removed_while_it_is_read_is_replaced_by_the_next(tmp_path):
+    def read(found):
+        save(tmp_path, min(found.updates + 1, 4), keep=1)
+        return found.updates, (found.folder / checkpoint.WEIGHTS).read_bytes()
+
+    assert checkpoint.read_last(tmp_path, None, read) is None
+    save(tmp_path, 1)
+    assert checkpoint.read_last(tmp_path, None, read) == (4, b"weights")
+    save(tmp_path, 5, keep=1)
+    (tmp_path / "update-000000005" / checkpoint.WEIGHTS).write_bytes(b"other")
+    with pytest.raises(RunFolderError, match="is damaged"):
+        checkpoint.read_last(tmp_path, None, read)
+
+
+def test_reading_a_last_checkpoint_is_given_up_after_some_tries(tmp_path):
+    tried = []
+
+    def read(found):
+        tried.append(found.updates)
+        save(tmp_path, found.updates + 1, keep=1)
+        return (found.folder / checkpoint.WEIGHTS).read_bytes()
+
+    save(tmp_path, 1)
+    with pytest.raises(FileNotFoundError):
+        checkpoint.read_last(tmp_path, None, read)
+    assert tried == [1, 2, 3, 4, 5]

@@ -110,6 +110,13 @@ def test_a_data_set_without_a_length_is_refused():
     assert "without len()" in _agreed(lambda _: iter(()), ranks=1)[0]
 
 
+def test_a_loader_in_the_place_of_the_data_set_is_refused():
+    [said] = _agreed(lambda _: torch.utils.data.DataLoader([1, 2]), ranks=1)
+    assert said == (
+        "dataset() must give the data set, not a DataLoader: batches come from accumulation.*"
+    )
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text() | st.binary() | st.floats(),
     lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner) | st.tuples(inner, inner),

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from orchestrator.errors import JobError
 from orchestrator.trainer.failure import describe
 
 
@@ -39,3 +40,12 @@ def test_what_torch_says_of_a_habit_is_told_with_the_way_out(slip, words, monkey
 def test_other_errors_stay_as_they_are():
     assert describe(ValueError("what")) == "ValueError: what"
     assert describe(KeyError()) == "KeyError"
+    assert describe(JobError("one\ntwo")) == "one\ntwo"
+
+
+def test_of_an_error_of_many_lines_the_cause_has_the_first():
+    with pytest.raises(TypeError) as found:
+        torch.conv2d(1, 2)
+    [line] = describe(found.value).splitlines()
+    assert line.startswith("TypeError: conv2d() received an invalid combination of arguments")
+    assert "but expected one of, at " in line

@@ -26,7 +26,13 @@ from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import fork
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, Share, State
-from orchestrator.clusters.machine import share_gpu_over_nccl, share_gpus, visible_gpus
+from orchestrator.clusters.machine import (
+    cores,
+    free_memory_bytes,
+    share_gpu_over_nccl,
+    share_gpus,
+    visible_gpus,
+)
 from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, node_range
@@ -34,11 +40,17 @@ from orchestrator.errors import ClusterError, TransportError, describe_status
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import outcome_from_json, read_outcome
+from orchestrator.units import format_bytes, plural
 
 END_S = 10.0
 OUTCOME_BYTES = 1 << 20
 ON_CPUS = ("gloo", "mccl")
 NODES_LIMIT = 254 * 254
+CROWD = 8  # ranks on a core, beyond which a machine may no longer respond
+LEAST_RANK_BYTES = 100 << 20
+"""Private memory that a rank of a framework needs at least: 54 MiB were measured for a small model
+on torch, without the activations and connections of a larger run.
+"""
 
 
 def node_address(index: int) -> str:
@@ -65,6 +77,40 @@ def build_environment(request: Request, index: int, names: Sequence[str]) -> dic
     if find_shared_gpus(request):
         environment = {**share_gpu_over_nccl(names[index]), **environment}
     return environment
+
+
+def _fewer(request: Request, ranks: int) -> str:
+    """Return the overrides for the shape nearest to a request's that has at most so many ranks.
+
+    >>> _fewer(Request(run=Path(), attempt=0, nodes=3, ranks_per_node=100), 16)
+    'cluster.ranks_per_node=5'
+    >>> _fewer(Request(run=Path(), attempt=0, nodes=30, ranks_per_node=8), 16)
+    'cluster.nodes=16 cluster.ranks_per_node=1'
+    """
+    if ranks >= request.nodes:
+        return f"cluster.ranks_per_node={ranks // request.nodes}"
+    return f"cluster.nodes={max(1, ranks)} cluster.ranks_per_node=1"
+
+
+def _refuse_beyond_memory(request: Request) -> None:
+    free, needed = free_memory_bytes(), request.ranks * LEAST_RANK_BYTES
+    if request.ranks > 1 and needed > free:
+        raise ClusterError(
+            f"cluster.nodes={request.nodes} cluster.ranks_per_node={request.ranks_per_node}: "
+            f"{request.ranks} ranks need {format_bytes(needed)} of memory at least "
+            f"({format_bytes(LEAST_RANK_BYTES)} each), but this machine has {format_bytes(free)} "
+            f"free; try {_fewer(request, free // LEAST_RANK_BYTES)}"
+        )
+
+
+def _crowding_warning(request: Request) -> str | None:
+    found = cores()
+    if request.ranks <= CROWD * found:
+        return None
+    return (
+        f"{request.ranks} ranks on {plural(found, 'core')}: this machine may stop responding; "
+        f"start fewer ({_fewer(request, CROWD * found)}), or only look: python -m orchestrator plan"
+    )
 
 
 class LocalHandle(Handle):
@@ -205,22 +251,34 @@ class LocalCluster(Cluster):
         return replace(request, details={"gpus": gpus})
 
     def check(self, request: Request) -> Admission:
-        """Warn of GPUs that stay unused, or are shared."""
+        """Warn of crowded cores, and of GPUs that stay unused or are shared.
+
+        Raises:
+            ClusterError: the ranks need more memory than this machine has.
+        """
+        if self._uses_framework:
+            _refuse_beyond_memory(request)
+        found = (_crowding_warning(request), self._gpu_warning(request))
+        return Admission(warnings=tuple(filter(None, found)))
+
+    @property
+    def _uses_framework(self) -> bool:
+        return not is_program(self.config.job) or self.config.job.get("style") != "plain"
+
+    def _gpu_warning(self, request: Request) -> str | None:
         if shared := find_shared_gpus(request):
             named = f"GPU {shared[0]}" if len(shared) == 1 else f"GPUs {', '.join(shared)}"
-            sentence = f"nodes share {named}, and NCCL sends over loopback: slow, for tests"
-            return Admission(warnings=(sentence,))
+            return f"nodes share {named}, and NCCL sends over loopback: slow, for tests"
         gpus = request.details["gpus"]
         if not gpus or any(gpus) or self.config.transport in ON_CPUS:
-            return Admission()
-        count, ranks = len(visible_gpus(os.environ)), request.nodes * request.ranks_per_node
+            return None
+        count, ranks = len(visible_gpus(os.environ)), request.ranks
         unused, them = ("its GPU stays", "it") if count == 1 else (f"its {count} GPUs stay", "them")
-        sentence = (
+        return (
             f"this machine has too few GPUs for one each of the {ranks} ranks, so {unused} unused: "
             f"cluster.nodes=1 cluster.ranks_per_node={count} uses {them}, transport=gloo says that "
             "CPUs are meant"
         )
-        return Admission(warnings=(sentence,))
 
     @property
     def share(self) -> Share:

@@ -25,7 +25,8 @@ from orchestrator.clusters.slurm.safe_values import (
 from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
-from orchestrator.config.schema import node_range
+from orchestrator.config.schema import gpu_count, node_range
+from orchestrator.errors import ConfigError
 from orchestrator.rundir.files import write_atomically
 from orchestrator.rundir.folder import RunDir
 from orchestrator.slurm_client import SlurmClient
@@ -34,6 +35,17 @@ from orchestrator.units import first_few
 
 class BaseSlurmCluster(Cluster):
     """The machine's SLURM, or the one of `cluster.slurm_conf`."""
+
+    def refuse(self, framework: str | None) -> None:
+        """Refuse a job with fewer GPUs than ranks on a node, which each rank would refuse."""
+        cluster, gpus = self.config.cluster, gpu_count(self.config.cluster.gpus_per_node)
+        if 0 < gpus < cluster.ranks_per_node and self.config.transport in ("auto", "nccl"):
+            on_cpus = "mccl" if framework == "mindspore" else "gloo"
+            raise ConfigError(
+                f"cluster.gpus_per_node={cluster.gpus_per_node}, but the "
+                f"{cluster.ranks_per_node} ranks of a node (cluster.ranks_per_node) need a GPU "
+                f"each; try cluster.ranks_per_node={gpus}, or transport={on_cpus}"
+            )
 
     def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:
         conf = self.config.cluster.slurm_conf

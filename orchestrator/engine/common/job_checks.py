@@ -7,7 +7,6 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from numbers import Real
-from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ConfigError, JobError, did_you_mean
@@ -289,7 +288,7 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
 MOST_NAMED = 5
 
 
-def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
+def check_fits(found: Kinds, wanted: Kinds) -> None:
     """Check initial weights. Not collective; every rank gets the same result.
 
     Args:
@@ -299,7 +298,7 @@ def check_fits(path: Path, found: Kinds, wanted: Kinds) -> None:
         ConfigError: they are not alike; the first few that differ are named.
     """
     if wrong := misfits(found, wanted):
-        raise ConfigError(f"train.initial_weights: {path} does not fit this model: {wrong}")
+        raise ConfigError(f"the weights do not fit this model: {wrong}")
 
 
 def misfits(found: Kinds, wanted: Kinds) -> str:
@@ -307,9 +306,9 @@ def misfits(found: Kinds, wanted: Kinds) -> str:
     wrong: list[str] = []
     for name in sorted(found.keys() | wanted.keys()):
         if name not in found:
-            wrong.append(f"it lacks {name}{did_you_mean(name, found)}")
+            wrong.append(f"{name} is missing")
         elif name not in wanted:
-            wrong.append(f"it has {name}, which this model has not{did_you_mean(name, wanted)}")
+            wrong.append(f"the model has no {name}")
         elif found[name] != wanted[name]:
             wrong.append(
                 f"{name} is {_describe(*found[name])}, but must be {_describe(*wanted[name])}"

@@ -356,7 +356,7 @@ class MindSporeEngine(Engine):
 
     def load_weights(self, path: Path) -> None:
         arrays, parameters = load_file(str(path)), self._model.parameters_dict()
-        check_fits(path, _kinds_in(arrays), _kinds_of(parameters))
+        check_fits(_kinds_in(arrays), _kinds_of(parameters))
         _assign(parameters, arrays)
 
     def weights_sha256(self) -> str:

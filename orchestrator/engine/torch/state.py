@@ -114,7 +114,7 @@ def load_weights(model: Module, path: Path) -> None:
         for name, tensor in found.items()
         if name in held or not any(name.startswith(f"{key}.") for key in rest)
     }
-    check_fits(path, _kinds(found), _kinds(held))
+    check_fits(_kinds(found), _kinds(held))
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(shard_like(found[name], tensor))

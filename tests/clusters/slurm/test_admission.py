@@ -1,14 +1,18 @@
 """Requests that a scheduler could never run, by its own answers. Nothing is started."""
 
+import contextlib
+
 import pytest
 
+from orchestrator.clusters.api import cluster_of
 from orchestrator.clusters.slurm.admission import (
     check_request,
     misfit,
     preempt_grace_s,
     read_partitions,
 )
-from orchestrator.errors import ClusterError
+from orchestrator.config.composer import compose
+from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.slurm_client import Answer
 
 PARTITIONS = (
@@ -113,3 +117,23 @@ def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is
     assert "cannot place the job at present" in check_request(client, {}, 1, "").warnings[0]
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
+
+
+@pytest.mark.parametrize(
+    ("given", "framework", "way"),
+    [
+        (["cluster.gpus_per_node=4"], "torch", "cluster.ranks_per_node=4, or transport=gloo"),
+        (["cluster.gpus_per_node=a100:4", "transport=nccl"], "mindspore", "transport=mccl"),
+        (["cluster.gpus_per_node=4", "transport=gloo"], "torch", None),
+        (["cluster.gpus_per_node=8"], "torch", None),
+        ([], "torch", None),
+    ],
+)
+def test_fewer_gpus_than_ranks_on_a_node_are_refused_before_the_queue(given, framework, way):
+    config = compose(["+cluster=slurm", "cluster.ranks_per_node=8", *given])
+    refused = pytest.raises(ConfigError) if way else contextlib.nullcontext()
+    with refused as caught:
+        cluster_of(config).refuse(framework)
+    if way:
+        assert "8 ranks of a node (cluster.ranks_per_node) need a GPU each" in str(caught.value)
+        assert str(caught.value).endswith(way)
