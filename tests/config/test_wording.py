@@ -66,7 +66,7 @@ def test_a_hint_that_is_followed_leads_on(overrides):
 @pytest.mark.parametrize(
     ("word", "way"),
     [
-        ("lib/ddp.py", "run cluster.nodes=2 -- lib/ddp.py"),
+        ("lib/ddp.py", "python -m orchestrator run -- lib/ddp.py"),
         ("status", "python -m orchestrator status"),
         ("digits", "as in job=digits"),
     ],
