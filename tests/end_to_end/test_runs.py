@@ -72,7 +72,7 @@ def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
     source = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
     assert len(source.splitlines()) < 40
     typed = re.search(r"```bash\n(.*?)```", text, re.DOTALL).group(1)
-    overrides = typed.replace("\\\n", " ").split()[3:]
+    overrides = typed.replace("\\\n", " ").split()[4:]
     package = tmp_path / "my_jobs"
     package.mkdir()
     (package / "__init__.py").touch()
