@@ -60,19 +60,21 @@ GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
 
 
-PYTHONS_FOLDERS = frozenset(map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib")))
-INSTALLED = {"site-packages", "dist-packages"}
+INTERPRETER_FOLDERS = frozenset(
+    map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib"))
+)
+PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
 """Folders of packages, also those of a user, another environment or an environment module."""
 
 
-def is_pythons(path: Path) -> bool:
+def is_in_interpreter(path: Path) -> bool:
     """Return whether a module's file is in this interpreter's own folders."""
-    return any(path.is_relative_to(folder) for folder in PYTHONS_FOLDERS)
+    return any(path.is_relative_to(folder) for folder in INTERPRETER_FOLDERS)
 
 
 def is_installed(path: Path) -> bool:
     """Return whether a module's file is in a folder of installed packages, or is Python's own."""
-    return is_pythons(path) or not INSTALLED.isdisjoint(path.parts)
+    return is_in_interpreter(path) or not PACKAGE_FOLDERS.isdisjoint(path.parts)
 
 
 def folder_of(target: type) -> Path:
@@ -144,7 +146,8 @@ def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
         target: a job's class, by its dotted name, or a program.
     """
     roots: dict[Path, set[str]] = {}
-    if not is_pythons(PACKAGE):  # a container, say, has this interpreter's packages, no others
+    # A container, say, has this interpreter's packages, but no others.
+    if not is_in_interpreter(PACKAGE):
         # In a checkout orchestrator/jobs is a link to jobs/, which has the files.
         roots[PACKAGE.parent] = {PACKAGE.name, "jobs"}
     if job := _root_of(target):

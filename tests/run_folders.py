@@ -14,7 +14,7 @@ from orchestrator.rundir.folder import RunDir
 
 
 class Screen(Console):
-    """A console whose text can be read back. Not a terminal unless told so."""
+    """A console whose text can be read back; by default no terminal."""
 
     def __init__(self, width=80, encoding="utf-8", **options):
         self.raw = io.BytesIO()

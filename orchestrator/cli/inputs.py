@@ -33,7 +33,7 @@ from orchestrator.config.schema import Config
 from orchestrator.rundir.checkpoints import file_sha256
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
-from orchestrator.snapshot import PACKAGE, is_installed, is_pythons, python_files
+from orchestrator.snapshot import PACKAGE, is_in_interpreter, is_installed, python_files
 
 INPUTS = "inputs"  # in submission.json
 DYNAMIC_IMPORTS = frozenset({
@@ -158,7 +158,8 @@ def _versions() -> tuple[tuple[str, str], ...]:
     for name in PACKAGES:
         with contextlib.suppress(PackageNotFoundError):
             found.append((name, version(name)))
-    if not is_pythons(PACKAGE):  # run from its source, whose version stays while it is edited
+    if not is_in_interpreter(PACKAGE):
+        # Run from its source, whose version stays while it is edited.
         whole = hashlib.sha256()
         for path in sorted(PACKAGE.rglob("*.py")):
             whole.update(path.read_bytes())

@@ -103,7 +103,7 @@ HOSTS = "127.0.0.1 localhost\n127.0.1.1 {own}\n{address} {other}\n"
 
 
 def available():
-    """Whether this machine lets us make namespaces."""
+    """Return whether this machine allows new namespaces."""
     if os.geteuid() or not all(map(shutil.which, ("ip", "unshare", "nsenter", "mount"))):
         return False
     return subprocess.run(["unshare", "-n", "-m", "true"], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""What every measurement rests on, and what `survive` makes of a run's records."""
+"""Basis of every measurement, and the figures that `survive` derives from a run's records."""
 
 import doctest
 from itertools import pairwise
@@ -63,7 +63,7 @@ def test_a_loss_costs_from_the_beginning_of_the_broken_window_to_the_next_group(
     assert one == {"rank": 3, "noticed": 0.25, "back": 0.75, "lost": 2.0}
     updates = [one for one in records if "loss" in one]
     assert survive.useful(updates) == {"whole": 5.0, "useful": 3.0}
-    with pytest.raises(ValueError, match="shorter"):  # a kill that nobody noted is no loss of zero
+    with pytest.raises(ValueError, match="shorter"):  # a kill without a record is no loss of zero
         list(survive.losses(records[:1], [(11.25, 3)]))
 
 

@@ -234,7 +234,7 @@ def test_what_is_no_figure_is_refused_where_it_is_told_on_every_rank(ranks, word
     for run in ranks:
         with pytest.raises(JobError, match=said):
             run.report(**{"update": 0, **words})
-    Run({}).report(**{"update": 0, **words})  # without a run nobody minds
+    Run({}).report(**{"update": 0, **words})  # without a run all is accepted
 
 
 def test_names_of_any_kind_are_read_back_within_what_a_glance_reads(ranks):

@@ -1,4 +1,4 @@
-"""What a program's environment says, and who asked for accelerators."""
+"""Environment of a program, and settings that request accelerators."""
 
 from functools import partial
 

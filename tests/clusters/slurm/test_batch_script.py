@@ -449,7 +449,7 @@ def with_value(key: str, value: str) -> tuple[Config, Path] | tuple[Config, Path
 
 @functools.cache
 def harmless(key: str) -> list[str]:
-    """The script with a value that nobody would fear."""
+    """Return the script with a harmless value."""
     script = script_of(*with_value(key, "4" if "gpus" in key else "x"))
     return [line.removesuffix(" \\") for line in script.splitlines()]
 

@@ -1,4 +1,4 @@
-"""What a search may choose from, in Hydra's words, and what is refused before its first trial."""
+"""Search spaces in Hydra's syntax, and refusals before the first trial."""
 
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
