@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from orchestrator import __version__
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -29,7 +30,7 @@ from orchestrator.errors import (
     UsageError,
     require_cwd,
 )
-from orchestrator.launch import main as launch_line
+from orchestrator.launch import main as launch_main
 from orchestrator.report.terminal import exit_on_broken_pipe, print_error, print_json, say
 from orchestrator.rundir.folder import RunDir
 
@@ -98,9 +99,14 @@ def _add(function: Callable[..., Any], **settings: Any) -> None:
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
-def main_help(context: typer.Context) -> None:
+def main_help(
+    context: typer.Context,
+    version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False,
+) -> None:
     """Start, plan, follow, compare and resume training runs."""
-    if context.invoked_subcommand is None:
+    if version:
+        sys.stdout.write(f"{__version__}\n")
+    elif context.invoked_subcommand is None:
         sys.stdout.write(context.get_help() + "\n")
 
 
@@ -112,7 +118,7 @@ def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
 ) -> None:
     """Start a run, or with -m a sweep of runs; the same as python -m orchestrator.launch."""
-    raise typer.Exit(launch_line([*(arguments or []), *_program]))
+    raise typer.Exit(launch_main([*(arguments or []), *_program]))
 
 
 def run(
@@ -121,7 +127,7 @@ def run(
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
-    raise typer.Exit(launch_line([*(arguments or []), *(_program or ["--"])]))
+    raise typer.Exit(launch_main([*(arguments or []), *(_program or ["--"])]))
 
 
 for starts in (launch, run):  # their errors are messages already, and their help is Hydra's

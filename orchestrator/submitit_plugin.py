@@ -254,7 +254,7 @@ class OrchestratorExecutor(SlurmExecutor):
 
         overrides = [f"cluster={self._cluster}", "run.snapshot=false", "run.watch=false"]
         if self.parameters.get("stderr_to_stdout"):
-            overrides.append(f"+cluster.environment.{ONE_LOG}='1'")
+            overrides.append(f"cluster.environment.{ONE_LOG}='1'")
         defaults = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
         parameters: dict[str, Any] = {**defaults, **self.parameters}
         for name, value in parameters.items():
@@ -270,10 +270,10 @@ class OrchestratorExecutor(SlurmExecutor):
                 overrides.append(f"cluster.memory_gib={number if unit == 'GB' else number / 1024}")
             elif name in FLAGS:
                 flag = name.replace("_", "-")
-                overrides.append(f"+cluster.slurm_flags.{flag}={literally(str(value))}")
+                overrides.append(f"cluster.slurm_flags.{flag}={literally(str(value))}")
             elif name == "additional_parameters":
                 for flag, its in value.items():
-                    overrides.append(f"+cluster.slurm_flags.{flag}={literally(str(its))}")
+                    overrides.append(f"cluster.slurm_flags.{flag}={literally(str(its))}")
         if name := self.parameters.get("job_name"):
             overrides.append(f"run.name={literally(name)}")
         return [*overrides, *self._options]

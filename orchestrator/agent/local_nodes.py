@@ -195,7 +195,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
     done = threading.Event()
     idle = IdleTimer(hang_s)
 
-    def look() -> None:
+    def watch_import() -> None:
         while not done.wait(IMPORT_POLL_S):
             if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
@@ -203,7 +203,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
                 print(f"error: {message}", file=sys.stderr, flush=True)
                 os._exit(EXIT_IMPORT_HANGS)
 
-    watch = threading.Thread(target=look, name="import", daemon=True)
+    watch = threading.Thread(target=watch_import, name="import", daemon=True)
     watch.start()
     try:
         job = read_config(run.existing().read_config()).job

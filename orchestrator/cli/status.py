@@ -64,7 +64,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     alone: dict[str, list[RunDir]] = {}
     sentences, unknown = resolve_submissions(runs)
     for run in runs:
-        found[run.path] = status_or_damage(run, partial(_status_by_folder, run, alone))
+        found[run.path] = status_or_damage(run, partial(_read_status, run, alone))
     for kind, members in alone.items():
         try:
             cluster = class_of(kind)
@@ -82,7 +82,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     return [found[run.path] for run in runs], sentences
 
 
-def _status_by_folder(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
+def _read_status(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
     """Return the status by the folder and its launcher's lock; collect runs of schedulers in
     `alone`.
     """

@@ -367,7 +367,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     """
     options = WindowOptions.of(given)
     samples = whole_number("samples", samples, least=1)
-    accumulators = _accumulators(run, accumulator)
+    accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
     decided = decided_by(samples, options, plan)
@@ -388,7 +388,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     return Windows(run, plan, accumulators, options, checkpoints)
 
 
-def _accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
+def _find_accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
     """Return the accumulators that share the windows. Raises `ConfigError` if they cannot."""
     if accumulator is None:
         accumulator = only_accumulator()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job_source import is_this_python
-from orchestrator.config.schema import FREE_SECTIONS, OPTIONS
+from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
 from orchestrator.errors import ConfigError, did_you_mean, expand_user
 
 PRIMARY = "config"
@@ -220,8 +220,7 @@ SCHEDULER_OPTIONS = re.compile(
 def to_hydra(override: str, *, sweep: bool = False) -> str:
     """Translate an override as people type it into Hydra's grammar.
 
-    `+cluster=slurm` means `cluster=slurm`. A job's keys, an optimizer's and options need no `+`:
-    what a class does not take is refused with it in hand.
+    `+cluster=slurm` means `cluster=slurm`. Keys of `FREE_TABLES` need no `+`.
     A value that begins with `~/` is quoted, for Hydra's grammar has no such letter; so are lists of
     partitions and nodes as the scheduler writes them, unless a comma is that of a sweep.
 
@@ -229,6 +228,8 @@ def to_hydra(override: str, *, sweep: bool = False) -> str:
     ("cluster.partition='long,short'", 'cluster.partition=long')
     >>> to_hydra("+cluster=slurm"), to_hydra("job.width=3"), to_hydra("job.data_dir=~/mnist")
     ('cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
+    >>> to_hydra("cluster.slurm_flags.gres=gpu:8"), to_hydra("cluster.environment={A: b}")
+    ('++cluster.slurm_flags.gres=gpu:8', '++cluster.environment={A: b}')
     """
     key, equals, value = override.partition("=")
     bare = key.lstrip("+")
@@ -238,9 +239,9 @@ def to_hydra(override: str, *, sweep: bool = False) -> str:
         return f"~{bare}"  # Hydra's way to choose none of a group
     found = None if sweep else SCHEDULER_OPTIONS.fullmatch(f"{bare}={value}")
     value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
-    section, _, inner = bare.partition(".")
-    free = section in FREE_SECTIONS and (inner or value.lstrip().startswith("{"))
-    if free or bare.startswith(OPTIONS):
+    if bare.startswith(tuple(f"{table}." for table in FREE_TABLES)) or (
+        bare in FREE_TABLES and value.lstrip().startswith("{")
+    ):
         return f"++{bare}={value}"
     return f"{'' if bare == 'cluster' else key[: len(key) - len(bare)]}{bare}={value}"
 

@@ -55,13 +55,9 @@ def no_such_key(key: str) -> str:
     "there is no key 'accumulation.stpes'; did you mean 'steps'?"
     >>> no_such_key("epochs")
     "there is no key 'epochs'; did you mean 'train.epochs'?"
-    >>> no_such_key("cluster.slurm_flags.gres")
-    "cluster.slurm_flags has no 'gres' yet; to add it: +cluster.slurm_flags.gres=…"
     """
     section, _, leaf = key.rpartition(".")
     usual = plain(Config())
-    if section and dict(flat(usual)).get(section) == {}:
-        return f"{section} has no '{leaf}' yet; to add it: +{key}=…"
     known = [*usual, *dict(flat(usual)), *GROUPS]
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]

@@ -312,8 +312,11 @@ class Config:
 
 
 FREE_SECTIONS = ("job", "optimizer")
-OPTIONS = ("cluster.options.", "tracker.options.")
-"""Keys below are what the class that reads them says it has; see `config.reading`."""
+FREE_TABLES = (
+    *FREE_SECTIONS, "cluster.slurm_flags", "cluster.srun_flags", "cluster.environment",
+    "cluster.options", "tracker.options",
+)  # fmt: skip
+"""Tables that take any key: what reads them refuses those that it does not have."""
 BOUNDS = bounds_of(Config)
 
 

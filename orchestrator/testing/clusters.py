@@ -164,7 +164,7 @@ class ClusterSuite:
         expect(run.exists(), False, "a folder for what was only asked for")
 
     def test_every_rank_runs_in_its_place(self, cluster: Sequence[str], tmp_path: Path) -> None:
-        more = ("cluster.ranks_per_node=2", "+cluster.environment.TRIAL=seen")
+        more = ("cluster.ranks_per_node=2", "cluster.environment.TRIAL=seen")
         started = Started.program(cluster, tmp_path, "end", *more)
         started.ends_with(EXIT_FINISHED)
         reports = started.reports()

@@ -317,10 +317,10 @@ HANDED_OUT = (
 RESOURCES_OF_HOSTS = ("none", "tmp", "disk", "ssd", "nvme", "license", "bandwidth", "network")
 
 
-def devices_asked(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: bool) -> str:
+def device_request(cluster: ClusterConfig, env: Mapping[str, str], *, scheduled: bool) -> str:
     """Return the setting that requests devices; "" without one.
 
-    >>> devices_asked(ClusterConfig(gpus_per_node="a100:4"), {}, scheduled=True)
+    >>> device_request(ClusterConfig(gpus_per_node="a100:4"), {}, scheduled=True)
     'cluster.gpus_per_node=a100:4'
     """
     if gpu_count(cluster.gpus_per_node):

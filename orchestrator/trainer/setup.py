@@ -47,7 +47,7 @@ from orchestrator.trainer.consistency_checks import (
     agreed_survival,
     compare_facts,
     describe_environment,
-    devices_asked,
+    device_request,
     own_rates,
 )
 from orchestrator.trainer.failure import describe
@@ -328,7 +328,7 @@ def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag
         collective_timeout_s=config.cluster.collective_timeout_s,
         survive=bool(config.run.survive),
         ranks_per_node=topology.size // topology.nodes,
-        device_request=devices_asked(config.cluster, os.environ, scheduled=topology.scheduled),
+        device_request=device_request(config.cluster, os.environ, scheduled=topology.scheduled),
         stop_requested=lambda: stop.requested,
     )
 

@@ -94,6 +94,11 @@ def test_the_advice_on_a_program_without_dashes_names_the_verb_that_was_typed(he
     assert f"python -m orchestrator {verb} cluster.nodes=1 -- ddp.py\n" in done.output
 
 
+def test_the_version_is_that_of_the_project(here):
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert here.invoke(app, ["--version"]).output == f"{project['version']}\n"
+
+
 def test_every_exit_code_is_in_the_help_and_in_the_readme():
     readme = (ROOT / "README.md").read_text()
     [documented] = re.findall(r"Exit codes: (.*?\.)", readme, re.DOTALL)

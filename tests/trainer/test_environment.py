@@ -8,7 +8,7 @@ from orchestrator.agent.topology import Topology
 from orchestrator.config.program import ProgramConfig
 from orchestrator.config.schema import ClusterConfig
 from orchestrator.errors import ClusterError
-from orchestrator.trainer.consistency_checks import devices_asked
+from orchestrator.trainer.consistency_checks import device_request
 from orchestrator.trainer.program import ProgramStart, Rendezvous, environment
 
 
@@ -76,10 +76,10 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
     ],
 )
 def test_who_asked_for_devices_is_said(cluster, env, who):
-    found = devices_asked(ClusterConfig(kind="slurm", **cluster), env, scheduled=True)
+    found = device_request(ClusterConfig(kind="slurm", **cluster), env, scheduled=True)
     assert who in found
     assert bool(found) == bool(who)
 
 
 def test_a_laptops_own_variable_asks_for_nothing():
-    assert not devices_asked(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": "0"}, scheduled=False)
+    assert not device_request(ClusterConfig(), {"CUDA_VISIBLE_DEVICES": "0"}, scheduled=False)
