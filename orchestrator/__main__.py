@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
-from orchestrator import __version__
 from orchestrator.errors import (
     EXIT_FAILED,
     EXIT_FINISHED,
@@ -105,7 +104,7 @@ def main_help(
 ) -> None:
     """Start, plan, follow, compare and resume training runs."""
     if version:
-        sys.stdout.write(f"{__version__}\n")
+        sys.stdout.write(f"{sys.modules['orchestrator'].__version__}\n")
     elif context.invoked_subcommand is None:
         sys.stdout.write(context.get_help() + "\n")
 
