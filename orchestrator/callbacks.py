@@ -1,9 +1,9 @@
 """`Callback` of the loops of ours, and `current_run` for frameworks that have the loop themselves.
 
-Each of these (the Trainer, Lightning, Accelerate) adds figures, progress, a stop after the same
-update on every rank, a checkpoint of the framework's own there, and where the next start goes on.
-Without a run of ours they do nothing. Each is imported with its first use, and its framework with
-it.
+Each of these (for the Trainer, Lightning, Accelerate) records figures and progress, stops all ranks
+after the same update, has the framework save a checkpoint there, and returns the one to resume
+from. Without a run of ours they do nothing. Each is imported with its first use, and its framework
+with it.
 """
 
 from __future__ import annotations

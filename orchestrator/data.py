@@ -25,7 +25,7 @@ class ShardedDataset:
     Args:
         lengths: samples of each shard.
         read: opens a shard: given its number and a sample's number in it, yields the samples from
-            that one on. Skipping within a shard is all that a start in its middle costs.
+            that one on. To begin in its middle costs the skipped samples alone.
         lanes: shards that are read at the same time, over all ranks: at least as many as ranks, so
             that each rank reads shards of its own.
 

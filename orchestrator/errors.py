@@ -19,7 +19,7 @@ EXIT_STOPPED = 3
 EXIT_UNJUDGED = 4  # of an audit
 EXIT_INTERRUPTED = 130
 EVICTED_RANK = 4  # a rank's own: no command ends with it
-START_AGAIN = 75  # exit code of a run's script in a shared job: restart the run
+START_AGAIN = 75  # of `node_entry.py after`: start srun again in this allocation
 
 
 class OrchestratorError(Exception):

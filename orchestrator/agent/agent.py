@@ -416,7 +416,8 @@ class Agent:
         if self._coordinator is not None:
             self._from_follower(link.peer_index, message)
             return
-        # The peer has lost the agents before this one. This one will, too, or the peer is cut off.
+        # The peer has lost the agents before this one; either this one loses them as well, or the
+        # peer is cut off.
         self._early.setdefault(link.peer_index, []).append(message)
         if "workers" not in message:
             return

@@ -75,7 +75,7 @@ AGENT_SILENT = (
     NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
     "is stopped, or cut off"
 )
-NEVER_CAME = "its agent did not come within {} s (cluster.rendezvous_timeout_s)"
+NEVER_CAME = "its agent did not connect within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
@@ -253,6 +253,8 @@ class Coordinator:
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
+            if self._over and not self._is_member(self.workers[worker.rank]):
+                self._command(index, "kill", rank=worker.rank)  # it came too late to join
         elif kind == "exit":
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join = "ended", False
@@ -330,7 +332,7 @@ class Coordinator:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
         lost = set(self._members).intersection(members)
-        # Also where the others lose no member by it that they do not know of already.
+        # Also true if the loss of each of its members is known already.
         evicted = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
@@ -555,7 +557,7 @@ class Coordinator:
         for agent in self.agents.values():
             silent = agent.heard is not None and now - agent.heard > limit_s
             if silent and agent.index != self._spec.index:
-                self._command(agent.index, "disconnect")  # if it lives after all, it comes again
+                self._command(agent.index, "disconnect")  # a live agent connects again
                 self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
         if self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S

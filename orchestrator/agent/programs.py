@@ -233,7 +233,7 @@ class RankProgram:
                 self._report_hang(f"{sentence} (cluster.collective_timeout_s)")
             elif "joins" not in self._warned:
                 self._warned.add("joins")
-                self._warn(f"{sentence}; it is at work, so it is waited for")
+                self._warn(f"{sentence}; it uses a processor, so the others wait on")
 
     def _report_hang(self, cause: str) -> None:
         self.hangs = cause + describe_processes(self._processes(), self._log)
@@ -287,7 +287,8 @@ class RankProgram:
             agreed = self._agreed_to_stop
         if self._stop_sent is not None or (status == 0 and agreed):
             if status not in (0, -signal.SIGTERM, -self._signal):
-                self._warn(f"asked to stop, the program {describe_end(status)}")
+                with _log_file_errors():
+                    self._warn(f"asked to stop, the program {describe_end(status)}")
             with _log_file_errors():
                 stale = Fence(self._run.newest_attempt, spec.attempt).is_stale
                 ends = self._run.cancel.exists() or self._run.departure(spec.attempt).exists()

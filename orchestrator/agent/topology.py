@@ -1,4 +1,4 @@
-"""A rank's identity. The one module that reads the environment in which a rank was started.
+"""A rank's identity, from the environment in which it was started.
 
 SLURM sets these variables; the local cluster sets the same ones for its simulated nodes, so all
 code after this treats both alike.

@@ -116,7 +116,7 @@ CHECK_QUEUE = "; see for yourself whether its job is queued, then remove the fil
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
-    """Find out what became of submissions that were cut short.
+    """Find out whether submissions that were interrupted reached the scheduler.
 
     Returns:
         What was found out, as sentences; and for each run of which it cannot be known yet whether
@@ -126,7 +126,7 @@ def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, s
     sentences: list[str] = []
     unknown: dict[Path, str] = {}
     for folder in map(RunDir, folders):
-        if not os.path.lexists(folder.submitting):  # nor where one may not look
+        if not os.path.lexists(folder.submitting):  # also where it may not be read
             continue
         members = [run for run in runs if folder.path in (run.path, run.path.parent)]
         try:
@@ -183,7 +183,7 @@ def watch(
     """
     plan, tail = run.read_plan(), Tail(run.metrics, recent)
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
-        plan.pop("ranks")  # of the most nodes; a scheduler may give fewer
+        plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
     shows_output = output.verbose and is_program(run.read_config()["job"])
     log = LogReader(run.rank_log(0))

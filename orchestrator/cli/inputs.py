@@ -216,7 +216,7 @@ def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:
             continue
         try:
             tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):  # its start says so
+        except (OSError, SyntaxError, ValueError):  # its import says so
             continue
         package = module if path.name == "__init__.py" else module.rpartition(".")[0]
         for node in ast.walk(tree):

@@ -402,8 +402,8 @@ def refuse_changed(found: Mapping[str, Sequence[str]]) -> None:
     """Raise `ConfigError` with the changed inputs of each run, by folder."""
     sentences = [f"{', '.join(changed)} since {run} began" for run, changed in found.items()]
     ways = (
-        "what is done was computed with what it was; to go on all the same, add --changed; to "
-        "compute all of it anew, start a new run"
+        "the updates so far were computed with the earlier state; to go on all the same, add "
+        "--changed; to compute everything anew, start a new run"
     )
     raise ConfigError("\n".join([*sentences, ways]))
 

@@ -180,7 +180,8 @@ def prepared_run(
             if cluster.survival.description:
                 say(output.console, cluster.survival.description, "dim", prose=True)
         try:
-            with wrap_disk_errors(run):
+            # Before anything else: another command would take the run for one that was lost.
+            with wrap_disk_errors(run), locked(run):
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
@@ -190,11 +191,10 @@ def prepared_run(
                 }  # fmt: skip
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
-                with locked(run):
-                    yield PreparedRun(
-                        config=config, run=run, cluster=cluster, attempt=0, request=request,
-                        output=output,
-                    )  # fmt: skip
+                yield PreparedRun(
+                    config=config, run=run, cluster=cluster, attempt=0, request=request,
+                    output=output,
+                )  # fmt: skip
         except Exception as error:
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
@@ -224,7 +224,7 @@ def prepared_resume(
         changed: go on although the code or data has changed.
 
     Returns:
-        None where it has finished already, which is said.
+        None if it has finished already; prints that.
     """
     run = RunDir(path).existing()
     check_own(run)

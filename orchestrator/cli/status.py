@@ -151,8 +151,9 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
 
 
 def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
-    """Ask the command that is at work in a sweep's folder to end. Its submissions are in the queue
-    when this returns, or will not be; its runs on this machine end with it, and in their time.
+    """Ask the command that is at work in a sweep's folder to end.
+
+    When this returns, it submits nothing more; its runs on this machine may still be ending.
     """
     runs = [RunDir(path) for path in find_runs(sweep.path)]
     signal_holder(sweep, *((signal.SIGINT, signal.SIGTERM) if now else (signal.SIGINT,)))
@@ -169,7 +170,8 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     give_up = time.monotonic() + HOLDER_S
     while is_locked(sweep) and time.monotonic() < give_up:
         time.sleep(CANCEL_POLL_S)
-    still = "; it has not yet: what it may still submit, the same again ends" * is_locked(sweep)
+    still = "; it still runs: this command again cancels what it submits meanwhile"
+    still *= is_locked(sweep)
     return f"the command that is at work in {sweep.path} was asked to end{still}"
 
 

@@ -1,4 +1,4 @@
-"""A stop on which all ranks of a program agree without a collective of its own.
+"""Agreement of a program's ranks on when to stop, through files, without a collective.
 
 Ranks of a synchronous training are never more than one update apart. Rank 0, if a stop was
 requested by its u-th update, posts "stop after u + 1" before it takes part in the reduction of

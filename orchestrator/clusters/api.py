@@ -214,7 +214,9 @@ class Cluster(ABC):
         """Raise a `UsageError` for a run that could never run there; contacts nothing."""
 
     def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # likewise
-        """Refuse settings that only the run's folder vouches for. Raises `ClusterError`.
+        """Refuse settings of the run's folder that this user has not approved.
+
+        Raises `ClusterError`.
 
         Args:
             typed: keys that the user has set in this command; None: all of them.

@@ -50,7 +50,7 @@ KINDS: dict[str, Kind] = {
     "train.keep_checkpoints": Kind.FREE,
     "train.checkpoint_in_background": Kind.FREE,
     "train.loader_workers": Kind.FREE,
-    "train.on_non_finite": Kind.FREE,  # what went well so far would have gone the same way
+    "train.on_non_finite": Kind.FREE,  # completed updates had only finite values
     "engine": Kind.NUMBERS,
     "engine.bucket_mib": Kind.ROUNDING,
     "engine.shard_optimizer": Kind.ROUNDING,

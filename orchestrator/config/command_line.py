@@ -17,7 +17,10 @@ from orchestrator.errors import ConfigError, did_you_mean, expand_user
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
 
-VERBS = ("run", "plan", "resume", "status", "logs", "attach", "cancel", "compare")
+VERBS = (
+    "launch", "run", "plan", "resume", "new", "status", "attach", "logs", "cancel", "compare",
+    "export", "report", "doctor", "rehearse", "audit",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -133,7 +136,7 @@ def check_overrides(
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:
-            way = f"to look at runs: python -m orchestrator {override}"
+            way = f"a verb follows python -m orchestrator: python -m orchestrator {override}"
         elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
             typed = [word for word in line or overrides if word != "--"]
             typed.insert(typed.index(override), "--")

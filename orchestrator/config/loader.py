@@ -75,7 +75,7 @@ def register_resolver(name: str, resolver: Callable[..., Any]) -> None:
 
 MOST_POINTS = 10_000
 OF_THE_SWEEP = ("hydra", "sweep")  # sections of which a sweep has one, not each point
-OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`: not how far
+OF_A_SEARCH = ("search", "seed", "objective", "direction", "prune")  # in `sweep`; not `trials`
 SEARCH_KEYS = tuple(f"sweep.{name}" for name in OF_A_SEARCH)
 SHIPPED = "shipped"
 

@@ -164,7 +164,7 @@ def print_error(error: OrchestratorError | OSError, *, verbose: bool = False) ->
     if isinstance(error, OSError):
         error = unreadable(error)
     text = str(error)
-    if len(text) > LONGEST_MESSAGE:
+    if len(text) > LONGEST_MESSAGE and not verbose:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"
     say(Console(stderr=True), f"error: {text}", "bold red")
     return error.exit_code

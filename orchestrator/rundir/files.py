@@ -242,11 +242,19 @@ class LineFile:
     """
 
     def __init__(self, path: Path) -> None:
-        self.descriptor = open_nofollow(path, APPENDING)
+        self._path, self._descriptor = path, -1
         self._waiting: deque[bytes] = deque(maxlen=MOST_LINES)
         self.lost = 0
-        if read_end(path, 1) not in (b"", b"\n"):  # an earlier writer was killed in its line
-            self._waiting.append(b"\n")
+        try:
+            self._open()
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+                raise
+
+    def _open(self) -> None:
+        self._descriptor = open_nofollow(self._path, APPENDING)
+        if read_end(self._path, 1) not in (b"", b"\n"):  # an earlier writer was killed in its line
+            self._waiting.appendleft(b"\n")
 
     @property
     def waiting(self) -> int:
@@ -261,15 +269,17 @@ class LineFile:
 
     def flush(self) -> None:
         """Append what waits. Raise `OSError` when there is no room for all of it."""
+        if self._descriptor < 0:
+            self._open()
         while self._waiting:
-            end = os.fstat(self.descriptor).st_size
+            end = os.fstat(self._descriptor).st_size
             line = self._waiting[0]
             try:
-                written = os.write(self.descriptor, line)
+                written = os.write(self._descriptor, line)
                 if written < len(line):  # the last bytes there were: once more, for the reason
-                    os.write(self.descriptor, line[written:])
+                    os.write(self._descriptor, line[written:])
             except OSError:
-                os.ftruncate(self.descriptor, end)
+                os.ftruncate(self._descriptor, end)
                 raise
             self._waiting.popleft()
 
@@ -278,4 +288,5 @@ class LineFile:
         try:
             self.flush()
         finally:
-            os.close(self.descriptor)
+            if self._descriptor >= 0:
+                os.close(self._descriptor)

@@ -196,6 +196,8 @@ def with_lock(run: RunDir, status: RunStatus) -> RunStatus:
     if status.state in ENDED_STATES:
         return status
     if not is_locked(run):
+        if run.read_result() is not None:  # it has ended since `status` was read
+            return from_folder(run)
         return replace(status, state="lost", reason="its launcher is gone, without a result")
     return status if has_begun(run, status) else replace(status, state="starting")
 

@@ -205,8 +205,8 @@ class Scalars:
             self._tracker = None
             why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
             warn(
-                f"{tracker.title} could not be written: {why}; no more of them follow in this "
-                f"attempt, metrics.jsonl has all of it"
+                f"{tracker.title} could not be written: {why}; the tracker is off for the "
+                f"rest of this attempt, and metrics.jsonl has all of it"
             )
 
 

@@ -167,7 +167,7 @@ def set_up(worker: WorkerProcess) -> Training:
             raise
         if not isinstance(error, OrchestratorError):
             traceback.print_exception(error)
-        raise Evicted(f"it could not take its place again: {describe(error)}") from error
+        raise Evicted(f"this replacement failed to start: {describe(error)}") from error
 
 
 def _set_up(worker: WorkerProcess) -> Training:

@@ -9,7 +9,6 @@ worker needs SLURM's commands, which a container may lack.
 
 from __future__ import annotations
 
-import os
 import signal
 import time
 from collections import deque
@@ -239,7 +238,7 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     """Return the content of restart.json for an attempt that begins after `updates` updates."""
     queued = topology.scheduled and not run.read_submission().get("attended")
     why = RESUMED
-    in_place = run.srun_restarts(os.environ.get("SLURM_JOB_ID", "")).exists()
+    in_place = run.srun_restarts(topology.job_id).exists()
     if topology.restarts or in_place or not queued:  # else a person submitted it again
         why = restart_reason(run, attempt) or (UNEXPLAINED if queued else why)
     progress = read_progress(run.progress(attempt - 1))

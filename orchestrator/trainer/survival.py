@@ -304,7 +304,7 @@ class GroupMembership(Callback):
         with self._changed:
             while self._me not in self._latest.members:
                 if self._left:
-                    raise Evicted("the run came to its end before this rank was let in")
+                    raise Evicted("the run ended before this rank could join")
                 if stopped():
                     raise Evicted("the run is to stop, and this rank was not let in yet")
                 self._changed.wait(POLL_S)

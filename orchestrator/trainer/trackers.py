@@ -80,7 +80,7 @@ class MLflow(Tracker):
     """
 
     Options = MLflowOptions
-    title = "what MLflow is to keep"
+    title = "MLflow's metrics"
 
     def __init__(self, run: RunDir, config: Config) -> None:
         super().__init__(run, config)

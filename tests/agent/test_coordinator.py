@@ -445,6 +445,18 @@ def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
     assert {"left": True} in [c["message"] for _, c in attempt.commands_of("tell")]
 
 
+def test_a_replacement_that_starts_after_a_worker_has_finished_is_ended(tmp_path):
+    attempt = Attempt(tmp_path, replacements=2)
+    attempt.end(1, status=-9)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    assert [c["rank"] for _, c in attempt.commands_of("start")] == [1]
+    attempt.end(0, final_state="finished")
+    attempt.take("started", 1, incarnation=1)
+    attempt.tick()
+    assert [c["rank"] for _, c in attempt.commands_of("kill")] == [1]
+
+
 def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     attempt.coordinator.agent_connected(1, [])

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 
 from orchestrator import errors
 from orchestrator.__main__ import EXAMPLES, EXIT_CODES, app
+from orchestrator.config import command_line
 from orchestrator.report.status_tables import search_of, with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -92,6 +93,10 @@ def test_the_advice_on_a_program_without_dashes_names_the_verb_that_was_typed(he
     done = here.invoke(app, [verb, "cluster.nodes=1", "ddp.py"])
     assert done.exit_code == 2
     assert f"python -m orchestrator {verb} cluster.nodes=1 -- ddp.py\n" in done.output
+
+
+def test_a_verb_after_launch_is_known_as_one():
+    assert {*command_line.VERBS} == {*VERBS}
 
 
 def test_the_version_is_that_of_the_project(here):

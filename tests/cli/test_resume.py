@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from orchestrator.cli import start
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.cli.resume import record, resumption, submission_directory
 from orchestrator.cli.start import wrap_disk_errors
 from orchestrator.config.changes import Kind, changes, flat
@@ -21,6 +23,8 @@ from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import is_locked
+from tests.run_folders import Screen
 
 
 def resumption_of(run, overrides):
@@ -230,3 +234,14 @@ def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(run):
     full = pytest.raises(RunFolderError, match="run cannot be written: No space left")
     with full, wrap_disk_errors(run), Path("/dev/full").open("w") as file:
         file.write("a line")
+
+
+def test_a_new_run_is_held_before_its_configuration_can_be_seen(tmp_path, monkeypatch):
+    """Else `status` calls it lost, and a `resume` would hold it in the place of its launcher."""
+    run, held = RunDir(tmp_path / "run"), []
+    monkeypatch.setattr(start, "inputs_of", lambda _: held.append(is_locked(run)) or {})
+    with start.prepared_run(
+        compose([f"run.dir={run.path}"]), OutputOptions(console=Screen(), quiet=True)
+    ):
+        assert run.config.exists()
+    assert held == [True]

@@ -9,9 +9,12 @@ import sys
 import pytest
 
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, locked, signal_holder
+from orchestrator.rundir.status import from_folder, with_lock
 from tests.helpers import until
+from tests.run_folders import make_run
 
 HOLD = """
 import signal, sys, time
@@ -82,3 +85,10 @@ def test_a_lock_that_nobody_holds_gets_nobody_a_signal(run, bystander):
     run.lock.symlink_to(run.path / "elsewhere")
     with pytest.raises(RunFolderError, match="is a link"):
         signal_holder(run, signal.SIGKILL)
+
+
+def test_a_run_that_ends_while_its_status_is_read_is_not_called_lost(run):
+    made = make_run(run.path / "run")
+    before = from_folder(made)
+    write_json(made.result, {"state": "finished", "updates": 3})
+    assert with_lock(made, before).state == "finished"

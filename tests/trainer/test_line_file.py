@@ -1,5 +1,6 @@
 """Lines and logs: whole where there is no room, and few."""
 
+import errno
 import os
 import resource
 import signal
@@ -8,6 +9,7 @@ import sys
 
 import pytest
 
+from orchestrator.rundir import files
 from orchestrator.rundir.files import LineFile
 from orchestrator.trainer.recorder import UpdateLines
 from tests.helpers import ROOT
@@ -40,6 +42,20 @@ def test_every_line_is_there_once_whole_and_in_order_wherever_the_room_ended(tmp
     file.close()
     assert (tmp_path / "lines").read_text().split("\n")[:-1] == [f"line {n:05d}" for n in range(9)]
     assert (tmp_path / "lines").stat().st_mode & 0o777 == 0o600
+
+
+def test_a_file_that_there_was_no_room_to_make_gets_all_lines_later(tmp_path, monkeypatch):
+    def no_room(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as full:
+        full.setattr(files, "open_nofollow", no_room)
+        file = LineFile(tmp_path / "lines")
+        with pytest.raises(OSError, match="No space left"):
+            file.write("first")
+    file.write("second")
+    file.close()
+    assert (tmp_path / "lines").read_text() == "first\nsecond\n"
 
 
 PROGRAM = """

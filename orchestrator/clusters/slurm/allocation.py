@@ -66,6 +66,7 @@ class StepHandle(Handle):
             code = self._process.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return State.RUNNING
+        code = code if code >= 0 else 128 - code  # of a signal, as a shell says it
         run, attempt = self._run, self._attempt
         outcome = read_outcome(run, attempt)
         if outcome is not None:

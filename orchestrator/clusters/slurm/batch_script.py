@@ -97,7 +97,8 @@ if ! [ -x @{python} ]; then
 fi
 """)
 ATTEMPT = Shell("""\
-restarts="$run/attempts/srun-restarts-$SLURM_JOB_ID"  # how often srun was restarted
+job_id=${SLURM_ARRAY_JOB_ID:-$SLURM_JOB_ID}${SLURM_ARRAY_TASK_ID:+_$SLURM_ARRAY_TASK_ID}
+restarts=$run/attempts/srun-restarts-$job_id  # how often srun was restarted
 refuse_links "$restarts"
 @{BASE}=$((@{attempt} + $(cat "$restarts" 2>/dev/null || echo 0)))
 attempt=$(printf %03d $((@{BASE} + ${SLURM_RESTART_COUNT:-0})))

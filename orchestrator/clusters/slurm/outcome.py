@@ -13,12 +13,12 @@ slurmd must not act for a restarted job. Then all three decide by `restart_or_en
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from enum import Enum
 from functools import partial
 from pathlib import Path
@@ -138,7 +138,7 @@ def finalize_in_job(
 
 def _log(message: str) -> None:
     """Print to batch.log, or to the node's log if the coordinator acts for the script."""
-    with suppress(OSError):  # a full disk must not keep a job from its requeue
+    with contextlib.suppress(OSError):  # a full disk must not keep a job from its requeue
         print(message, flush=True)  # noqa: T201
 
 
@@ -182,7 +182,7 @@ def _srun_restarts(run: RunDir, job_id: str) -> int:
 
 def _count_new_srun(run: RunDir) -> None:
     """Count one more attempt of this job, for the script and `finalize_ended_job`."""
-    job_id = os.environ["SLURM_JOB_ID"]
+    job_id = own_job_id(os.environ)
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
 
@@ -312,18 +312,23 @@ def finalize_ended_job(run: RunDir, job: Job) -> str | None:
         job: the scheduler's latest answer; it is queried once more.
 
     Returns:
-        A sentence if it was requeued. Raises `ClusterError`.
+        A sentence if it was requeued.
+
+    Raises:
+        ClusterError: the scheduler does not answer.
+        RunFolderError: the folder is damaged.
     """
     # An administrator's `status` must not leave files of theirs, or requeue another user's job.
     if not is_own(run.path) or not os.access(run.path, os.W_OK | os.X_OK):
         return None
-    try:
-        with locked(run):
-            sentence = _finalize_locked(run, job)
-            Notifier(run).send()
-            return sentence
-    except RunFolderError:  # its holder sees to it
-        return None
+    with contextlib.ExitStack() as held:
+        try:
+            held.enter_context(locked(run))
+        except RunFolderError:  # its holder sees to it
+            return None
+        sentence = _finalize_locked(run, job)
+        Notifier(run).send()
+    return sentence
 
 
 def _finalize_locked(run: RunDir, seen: Job) -> str | None:

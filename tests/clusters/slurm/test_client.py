@@ -11,7 +11,7 @@ from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.outcome import finalize_ended_job
 from orchestrator.clusters.slurm.submission import adopt, queue
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import LOOK_TWICE_S
 from orchestrator.slurm_client import Job
@@ -252,6 +252,14 @@ def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
     assert not any(line.startswith("scancel") for line in calls())
     assert followed.cancel_all([unwritable_mark], now=True)
     assert calls()[-1] == "scancel 7"
+
+
+def test_damage_is_reported_and_not_taken_for_a_run_that_another_process_holds(submitted, say):
+    say("squeue", queue_line(State="FAILED"))
+    submitted.attempt(0).mkdir(parents=True, exist_ok=True)
+    submitted.departure(0).write_text("{")
+    with pytest.raises(RunFolderError, match="departure"):
+        finalize_ended_job(submitted, Job(id="7", state="FAILED"))
 
 
 def test_only_a_runs_owner_ends_or_requeues_it_by_looking(submitted, say, monkeypatch):

@@ -257,6 +257,10 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
     attempts(run, 3)
     assert concluded(run, 0, departure=None)[0]
     _count_new_srun(run)  # srun alone was killed in attempt 1
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "70")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "7")
+    _count_new_srun(run)
+    assert run.srun_restarts("70_7").exists(), "an element is named as squeue names it"
     again, _, end = concluded(run, 2, departure=None)
     assert not again
     assert "that was done 1 time already" in end["culprit"]["remark"]
