@@ -29,8 +29,8 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.rundir.checkpoints import (
     PREFIX,
-    complete,
     file_sha256,
+    list_checkpoints,
     newest,
     refuse_beyond,
     weights_of,
@@ -294,7 +294,7 @@ def resumption(
         RunFolderError: the newest checkpoint is of more updates than `config` asks for.
     """
     before = asdict(config)
-    saved = complete(run.checkpoints)
+    saved = list_checkpoints(run.checkpoints)
     done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
     known = run.read_plan()
     old = plan = _plan(config, known)

@@ -46,7 +46,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.checkpoints import check_initial, newest, read_newest
+from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
 from orchestrator.rundir.files import write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -256,7 +256,7 @@ def prepared_resume(
             )
         attempt = run.attempts_made()
         if not cluster.attended:
-            attempt = max(attempt, read_newest(run.newest_attempt) + 1)
+            attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
         if not output.quiet:
             say(output.console, resumed.message, prose=True)
@@ -326,7 +326,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     return {**plan.to_json(), "notes": [survival] if survival else []}
 
 
-def describe(config: Config) -> tuple[Request, dict[str, Any]]:
+def ask_cluster(config: Config) -> tuple[Request, dict[str, Any]]:
     """Return the request, and the cluster's answer to it; empty if it has none."""
     cluster = cluster_of(config)
     request = cluster.request(new_folder(config), 0)

@@ -25,12 +25,12 @@ from orchestrator.rundir.status import (
     ENDED_STATES,
     OVER,
     RunStatus,
+    correct_by_lock,
     find_runs,
     from_folder,
     infer_from_heartbeats,
     kind_of,
     status_or_damage,
-    with_lock,
 )
 from orchestrator.units import plural
 
@@ -94,7 +94,7 @@ def _read_status(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
         with contextlib.suppress(ConfigError):  # the cluster's kind is not installed here
             if not run.read_submission().get("attended", class_of(status.cluster).attended):
                 return replace(status, state="lost", reason="it was never submitted")
-    return with_lock(run, status)
+    return correct_by_lock(run, status)
 
 
 CANCEL_POLL_S = 0.2

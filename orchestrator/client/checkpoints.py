@@ -244,7 +244,7 @@ class Checkpoints(Callback):
         failed = None
         try:
             state = {**part.about, "files": _files_of(rows), "extra": part.extra}
-            checkpoint.complete_partial(part.folder, state, keep=self._keep)
+            checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
         except OSError as error:
             failed = error
         checkpoint.remove_partial(self._folder)  # of this one, or of one that was dropped

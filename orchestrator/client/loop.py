@@ -49,13 +49,6 @@ class Callback:
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Handle the start of a micro-step, after `done` of `steps`; after all, of the boundary."""
 
-    def on_meeting(self, *, last: bool) -> None:
-        """Exchange data before a checkpoint, between two windows, on all ranks. Collective.
-
-        Args:
-            last: no window follows.
-        """
-
     def before_record(self) -> None:
         """Raise if this rank must not write any more; called before each of the methods below."""
 
@@ -201,7 +194,7 @@ class TrainingLoop:
         for done in progress.kept:
             self._record(done)
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
-            self._follow_up(progress.done, again=True)
+            self._follow_up(progress.done)
         while progress.updates < self.updates and not progress.stopped:
             self._began = time.perf_counter()
             window = self._window = self.windows.window(progress.updates)
@@ -251,11 +244,10 @@ class TrainingLoop:
                 callback.on_boundary(done)
             self.progress.recorded = done.window.update + 1
 
-    def _follow_up(self, done: CompletedUpdate, *, again: bool = False) -> None:
+    def _follow_up(self, done: CompletedUpdate) -> None:
         """Record an update; evaluate and save where that is due. Collective.
 
-        Args:
-            again: some ranks did a part of it before another was lost; that part stays as it is.
+        Called again after a loss, since some ranks may have done a part of it.
         """
         progress, update = self.progress, done.window.update
         self._record(done)
@@ -268,8 +260,6 @@ class TrainingLoop:
         saved = self.checkpoints if last or leaving or due else None
         if saved is not None:
             saved.check_replicas()  # ranks that disagree about the state must not save it
-            for callback in () if again else self.callbacks:
-                callback.on_meeting(last=last or leaving)
         evaluating = last or is_due(self.evaluate_every, progress.updates, epoch_ends=ends)
         evaluating = evaluating and not leaving and progress.evaluated <= update
         if self.evaluate is not None and evaluating:

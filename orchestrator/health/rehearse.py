@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from orchestrator.cli.start import describe, prepare
+from orchestrator.cli.start import ask_cluster, prepare
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import compose
 from orchestrator.config.program import is_program
@@ -111,7 +111,7 @@ def plan_rehearsal(line: CommandLine, faults: int, only: Sequence[str] = ()) -> 
             notes.append(f"without {more}: {refusal}")
         else:
             config, overrides = tried, (*overrides, more)
-    if on_slurm and (answer := describe(config)[1])["refused"]:  # now, not in the first run
+    if on_slurm and (answer := ask_cluster(config)[1])["refused"]:  # now, not in the first run
         raise ConfigError(answer["scheduler"])
     return RehearsalSpec(
         config=config, overrides=overrides, flags=line.flags, kinds=kinds, notes=tuple(notes)

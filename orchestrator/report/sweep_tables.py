@@ -16,7 +16,7 @@ from rich.text import Text
 from orchestrator.errors import UsageError
 from orchestrator.report.run_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
-from orchestrator.rundir.checkpoints import complete, weights_of
+from orchestrator.rundir.checkpoints import list_checkpoints, weights_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, Summary, read_metrics, summarize
 from orchestrator.rundir.outcome import describe_culprit
@@ -313,7 +313,7 @@ def swept_run(
         overrides: those that vary in the sweep, key to value.
         result: in place of the run's own, where it could not start.
     """
-    saved = complete(run.checkpoints) if run.checkpoints.is_dir() else []
+    saved = list_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
     return SweptRun(
         overrides=overrides,
         folder=run.path,

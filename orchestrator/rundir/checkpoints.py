@@ -141,7 +141,7 @@ def save(
             extra = engine.save_state(partial)
             files = {path.name: synced_digest(path) for path in sorted(partial.iterdir())}
         state = {"updates": updates, "samples": samples, "run": run}
-        complete_partial(partial, {**state, "files": files, "extra": extra}, keep=keep)
+        commit_checkpoint(partial, {**state, "files": files, "extra": extra}, keep=keep)
     return folder_of(checkpoints, updates)
 
 
@@ -152,7 +152,7 @@ def partial_folder(checkpoints: Path, updates: int, writer: int) -> Path:
 
 def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
     """Return a new folder to write a checkpoint's files into; None if there is a sound one after
-    so many updates. `complete_partial` comes next.
+    so many updates. `commit_checkpoint` comes next.
     """
     final = folder_of(checkpoints, updates)
     if os.path.lexists(final):  # reached again after a resume from an earlier one
@@ -169,7 +169,7 @@ def begin(checkpoints: Path, updates: int, run: str | None) -> Path | None:
     return partial
 
 
-def complete_partial(partial: Path, state: Mapping[str, Any], *, keep: int) -> None:
+def commit_checkpoint(partial: Path, state: Mapping[str, Any], *, keep: int) -> None:
     """Make a checkpoint of what was written into a folder, and remove all but the newest `keep`.
 
     Args:
@@ -182,7 +182,7 @@ def complete_partial(partial: Path, state: Mapping[str, Any], *, keep: int) -> N
         _sync(partial)
         partial.rename(final)
         _sync(checkpoints)
-    found = complete(checkpoints)
+    found = list_checkpoints(checkpoints)
     newer = found.index(final) + 1
     # Later ones were passed over as damaged, and must not count as the newest.
     for old in (*found[: max(0, newer - keep)], *found[newer:]):
@@ -225,7 +225,7 @@ def remove_partial(checkpoints: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
-def complete(checkpoints: Path) -> list[Path]:
+def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the folders of checkpoints, oldest first. One that lacks a file is damaged."""
     found = [name for name in names_in(checkpoints) if NAME.fullmatch(name)]
     return [checkpoints / name for name in sorted(found, key=lambda name: int(name[len(PREFIX) :]))]
@@ -289,7 +289,7 @@ def newest(
             silently.
     """
     skipped: list[str] = []
-    for folder in reversed(complete(checkpoints)):
+    for folder in reversed(list_checkpoints(checkpoints)):
         try:
             found = load(folder, run, contents=contents)
         except RunFolderError as error:
@@ -317,13 +317,13 @@ def read_last(
     Raises:
         RunFolderError: it is damaged.
     """
-    saved = complete(checkpoints)
+    saved = list_checkpoints(checkpoints)
     if not saved:
         return None
     try:
         return read(load(saved[-1], run))
     except Exception:
-        if tries == 1 or complete(checkpoints)[-1:] == saved[-1:]:
+        if tries == 1 or list_checkpoints(checkpoints)[-1:] == saved[-1:]:
             raise
     return read_last(checkpoints, run, read, tries=tries - 1)
 
@@ -351,7 +351,7 @@ class StaleAttempt(OrchestratorError):
     """A newer attempt of the same run has begun; this one must not write any more."""
 
 
-def read_newest(path: Path) -> int:
+def read_newest_attempt(path: Path) -> int:
     """Return the newest attempt that was published; -1 before the first.
 
     Opens the file anew: on NFS, opening asks the server for the newest content, whereas a listing
@@ -379,11 +379,11 @@ class Fence:
 
     @property
     def is_stale(self) -> bool:
-        return read_newest(self._path) > self._attempt
+        return read_newest_attempt(self._path) > self._attempt
 
     def check(self) -> None:
         """Raise `StaleAttempt` once a newer attempt has begun."""
-        newest = read_newest(self._path)
+        newest = read_newest_attempt(self._path)
         if newest > self._attempt:
             raise StaleAttempt(
                 f"attempt {newest} of this run has begun; this process of attempt "

@@ -191,7 +191,7 @@ def status_or_damage(run: RunDir, read: Callable[[], RunStatus]) -> RunStatus:
         return unknown(run, error)
 
 
-def with_lock(run: RunDir, status: RunStatus) -> RunStatus:
+def correct_by_lock(run: RunDir, status: RunStatus) -> RunStatus:
     """Return a local run's status, corrected by its lock: a run that nothing holds is lost."""
     if status.state in ENDED_STATES:
         return status

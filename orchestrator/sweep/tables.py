@@ -8,7 +8,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.cli.start import describe, prepare, with_notes
+from orchestrator.cli.start import ask_cluster, prepare, with_notes
 from orchestrator.clusters.api import Cluster, Request, class_for, class_of, cluster_of
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
@@ -73,7 +73,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
 
 def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> None:
     plan = with_notes(prepare(config), config)
-    request, notice = describe(config)
+    request, notice = ask_cluster(config)
     if as_json:
         print_json({**plan, **({"request": {**request.details, **notice}} if notice else {})})
         return

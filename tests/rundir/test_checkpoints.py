@@ -12,7 +12,7 @@ from safetensors import SafetensorError
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
-from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest
+from orchestrator.rundir.checkpoints import Fence, StaleAttempt, read_newest_attempt
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import INITIAL_DIGEST, RESUMES, RunDir
 from tests.run_folders import make_run
@@ -114,7 +114,7 @@ def test_only_the_newest_are_kept_without_damaged_later_ones(tmp_path):
     (save(tmp_path, 8) / checkpoint.WEIGHTS).write_bytes(b"damaged")
     for updates in range(1, 6):
         save(tmp_path, updates, keep=2)
-    assert [p.name for p in checkpoint.complete(tmp_path)] == [
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == [
         "update-000000004",
         "update-000000005",
     ]
@@ -169,7 +169,7 @@ def test_a_checkpoint_that_is_met_again_is_kept_as_it_is(tmp_path):
 def test_checkpoints_are_in_the_order_of_their_updates_however_long_the_numbers(tmp_path):
     for name in ("update-10", "update-9", "update-000000011", "update-x", "update-", "other"):
         (tmp_path / name).mkdir()
-    assert [p.name for p in checkpoint.complete(tmp_path)] == [
+    assert [p.name for p in checkpoint.list_checkpoints(tmp_path)] == [
         "update-9",
         "update-10",
         "update-000000011",
@@ -194,7 +194,7 @@ def test_initial_weights_are_those_of_the_start_or_refused(tmp_path, content):
 @given(own=st.integers(0, 50), newest=st.integers(0, 50))
 def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
     path = tmp_path_factory.mktemp("fence") / "newest"
-    assert read_newest(path) == -1
+    assert read_newest_attempt(path) == -1
     Fence(path, newest).publish()
     fence = Fence(path, own)
     assert fence.is_stale == (newest > own)
@@ -203,11 +203,11 @@ def test_only_a_higher_number_supersedes(tmp_path_factory, own, newest):
             fence.check()
         with pytest.raises(StaleAttempt):
             fence.publish()
-        assert read_newest(path) == newest
+        assert read_newest_attempt(path) == newest
     else:
         fence.check()
         fence.publish()
-        assert read_newest(path) == own
+        assert read_newest_attempt(path) == own
 
 
 @pytest.mark.parametrize("damage", ["1 2", "-3", "1.0", "\u0663"])
@@ -215,7 +215,7 @@ def test_what_is_not_the_number_of_an_attempt_is_damage_and_not_before_the_first
     path = tmp_path / "newest"
     path.write_text(damage)
     with pytest.raises(RunFolderError, match=f"{path} is"):
-        read_newest(path)
+        read_newest_attempt(path)
     with pytest.raises(RunFolderError):
         Fence(path, 99).publish()
     assert path.read_text() == damage

@@ -12,7 +12,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked, locked, signal_holder
-from orchestrator.rundir.status import from_folder, with_lock
+from orchestrator.rundir.status import correct_by_lock, from_folder
 from tests.helpers import until
 from tests.run_folders import make_run
 
@@ -91,4 +91,4 @@ def test_a_run_that_ends_while_its_status_is_read_is_not_called_lost(run):
     made = make_run(run.path / "run")
     before = from_folder(made)
     write_json(made.result, {"state": "finished", "updates": 3})
-    assert with_lock(made, before).state == "finished"
+    assert correct_by_lock(made, before).state == "finished"

@@ -39,7 +39,7 @@ from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
-from orchestrator.rundir.checkpoints import Fence, read_newest
+from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
 from orchestrator.rundir.files import is_own, read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -339,7 +339,7 @@ def _finalize_locked(run: RunDir, seen: Job) -> str | None:
     if job is None or job.alive or run.read_result() is not None:
         return None
     attempt = int(handle["attempt"]) + job.restarts + _srun_restarts(run, seen.id)
-    if read_newest(run.newest_attempt) > attempt:
+    if read_newest_attempt(run.newest_attempt) > attempt:
         return None
     departure = read_json(run.departure(attempt))
     if departure is None:
