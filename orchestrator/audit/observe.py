@@ -106,7 +106,7 @@ class TrackedOptimizer:
 
     def put(self, column: Array, i: int, tensor: Tensor) -> None:
         step, where = self.positions[i]
-        column[where] = tensor.detach().reshape(-1)[::step].double().numpy()
+        column[where] = tensor.detach().reshape(-1)[::step].double().cpu().numpy()
 
 
 class Observer:
@@ -372,7 +372,7 @@ class Observer:
             return
         for tensor in _tensors(inputs):
             if not tensor.requires_grad and tensor.dim() >= 1 and tensor.shape[0]:
-                rows = tensor.detach()[:ROWS_KEPT].contiguous()
+                rows = tensor.detach()[:ROWS_KEPT].cpu().contiguous()
                 as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
                 self.forwards[-1]["rows"] = [
                     hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in as_bytes

@@ -122,6 +122,7 @@ def audit(
             f"--steps {steps}: it needs {{steps}}, as in "
             "--steps '--gradient_accumulation_steps={steps}'"
         )
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # an audit is for CPUs, and its ranks would share a GPU
     done: list[Audit] = []
     for number in STEPS if steps else (None,):
         added = [] if steps is None else shlex.split(steps.replace("{steps}", str(number)))

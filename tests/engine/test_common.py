@@ -47,6 +47,7 @@ def _losses(policy, *rows):
         ([(math.nan, 1.0)], "negative or not finite in update 3, first on rank 1, micro-step 0;"),
         ([(0.0, 1.0)], "the weights of update 3 add up to 0"),
         ([], "the weights of update 3 add up to 0"),
+        ([(1e308, 1.0)] * 2, "the weights of update 3 add up to inf"),
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("on_non_finite", ["stop", "skip"])

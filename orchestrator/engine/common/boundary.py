@@ -293,7 +293,7 @@ class UpdatePolicy:
                 f"{self._where(mine.first_bad_weight)}; it must be 0 or more"
             )
         weight = to_float(totals.sums[WEIGHT])
-        if weight <= 0:
+        if not 0 < weight < float("inf"):  # beyond what the trailer carries it arrives infinite
             raise JobError(
                 f"the weights of update {update} add up to {weight:g} over all ranks, "
                 "and the gradient cannot be divided by that; is every token masked, or was "

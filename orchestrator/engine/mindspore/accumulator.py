@@ -5,7 +5,7 @@ Usable without the rest of this package, from a loop of your own:
     accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
     for batch in micro_batches:
         accumulator.add(batch)          # forward, backward, add up; nothing is sent
-    gradients, trailer = accumulator.reduce(trailer)  # collective
+    gradients, trailer = accumulator.reduce(trailer)  # collective; `Trailer` holds the ranks' sums
     accumulator.clear()
 
 Gradients are *sums* over samples; the boundary divides by the sum of weights (see `engine`).
@@ -166,9 +166,9 @@ class Accumulator:
     Args:
         model: the network; its trainable parameters are the ones accumulated.
         loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
-        pynative.
+            pynative.
         group: who the sums are reduced with.
-        settings: which metrics to keep, in order; how to compile (see `compiling`); the size of a
+        settings: which metrics to keep, in order; how to compile (see `Compiled`); the size of a
             bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
             with its, because a graph may cut a gradient silently. None skips that.
@@ -299,10 +299,12 @@ class Accumulator:
             for held, part in zip(sums, parts):  # noqa: B905  # no strict in graphs
                 ops.assign_add(held, part)
             figures: Any = ()
-            zero: Any = ops.zeros_like(total.reshape(()))
+            # Halves hold no weight above 256 or 2048 exactly.
+            kind = ms.float64 if total.dtype == ms.float64 else ms.float32
+            zero: Any = ops.zeros_like(total.reshape(()).astype(kind))
             for figure in (weight, total, *metrics):
                 if isinstance(figure, Tensor):
-                    figures = (*figures, figure.astype(total.dtype).reshape(()))
+                    figures = (*figures, figure.astype(kind).reshape(()))
                 else:
                     figures = (*figures, zero + figure)
             # One output: each further one costs a graph's call about as much as the call itself.

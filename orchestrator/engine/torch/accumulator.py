@@ -78,7 +78,8 @@ if TYPE_CHECKING:
 # ------------------------------------------------------------------ Choice of the reduction
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
 # a window, `before_backward`, `after_backward`, and at the boundary `reduce` and, where the norm is
-# not finite, `non_finite`. Another one is a class with these five methods.
+# not finite, `non_finite`. Another one is a class with these five methods and the
+# attributes `buffers`, `buffers_made` and `sent_apart`.
 
 
 _REDUCTIONS = ("fast", "reproducible")
@@ -219,6 +220,8 @@ class Accumulator:
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
         self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.stray)
+        # They would refuse the backwards of the next one, if this one is dropped in mid-window.
+        weakref.finalize(self, self._hooks.remove).atexit = False
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -335,11 +338,12 @@ class Accumulator:
     def record(self, loss: Loss) -> None:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
 
-        Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only. Call
-        `begin_window` before that backward, and this after it.
+        Its gradients must be those of `loss.total`, unscaled. For reduction="fast" only, and not
+        for float16. Call `begin_window` before that backward, and this after it.
 
         Raises:
-            ValueError: the window has an expected weight, which its backward did not divide by.
+            ConfigError: settings, or a window with an expected weight, that its backward does not
+                follow.
             JobError: the backward ran before the window began.
         """
         with self._window.within("record()"):
@@ -352,10 +356,19 @@ class Accumulator:
                     "record() is for reduction='fast'; with 'reproducible' each leaf's gradient "
                     "is kept apart, by backward()"
                 )
+            if self.options.precision == "float16":
+                raise ConfigError(
+                    "record() is not for precision='float16': the backward that other code ran has "
+                    "not scaled its loss. Use 'bfloat16', or backward()"
+                )
+            if self._expected_weight != 1.0:
+                where = "one accumulator's run.windows()" if self._tracker else "`expected_weight`"
+                raise ConfigError(
+                    f"record() is not for {where}, whose losses are divided before their backward; "
+                    "use begin_window() without it, and boundary(), in a loop of your own"
+                )
             row = checked_loss(loss, self.options.metric_names)
             self._window.begin_micro_step(recorded=True)
-            if self._expected_weight != 1.0:
-                raise ValueError("record() is for windows without `expected_weight`")
             self._losses += row
             if self._tracker is not None:
                 self._tracker.computed += 1

@@ -90,7 +90,8 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
         store = HashStore() if shared is None else PrefixStore("torch", shared.below)
         store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
         _stores.append((store, shared))
-        backend = f"cpu:gloo,cuda:{transport}" if group.device.type == "cuda" else "gloo"
+        kind = group.device.type
+        backend = "gloo" if kind == "cpu" else f"cpu:gloo,{kind}:{transport}"
         dist.init_process_group(
             backend,
             store=store,

@@ -26,7 +26,7 @@ def flatten(tensor: Tensor) -> Tensor:
     tensor = tensor.detach()
     # gloo takes no complex numbers; as pairs of reals they sum and travel the same.
     real = torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
-    return real.contiguous().view(-1)
+    return real.resolve_neg().contiguous().view(-1)
 
 
 def sum_into(out: Tensor, parts: Sequence[Tensor]) -> None:
@@ -141,7 +141,7 @@ class BaseGroup(Group):
         work = self._start_sum(flat)
         if flat.data_ptr() == tensor.data_ptr():
             return work
-        return ChainedWork(work, lambda: tensor.copy_(unflatten(flat, tensor)))
+        return ChainedWork(work, lambda: tensor.detach().copy_(unflatten(flat, tensor)))
 
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int] | None = None, *, in_window: bool = False

@@ -447,7 +447,9 @@ class Snapshot:
     def take(self) -> None:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
-            devices = [tensors[key].device for tensors, key in self._later[:1]]
+            devices = [tensors[key].device for tensors, key in self._later if tensors[key].is_cuda][
+                :1
+            ]
             with _copy_in_background(self._computed, *devices) as copy:
                 for tensors, key in self._later:
                     tensors[key] = copy(tensors[key])

@@ -1,5 +1,6 @@
 """The accumulator outside any loop: what it refuses, what it survives, what it counts."""
 
+import gc
 import math
 import weakref
 
@@ -313,8 +314,28 @@ def test_an_expected_weight_that_cannot_be_one_is_refused():
         with pytest.raises(ValueError, match="`expected_weight` must be above 0"):
             ours.begin_window(expected_weight=wrong)
     ours.begin_window(expected_weight=2.0)
-    with pytest.raises(ValueError, match=r"record\(\) is for windows without"):
+    with pytest.raises(ConfigError, match=r"record\(\) is not for `expected_weight`"):
         ours.record(_loss(model))
+
+
+def test_a_recorded_backward_under_float16_is_refused_as_it_was_not_scaled():
+    ours, model = _accumulator(TorchGroup.alone(), precision="float16")
+    ours.begin_window()
+    with pytest.raises(ConfigError, match="has not scaled its loss"):
+        ours.record(_loss(model))
+    ours.backward(_loss(model))
+    assert ours.boundary().micro_steps == 1
+
+
+def test_one_that_is_dropped_in_mid_window_does_not_disturb_the_next():
+    dropped, model = _accumulator(TorchGroup.alone())
+    dropped.backward(_loss(model), last=True)  # then, say, memory ran out
+    del dropped
+    gc.collect()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    for last in (False, True):
+        ours.backward(_loss(model), last=last)
+    assert ours.boundary().micro_steps == 2
 
 
 # ------------------------------------------------------------------ other ranks, other windows

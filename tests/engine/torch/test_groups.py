@@ -22,7 +22,7 @@ from orchestrator.engine.torch import (
     all_reduce_mean,
     all_reduce_sum,
 )
-from orchestrator.engine.torch.group import sum_into
+from orchestrator.engine.torch.group import flatten, sum_into
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
 from orchestrator.testing.processes import run_ranks
@@ -30,6 +30,10 @@ from orchestrator.testing.threads import run_in_threads
 from orchestrator.testing.transports import all_checks
 from slurm.polling import first_true
 from tests.helpers import ROOT
+
+
+def test_a_view_that_torch_negates_lazily_travels_with_its_sign():
+    assert flatten(torch.tensor([1 + 2j]).conj().imag).tolist() == [-2.0]
 
 
 @pytest.mark.parametrize("size", [1, 2, 5])
