@@ -77,6 +77,27 @@ def test_whole_leaves_give_one_digest_on_any_ranks_with_dropout_on():
     assert len(digests) == 1
 
 
+class Normed(Contrastive):
+    def model(self):
+        model = super().model()
+        model.add_module("norm", torch.nn.BatchNorm1d(SMALL["width"]))
+        return model
+
+    def embed(self, model, batch):
+        left, right = super().embed(model, batch)
+        return model.norm(left), right
+
+
+def test_running_statistics_move_once_for_each_micro_batch_and_not_on_idle_ranks():
+    given = {"samples": 6, "cap": 2, "updates": 2, "leaves": True}
+    counts = [
+        (int(engine.model.norm.num_batches_tracked), sum(r.micro_steps for r in reports))
+        for _, reports, engine in train(Normed(**SMALL), 4, **given)
+    ]
+    assert all(moved == micro_steps for moved, micro_steps in counts), counts
+    assert (0, 0) in counts
+
+
 class Forgetful(Contrastive):
     calls = 0
 

@@ -79,7 +79,7 @@ if TYPE_CHECKING:
 # A reduction owns the `buffers` that a window's gradients go to, and sums them over ranks: `begin`
 # a window, `before_backward`, `after_backward`, and at the boundary `reduce` and, where the norm is
 # not finite, `non_finite`. Another one is a class with these five methods and the
-# attributes `buffers`, `buffers_made` and `sent_apart`.
+# attributes `buffers`, `buffers_made` and `replicate_traffic`.
 
 
 _REDUCTIONS = ("fast", "reproducible")
@@ -219,7 +219,7 @@ class Accumulator:
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
-        self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.stray)
+        self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.note_undeclared)
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
         _living.add(self)
@@ -324,13 +324,13 @@ class Accumulator:
                 self._window.begin_micro_step(last=last)
                 self._losses += row
                 # With several windows open, ranks would start their buckets in different orders.
-                early = last and not self._window.shared
+                early = last and not self._window.overlaps
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
                 self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
-                    self._hooks.on_gradient = self._window.stray
+                    self._hooks.on_gradient = self._window.note_undeclared
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -397,7 +397,7 @@ class Accumulator:
                 self._begin(implied_by="boundary()")
             agreed = {**self._window.end(), "expected_weight": self._expected_weight}
             update, scale = self._window.update, self.precision.scale
-            mark = self.group.mark() if self._window.shared else self._window.mark
+            mark = self.group.mark() if self._window.overlaps else self._window.mark
             with self.clock.compute:  # the device may still be computing
                 self._reduction.buffers.complete()
                 trailer = Trailer.from_losses(to_floats(self._losses), len(names))
@@ -411,7 +411,7 @@ class Accumulator:
                 self._window_checker.check(totals, update)
             with self.clock.optimize:
                 norm = self._step(update, totals, trailer, summed_norm.value())
-            sent, apart = self.group.since(mark), self._reduction.sent_apart
+            sent, apart = self.group.since(mark), self._reduction.replicate_traffic
             report = BoundaryReport(
                 update=update,
                 applied=norm is not None,

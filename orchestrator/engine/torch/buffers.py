@@ -385,7 +385,7 @@ class GradHooks:
 
     Attributes:
         on_gradient: called with the parameter's number for each gradient that has come, unless it
-            is None. Outside of the accumulator's own backwards it is `WindowState.stray`.
+            is None. Outside of the accumulator's own backwards it is `WindowState.note_undeclared`.
     """
 
     def __init__(

@@ -314,7 +314,7 @@ class FullyShardedReduction(RowReduction):
             replicate_group,
             bucket_slices(buffers.payloads, bucket_bytes),
             all_ranks=group,
-            norm_counts=replicate_group.rank == 0,  # others there hold the same shards
+            counts_in_norm=replicate_group.rank == 0,  # others there hold the same shards
         )
         self._replicate_group, self._silent_since = replicate_group, 0
 
@@ -330,5 +330,5 @@ class FullyShardedReduction(RowReduction):
             )
         mark = self._replicate_group.mark()
         totals = super().reduce(trailer)
-        self.sent_apart = self._replicate_group.since(mark)
+        self.replicate_traffic = self._replicate_group.since(mark)
         return totals

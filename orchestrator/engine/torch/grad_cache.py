@@ -27,8 +27,9 @@ from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import seed_everything
+from orchestrator.engine.torch.model import in_evaluation, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
+from orchestrator.engine.torch.sample_checks import kept_buffers
 from orchestrator.engine.torch.window_checks import checked_loss
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
@@ -117,8 +118,11 @@ class CoupledWindows:
         self._kept.clear()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
-        """Embed one micro-batch without a graph, and keep it for the boundary. Silent."""
-        with self._clock.compute, torch.no_grad():
+        """Embed one micro-batch without a graph, and keep it for the boundary. Silent.
+
+        Running statistics move at the boundary, when it is embedded again.
+        """
+        with self._clock.compute, torch.no_grad(), kept_buffers(self._model):
             _, rows = self._embed(batch, micro_batch)
         self._kept.append((batch, micro_batch, rows))
 
@@ -167,7 +171,7 @@ class CoupledWindows:
     def _own_rows(self) -> tuple[Layout, Tensor]:
         """Return this rank's rows; none, of the right width, on a rank without samples."""
         if self._layout is None:
-            with torch.no_grad():
+            with torch.no_grad(), in_evaluation(self._model):  # one sample has no variance
                 one = collate_of(self._job)([self._job.dataset()[0]])
                 self._layout, _ = self._embed(one, MicroBatch(update=0, start=0, indices=(0,)))
         if self._kept:

@@ -71,11 +71,11 @@ class FastReduction:
         buffers_made: sets of gradient buffers that exist.
         reduced: the part of each bucket that holds the summed gradient after `reduce`; without
             trailer and padding.
-        sent_apart: the last window's traffic on other groups than the accumulator's.
+        replicate_traffic: the last window's traffic on other groups than the accumulator's.
     """
 
     buffers_made = 1
-    sent_apart = Counters()
+    replicate_traffic = Counters()
 
     def __init__(
         self,

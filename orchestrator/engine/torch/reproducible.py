@@ -140,7 +140,7 @@ class ReproducibleReduction:
         buffers_made: sets of gradient buffers that exist.
     """
 
-    sent_apart = Counters()
+    replicate_traffic = Counters()
 
     def __init__(self, buffers: GradientBuffers, group: BaseGroup) -> None:
         self._group = group

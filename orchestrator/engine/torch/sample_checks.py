@@ -76,7 +76,7 @@ def check_samples(
         loss = loss_of(collate(some))
         return _number(loss.total), _number(loss.weight)
 
-    with in_evaluation(model), _kept_buffers(model):
+    with in_evaluation(model), kept_buffers(model):
         try:
             together = total_and_weight(samples)
             if total_and_weight(samples, seed + 1) != together:
@@ -130,7 +130,7 @@ def _generators() -> tuple[Any, ...]:
 
 
 @contextlib.contextmanager
-def _kept_buffers(model: Module) -> Generator[None]:
+def kept_buffers(model: Module) -> Generator[None]:
     """Give the model's buffers their values back, which a loss may change."""
     kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     try:

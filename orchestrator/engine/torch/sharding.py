@@ -99,7 +99,7 @@ class RowReduction(FastReduction):
     Args:
         buffers, group, slices, owned, overlap: see `FastReduction`.
         all_ranks: the ranks that exchange rows.
-        norm_counts: no other rank has this one's part as well.
+        counts_in_norm: no other rank has this one's part as well.
     """
 
     def __init__(
@@ -111,15 +111,15 @@ class RowReduction(FastReduction):
         all_ranks: BaseGroup,
         owned: Sequence[Slice] | None = None,
         overlap: bool = False,
-        norm_counts: bool = True,
+        counts_in_norm: bool = True,
     ) -> None:
         super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
-        self._all_ranks, self._norm_counts = all_ranks, norm_counts
+        self._all_ranks, self._counts_in_norm = all_ranks, counts_in_norm
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         """Send the rest, wait for this rank's sums, exchange rows. Collective."""
         own = self._reduce_buckets()
-        row = [*trailer.numbers(WIDE), own.value() if self._norm_counts else 0.0]
+        row = [*trailer.numbers(WIDE), own.value() if self._counts_in_norm else 0.0]
         rows = self._all_ranks.all_gather(
             torch.tensor([row], dtype=torch.float64, device=self._all_ranks.device)
         )

@@ -79,13 +79,13 @@ class WindowState:
         self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
-        self._stray: int | None = None  # a parameter that an undeclared backward reached
+        self._undeclared: int | None = None  # a parameter that an undeclared backward reached
         # At the window's start, or its first micro-step.
         self._versions: list[int] = []
         self._settings: dict[str, Any] = {}
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
-        self.shared = False  # another accumulator's window was open on this group meanwhile
+        self.overlaps = False  # another accumulator's window was open on this group meanwhile
         self._warn_about_layers()
 
     @contextmanager
@@ -129,10 +129,10 @@ class WindowState:
             JobError: the window before it has gradients that no boundary took, an undeclared
                 backward came before the call, or a parameter was unfrozen.
         """
-        if implied_by is not None and self._stray is not None:
+        if implied_by is not None and self._undeclared is not None:
             raise JobError(
-                f"before {implied_by} a backward reached {self._names[self._stray]} outside of any "
-                f"window, {_REMEDY}"
+                f"before {implied_by} a backward reached {self._names[self._undeclared]} outside "
+                f"of any window, {_REMEDY}"
             )
         if self.open and self._broken is None and self.micro_steps:
             raise JobError(
@@ -151,7 +151,7 @@ class WindowState:
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
-        self._broken, self._stray = None, None
+        self._broken, self._undeclared = None, None
         if self._norms:
             self._warn_about_layers()
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
@@ -161,10 +161,10 @@ class WindowState:
             "the digest of which parameters are frozen": float(zlib.crc32(trains)),
             "the number of layers in training mode": float(sum(map(_TRAINING, self._layers))),
         }
-        self.shared = False
+        self.overlaps = False
         for other in self._group.open_windows:
             if other is not self:
-                self.shared = other.shared = True
+                self.overlaps = other.overlaps = True
         self._group.open_windows.add(self)
         self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
@@ -204,11 +204,11 @@ class WindowState:
             )
         self.micro_steps += 1
         if recorded:
-            self._stray = None  # declared by this call
+            self._undeclared = None  # declared by this call
         else:
             self._last_done, self.error_breaks = last, "window"
 
-    def stray(self, parameter: int) -> None:
+    def note_undeclared(self, parameter: int) -> None:
         """Note a gradient that comes while no backward of the accumulator runs.
 
         Raises:
@@ -219,7 +219,7 @@ class WindowState:
                 f"a backward reached {self._names[parameter]} after the micro-step of update "
                 f"{self.update} that was marked last=True, {_REMEDY}"
             )
-        self._stray = parameter
+        self._undeclared = parameter
 
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
@@ -234,13 +234,13 @@ class WindowState:
                 parameter or a setting of the optimizer was changed in between.
             SilenceError: the transport counted collectives that did not go through our group.
         """
-        if self._stray is not None and self._broken is None:
+        if self._undeclared is not None and self._broken is None:
             self._broken = (
-                f"a backward reached {self._names[self._stray]} without the accumulator's "
+                f"a backward reached {self._names[self._undeclared]} without the accumulator's "
                 f"knowledge, {_REMEDY}"
             )
         self._refuse_broken()
-        self.open, self._stray, self.error_breaks = False, None, "accumulator"
+        self.open, self._undeclared, self.error_breaks = False, None, "accumulator"
         self._group.silence = None
         self._group.open_windows.discard(self)
         versions = list(map(version_of, self._parameters))
@@ -251,7 +251,7 @@ class WindowState:
                 f"parameter {changed} was changed in mid-window of update {self.update}; weights "
                 "change at boundaries only, by the optimizer"
             )
-        if self._silent and not self.shared and self._group.transport in _COUNTED:
+        if self._silent and not self.overlaps and self._group.transport in _COUNTED:
             sent = self._group.since(self.mark).collectives
             counted = (self._group.transport_collectives() or 0) - self._transport_mark
             if counted != sent:
