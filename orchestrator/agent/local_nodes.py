@@ -129,7 +129,7 @@ class NodeProcesses:
                 kill_at = now + END_S
                 self._restart_at.clear()
                 watched = [wake]
-            self._reap(now)
+            self._reap(now, restart=kill_at is None)
             for index in [index for index, at in self._restart_at.items() if now >= at]:
                 del self._restart_at[index]
                 rank = self._start(index)
@@ -173,14 +173,18 @@ class NodeProcesses:
             return worker.rank
         return leave(0)
 
-    def _reap(self, now: float) -> None:
-        """Collect ended agents; restart one that was killed or failed, where that is allowed."""
+    def _reap(self, now: float, *, restart: bool) -> None:
+        """Collect ended agents; restart one that was killed or failed, where that is allowed.
+
+        Args:
+            restart: False once all agents are to end.
+        """
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
                 return
             index = self._pids.pop(pid, None)
-            if index is None or os.waitstatus_to_exitcode(status) == 0:
+            if index is None or os.waitstatus_to_exitcode(status) == 0 or not restart:
                 continue
             if self._left <= 0 or self._stop is not None:
                 self.status = 1

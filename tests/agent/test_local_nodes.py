@@ -106,6 +106,21 @@ def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     assert not helpers.processes_of(run)
 
 
+def test_a_node_that_is_stopped_is_not_started_again_once_the_run_has_ended(tmp_path):
+    """Each of its processes would be killed at once, until no replacement is left: for minutes."""
+    run = tmp_path / "run"
+    launcher = helpers.begin(
+        TINY, SMALL, "cluster.nodes=2", "cluster.ranks_per_node=1", f"run.dir={run}",
+        "job.pause_s=0.05", "train.updates=30", "run.survive=true", "run.max_replacements=1000",
+        "cluster.heartbeat_timeout_s=2",
+    )  # fmt: skip
+    until(lambda: helpers.records(run), what="training")
+    helpers.node_process(run, "node1").suspend()
+    helpers.await_exit(launcher, 0, timeout=90)
+    assert helpers.result(run)["updates"] == 30
+    assert not helpers.processes_of(run)
+
+
 # ------------------------------------------------------------------ Stop signals
 
 
