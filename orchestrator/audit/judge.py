@@ -212,8 +212,9 @@ class _Update:
         self.made, self.windows = made, windows
         self.update, self.usual, self.depth = update, usual, depth
         # Without parameters that the optimizer got since then, it cannot have been carried over.
-        same = before is not None and len(before.applied) == len(windows[0].applied)
-        self.carried = before.applied if before is not None and same else None
+        self.carried = None
+        if before is not None and len(before.applied) == len(windows[0].applied):
+            self.carried = before.applied
         self.size = len(windows)
         same_parameters = len({len(window.applied) for window in windows}) == 1
         self.reason = None if same_parameters else "ranks have different parameters"
