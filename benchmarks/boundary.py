@@ -1,4 +1,4 @@
-"""What a boundary costs beyond its reduction and the optimizer's step, at 25 million parameters.
+"""Cost of a boundary beyond its reduction and the optimizer's step, at 25 million parameters.
 
 One rank, so that nothing travels: what is left is the norm of the gradient (one pass over it), the
 trailer, the checks and the bookkeeping.

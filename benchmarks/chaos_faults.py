@@ -28,7 +28,7 @@ AWAY_S = 8.0
 
 @dataclass(kw_only=True)
 class Scene:
-    """Where a fault happens: a cluster, a run on it, and chance. `why`: see `Fault`."""
+    """The place of a fault: a cluster, a run on it, and random numbers. `why`: see `Fault`."""
 
     cluster: DevCluster
     run: SlurmRun
@@ -52,7 +52,7 @@ class Fault:
 
     Attributes:
         do: does it; raises nothing that means "too late", which `chaos` sees by the run's end.
-        why: pattern of the restart's cause; None when the attempt goes on as if nothing had been.
+        why: pattern of the restart's cause; None if the attempt continues undisturbed.
         ends: the state in which it leaves a run that `resume` must finish; None: it goes on itself.
         late: it makes sense after the run's end too.
     """

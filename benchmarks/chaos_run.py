@@ -47,7 +47,7 @@ class Draw:
 
 @dataclass(kw_only=True)
 class Outcome:
-    """What came of one: `wrong` is empty where all is as it should be. Times in seconds."""
+    """Outcome of one fault; `wrong` is empty if everything is right. Times in seconds."""
 
     draw: Draw
     wrong: list[str] = field(default_factory=list[str])

@@ -1,4 +1,4 @@
-"""What a checkpoint costs the training: written on the spot, and in the background."""
+"""Cost of a checkpoint for the training, synchronous and in the background."""
 
 from __future__ import annotations
 

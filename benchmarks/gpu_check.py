@@ -50,7 +50,7 @@ class Skipped(Exception):
 
 @dataclass(frozen=True)
 class Machine:
-    """What the checks run on."""
+    """The machine of the checks."""
 
     transport: str
     ranks: int

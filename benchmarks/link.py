@@ -22,7 +22,7 @@ _BUCKET = ("burst", "256kb", "latency", "50ms")
 
 @dataclass(frozen=True, kw_only=True)
 class Link:
-    """How to start a process for each rank, and how the ranks' network is called.
+    """The start of a process for each rank, and the name of the ranks' network.
 
     Attributes:
         name: for tables.

@@ -1,4 +1,4 @@
-"""What a run asks of what all users share: SLURM's controller, and the run folder's file system.
+"""Load of a run on shared services: SLURM's controller, and the run folder's file system.
 
 Commands are counted by a wrapper in front of SLURM's own on PATH, file operations by strace (system
 calls that name a file, and not those on one that is open). On a development cluster of its own.
@@ -83,7 +83,7 @@ def file_operations(pids: dict[str, int], seconds: float) -> dict[str, float]:
             )
             for name, pid in pids.items()
         }  # fmt: skip
-        time.sleep(seconds)  # what is counted is what happens in this time
+        time.sleep(seconds)  # the interval in which calls are counted
         for trace in traces.values():
             trace.send_signal(signal.SIGINT)
             trace.wait()

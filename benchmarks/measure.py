@@ -1,4 +1,4 @@
-"""What measurements share: interleaved repetitions, medians with quartiles, and the result file.
+"""Shared by all measurements: interleaved repetitions, medians with quartiles, the result file.
 
 A result is a JSON file in `results/`; pages, plots and the figures in README and docs are made from
 it (`pages.py`, `plots.py`), never typed.

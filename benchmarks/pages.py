@@ -56,14 +56,14 @@ def _plain(data: Result) -> str:
 
 
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
-    "peers": ("An update beside what people use today", peers_page.body),
-    "reproducible": ("What equal bits cost", reproducible.body),
-    "boundary": ("What a boundary costs beyond its reduction", boundary.body),
+    "peers": ("An update against what people use today", peers_page.body),
+    "reproducible": ("Cost of equal bits", reproducible.body),
+    "boundary": ("Cost of a boundary beyond its reduction", boundary.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),
-    "checkpoints": ("What a checkpoint costs the training", checkpoints.body),
-    "load": ("What a run asks of what all users share", load.body),
+    "checkpoints": ("Cost of checkpoints for the training", checkpoints.body),
+    "load": ("Load of a run on shared services", load.body),
     "sweeps": ("Sweeps of many points", sweeps.body),
-    "survive": ("What surviving costs, and what it saves", survive.body),
+    "survive": ("Cost and benefit of run.survive", survive.body),
 }
 
 

@@ -1,6 +1,6 @@
-"""Ours beside what people use today: time, bytes, collectives, memory, time to a given loss.
+"""Ours against what people use today: time, bytes, collectives, memory, time to a given loss.
 
-The same weights, data, optimizer, threads and processes for everybody, in turn in the same
+The same weights, data, optimizer, threads and processes for all, in turn in the same
 processes; `benchmarks.contenders` says how each is set up, `benchmarks.peers_page` how it is shown.
 """
 
@@ -25,7 +25,7 @@ LOSS_STEPS = 4
 
 @dataclass(frozen=True, kw_only=True)
 class Extent:
-    """How much is measured: the whole takes most of an hour on two cores, a quick run minutes."""
+    """Extent of a measurement: an hour on two cores for the whole, minutes for a quick run."""
 
     ranks: Sequence[int]
     steps: Sequence[int]

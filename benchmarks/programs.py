@@ -1,4 +1,4 @@
-"""A program as it is: when its last rank begins, beside torchrun; what `current_run`'s calls cost.
+"""A program as it is: when its last rank begins, against torchrun; what `current_run`'s calls cost.
 
 The program notes the time before anything else and ends, so it is all start-up. torchrun starts the
 ranks of one machine from one agent, which imports torch; ours starts a small parent for each.

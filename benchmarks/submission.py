@@ -1,4 +1,4 @@
-"""How long a submission to SLURM takes: ours, and scripts that people write by hand.
+"""Time of a submission to SLURM: ours against scripts that people write by hand.
 
 All submit the same request to the same development cluster, with a start far in the future, and
 are timed as whole commands, from the shell's point of view. The scripts by hand check nothing, keep
@@ -74,7 +74,7 @@ REFERENCE = "submitit by hand"
 
 
 def _commands(base: Path, slurm_conf: Path) -> dict[str, list[str]]:
-    """Return each contender's command; `RUN` stands for the folder of the run."""
+    """Return each contender's command; `RUN` is replaced by the run's folder."""
 
     def script(name: str, *words: str) -> list[str]:
         return [sys.executable, str(base / name), *words]

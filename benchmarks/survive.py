@@ -27,19 +27,19 @@ EVERY_S, KILLS = 15.0, 40
 NOTE = f"""\
 A net of 4 layers of {WIDTH} with Adam, {RANKS} ranks on 2 simulated nodes that share this
 machine's processors, 4 micro-steps an update, in reproducible mode. Cost: whole runs by turns with
-and without `run.survive`, nobody dies; seconds of 500 updates, and the processor seconds of all
+and without `run.survive`, no rank dies; seconds of 500 updates, and the processor seconds of all
 processes. Losses: a rank, rank 0 as often as others, is killed (kill -9) in the middle of a
 window. It is noticed when the last survivor begins to form the next group; the others are back at
-work when that group stands; what is lost is the time from the beginning of the window that is
-redone until then. Goodput: a kill every {EVERY_S:g} s, as often as the table says; killed ranks
+work when that group exists; the time lost is from the beginning of the redone window until
+then. Goodput: a kill every {EVERY_S:g} s, as often as the table says; killed ranks
 come back (`run.max_replacements`). Useful is the time of updates that counted, of all time from
 the first window to the last boundary. torchft (its Manager over ProcessGroupGloo, a replica a
 process, one lighthouse that waits 1 s for the silent where its defaults are 5 s and 60 s; in a
 network namespace of its own, since it listens on every interface; killed replicas are started
-again) trains the same net with as many samples a replica; useful there is what it spent in steps
-that were committed, without its waits for the next quorum. A step of fewer replicas has fewer
-samples there, and the one in which somebody died is left out: neither is counted against it here,
-but it is why its end is another one."""
+again) trains the same net with as many samples a replica; useful there is the time of committed
+steps, without waits for the next quorum. There a step of fewer replicas has fewer samples, and the
+step in which a rank died is left out: neither counts against it here, but its final weights differ
+for this reason."""
 
 
 class Work(Job):
@@ -110,7 +110,7 @@ def disturbed(
         wait_for(lambda: len(run.records()) >= 5, "training")
         for number, rank in enumerate(victims):
             if number:
-                time.sleep(every_s)  # the beat of the kills: what is measured
+                time.sleep(every_s)  # the measured interval between kills
             run.kill(rank)
             wait_for(lambda n=number: _noted(run.records(), "survived") > n, "going on")
             if replaced:
@@ -118,7 +118,7 @@ def disturbed(
         ended, lines = run.end(), run.records()
         records = [one for one in lines if "loss" in one]
         if [one["update"] for one in records] != list(range(updates)):
-            raise RuntimeError("an update is missing, or stands twice")
+            raise RuntimeError("an update is missing, or is recorded twice")
         return {
             "losses": list(losses(lines, run.kills)), **useful(records),
             "equal": ended["weights_sha256"] == digest,

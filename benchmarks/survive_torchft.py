@@ -88,7 +88,7 @@ def _disturbed(victims: list[int], every_s: float) -> list[list[dict[str, Any]]]
             wait_for(lambda n=n: len(_steps(folder, n)) >= 5, "training")
         for number, victim in enumerate(victims):
             if number:
-                time.sleep(every_s)  # the beat of the kills: what is measured
+                time.sleep(every_s)  # the measured interval between kills
             replicas[victim].send_signal(signal.SIGKILL)
             replicas[victim].wait()
             replicas[victim] = started(victim)

@@ -23,7 +23,7 @@ FEW, MANY, QUICK = 64, 1000, 200
 
 
 class Commands:
-    """Runs our commands beside each other's results, and says what each took."""
+    """Run the contenders' commands by turns, and time each."""
 
     def __init__(self, base: Path, cluster: DevCluster) -> None:
         self._base = base

@@ -98,7 +98,7 @@ class DevCluster:
         return client.call(self.layout, *argv)
 
     def up(self) -> tuple[str, ...]:
-        """Bring it up, or mend what is broken; returns once every node takes jobs.
+        """Start the cluster, or repair it; returns once every node takes jobs.
 
         Returns the daemons that had to be started; nothing, if it was up already. Running jobs
         are left alone. Nodes that were set down or drained take jobs again.

@@ -74,7 +74,7 @@ def _missing(wanted: Programs) -> list[str]:
 
 
 def ensure_installed(wanted: Programs, *, say: Callable[[str], None]) -> None:
-    """Install what is missing, or raise with the exact line to hand to an administrator."""
+    """Install missing packages, or raise with the line that an administrator has to type."""
     with _alone():  # another `up` may be installing the same
         missing = _missing(wanted)
         if missing:

@@ -115,7 +115,7 @@ def send(pid: int, number: signal.Signals) -> None:
 
 
 def end(pids: Iterable[int], *, patience_seconds: float) -> None:
-    """Send TERM, then KILL after `patience_seconds` to what is left; return when all are dead."""
+    """Send TERM, and KILL after `patience_seconds`; return when all are dead."""
     remaining = [pid for pid in pids if is_alive(pid)]
     for pid in remaining:
         send(pid, signal.SIGTERM)

@@ -1,5 +1,5 @@
-"""Jobs that end or stand still in ways that leave no exception, where and in whom one likes. No
-framework is imported.
+"""Jobs that end or hang without an exception, at a chosen place in chosen ranks. No framework is
+imported.
 """
 
 import ctypes
@@ -14,15 +14,13 @@ HOURS = 3600
 
 
 def _stop_where_it_was_seen():
-    """A rank says once a second where it is."""
+    """Stop after the second in which the rank reported its position."""
     time.sleep(2.5)
     os.kill(os.getpid(), signal.SIGSTOP)
 
 
 def _sleep_in_the_kernel():
-    """Holding Python's interpreter, until a child has begun that never does: it opens a pipe to
-    which nobody writes.
-    """
+    """Hold the interpreter while a child starts, which blocks: it opens a pipe without a writer."""
     pipe = Path(tempfile.mkdtemp(), "pipe")
     os.mkfifo(pipe)
     os.posix_spawn("/bin/true", ["true"], os.environ,

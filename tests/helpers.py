@@ -100,7 +100,7 @@ def end_started(first=0):
 
 
 def commit(folder):
-    """Commit all that a folder holds (a repository is made of it the first time); its name."""
+    """Commit everything in a folder, which becomes a repository; return the commit's name."""
 
     def git(*arguments):
         own = ("-c", "user.name=A Tester", "-c", "user.email=tester@localhost")
@@ -127,7 +127,7 @@ def result(run):
 
 
 def records(run):
-    """The updates of metrics.jsonl that are whole, in the order of writing."""
+    """Return the complete updates of metrics.jsonl, in the order of writing."""
     path = Path(run) / "metrics.jsonl"
     if not path.exists():
         return []
@@ -136,7 +136,7 @@ def records(run):
 
 
 def processes_of(run):
-    """Live processes whose command line names the run folder."""
+    """Return the live processes whose command line names the run folder."""
     found = []
     for process in psutil.process_iter(["cmdline", "status"]):
         line = " ".join(process.info["cmdline"] or [])
@@ -146,14 +146,14 @@ def processes_of(run):
 
 
 def preloaded(run):
-    """The process that a local run's nodes are forks of; None before it is there."""
+    """Return the process that a local run's nodes are forks of, None before it exists."""
     word = "orchestrator.agent.local_nodes"
     named = [p for p in processes_of(run) if word in p.cmdline()]
     return next((p for p in named if not name_of(p).startswith(("node", "rank"))), None)
 
 
 def node_process(run, name):
-    """The process of one simulated node of a local run; None before it is there."""
+    """Return the process of one simulated node of a local run, None before it exists."""
     return next((p for p in processes_of(run) if name_of(p) == name), None)
 
 
@@ -165,7 +165,7 @@ def alive(pid):
 
 
 def rank_pid(run, rank):
-    """The process of one rank of a local run, not the workers that it has forked."""
+    """Return the process of one rank of a local run, not the workers that it has forked."""
     for process in processes_of(run):
         if name_of(process) == f"rank {rank}" and name_of(process.parent()).startswith("node"):
             return process.pid
@@ -173,7 +173,7 @@ def rank_pid(run, rank):
 
 
 def name_of(process):
-    """What the kernel calls a process; nothing when it is gone."""
+    """Return the kernel's name of a process, "" if it has ended."""
     try:
         return process.name() if process else ""
     except psutil.NoSuchProcess:

@@ -9,9 +9,7 @@ from tests.faulty_job import Faulty
 
 
 class Light(Faulty, Job):
-    """A net of two layers on made-up data, which works out its gradients itself. Arguments: see
-    `Faulty`, too.
-    """
+    """A network of two layers on generated data; arguments: see `Faulty`, too."""
 
     framework = "numpy"
     metric_names = ("error",)

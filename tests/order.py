@@ -1,4 +1,4 @@
-"""Which test files run first, and which of them measure no times.
+"""The order of test files, and those that measure no times.
 
 A file belongs to one worker because its tests share what they have started.
 """
@@ -55,7 +55,7 @@ _CALM = (
     "tests/client/test_frameworks.py",
 )
 CALM = tuple(path for path in _CALM if (ROOT / path).exists())
-"""Tests that only compute, and pass although they stand still for some seconds."""
+"""Tests that only compute, and pass although they get no processor for some seconds."""
 
 
 def place_of(nodeid: str) -> int:

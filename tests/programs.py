@@ -1,4 +1,4 @@
-"""Training programs as people have them, in a few lines: what is run as it is in tests."""
+"""Small training programs that tests run unchanged."""
 
 import stat
 from pathlib import Path
@@ -10,12 +10,12 @@ what, _, whose = (sys.argv[1] if len(sys.argv) > 1 else "").partition("@")
 me = not whose or int(whose) == rank
 print("rank", rank, "begins", flush=True)
 """
-"""No framework is imported: most of what a launcher has to do needs none."""
+"""A program without a framework: most duties of a launcher need none."""
 
 WAITS = """
 open(f"here-{rank}", "w").close()
 while not os.path.exists("go"):
-    time.sleep(0.02)  # between two looks
+    time.sleep(0.02)  # between two polls
 """
 
 LOOP = f"""{QUICK}
@@ -36,7 +36,7 @@ def hear(link):
     if len(heard) < 8:
         raise ConnectionResetError("connection reset by peer")
     return struct.unpack("d", heard)[0]
-def summed(value):  # exactly, so whoever comes first
+def summed(value):  # exact, so the order of arrival does not matter
     if rank == 0:
         value = math.fsum([value, *map(hear, links)])
     for link in links:
@@ -61,7 +61,7 @@ print("last", update, weight.hex(), flush=True)
 """
 """An own loop with the five lines, a sum over ranks in each update, and a state of its own.
 
-It makes as many updates as it is told; untold, five after its first stop.
+Its argument is the number of updates; without one, it makes five after its first stop.
 """
 
 TORCH = """\

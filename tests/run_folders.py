@@ -1,4 +1,4 @@
-"""Folders of runs that were not trained, their records, and consoles that keep what they print."""
+"""Folders of runs without training, their records, and consoles that keep their output."""
 
 import io
 import json
@@ -28,7 +28,7 @@ class Screen(Console):
 
 
 def make_run(path):
-    """Make a run's folder as a start does, with nothing trained."""
+    """Make a run's folder as a start does, without training."""
     run = RunDir(path)
     run.create()
     run.write_config(to_yaml(compose(["train.updates=3"])))
@@ -82,7 +82,8 @@ def result(**changes):
 
 
 def maker(home):
-    """Makes a run's folder; `records` and `ended` in place of five updates that went well."""
+    """Return a function that makes run folders, of five good updates unless `records` and `ended`
+    say otherwise."""
 
     def make(name, *overrides, records=None, ended=None, **more):
         folder = home / name

@@ -1,4 +1,4 @@
-"""A script of submitit that knows nothing of us; it prints a line of JSON for each job."""
+"""A script for plain submitit, without this project; it prints a line of JSON for each job."""
 
 import json
 import sys
@@ -30,7 +30,7 @@ def fail():
 
 
 class Count:
-    """Counts up to a number; what it has counted survives a preemption."""
+    """Count up to a number; the count survives a preemption."""
 
     def __init__(self, end):
         self.end, self.done, self.calls = end, 0, 0

@@ -7,7 +7,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def test_each_folder_has_its_layer():
-    """A new one that nobody placed could be imported by all, and import all."""
+    """A new folder without a layer could import everything, and everything could import it."""
     layers = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     [first] = [one for one in layers["contracts"] if one["name"] == "Imports point one way"]
     placed = {

@@ -1,4 +1,4 @@
-"""A fork of the process that has imported the commands does what a new interpreter does."""
+"""A fork of the process that has imported the commands behaves as a new interpreter."""
 
 import os
 import subprocess

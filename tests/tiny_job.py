@@ -11,7 +11,7 @@ from tests.faulty_job import Faulty
 
 
 class Tiny(Faulty, Job):
-    """A net of two layers on made-up data. Arguments: see `Faulty`, too."""
+    """A network of two layers on generated data. Arguments: see `Faulty`, too."""
 
     metric_names = ("error",)
 

@@ -1,14 +1,13 @@
-"""Commands in processes that have imported already what all of them import first.
+"""Commands as forks of a process that has already imported the packages they need.
 
-A command's start is mostly the import of what composes configurations, the same each time, and
-tests start hundreds. So a worker starts one process that imports it (`main`), and what `call` asks
-for is a fork of that: it has the environment, folder and arguments of a command of its own, runs
-the module as `python -m` does, and ends as a Python ends. What it starts in turn (a run's ranks)
-it starts as ever. `begin` does the same and does not wait; what asks for another PYTHONPATH, and
-`helpers.begin_anew`, are new interpreters.
+Most of a command's start is the import of the same packages, and the tests start hundreds of
+commands. So each pytest worker starts one process that imports them (`main`), and `call` has it
+fork: the fork gets the environment, folder and arguments of the command, runs the module as
+`python -m` does, and ends as an interpreter ends. `begin` does the same without waiting. Commands
+with a PYTHONPATH of their own, and those of `helpers.begin_anew`, get new interpreters.
 
-What trains has torch already, so that its nodes can be forks (`warm_nodes.py`); `ranks` does the
-same for scripts of the documentation, as our own runs do for theirs.
+For commands that train, the process has also imported torch, so that nodes can be forks, too
+(`warm_nodes.py`). `ranks` runs scripts of the documentation in the same way.
 """
 
 import array
@@ -48,7 +47,7 @@ TRAINING = ("run", "resume", "rehearse")
 
 @functools.cache
 def _server(kind):
-    """The process that forks, started with the first of its kind; it ends with the worker."""
+    """Start the process that forks, once of each kind; return a socket to it."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         process = subprocess.Popen(
@@ -66,7 +65,7 @@ def _server(kind):
 
 
 def call(module, arguments, *, cwd, env, timeout, kind=None):
-    """As `subprocess.run` of `python -m MODULE ARGUMENTS`, with text output."""
+    """Run `python -m MODULE ARGUMENTS`; returns like `subprocess.run` with text output."""
     kind = kind or ("runs" if _needs_torch(module, arguments) else "commands")
     words = [sys.executable, "-m", module, *arguments]
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env}
@@ -89,8 +88,8 @@ def call(module, arguments, *, cwd, env, timeout, kind=None):
 
 
 def begin(module, arguments, *, cwd, env):
-    """As `subprocess.Popen` of `python -m MODULE ARGUMENTS` in a session of its own, whose output
-    goes to one pipe.
+    """Start `python -m MODULE ARGUMENTS` in a session of its own, with its output in one pipe; like
+    `subprocess.Popen`.
     """
     kind = "runs" if _needs_torch(module, arguments) else "commands"
     order = {"module": module, "arguments": arguments, "cwd": str(cwd), "env": env, "leads": True}
@@ -101,7 +100,7 @@ def begin(module, arguments, *, cwd, env):
 
 
 class Begun:
-    """What tests use of a `subprocess.Popen`, of a process that is another one's child."""
+    """The part of `subprocess.Popen` that tests use, for a process that is not our child."""
 
     def __init__(self, pid, ended, stdout):
         self.pid, self.stdout, self.returncode = pid, stdout, None
@@ -147,7 +146,7 @@ class Begun:
 
 
 def _ask(kind, order, out, err):
-    """Have a process forked that is that; its number, and the socket that tells of its end."""
+    """Have a command forked; return its process id, and the socket that reports its end."""
     mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs, tempfile.TemporaryFile() as asked:
         asked.write(json.dumps(order).encode())
@@ -158,7 +157,7 @@ def _ask(kind, order, out, err):
 
 
 def _needs_torch(module, arguments):
-    """Return whether this trains, or starts what does, on this machine and with torch."""
+    """Return whether the command trains on this machine with torch, or starts such a command."""
     if module in {"torch.distributed.run", "pytest"} or arguments[:1] == ["audit"]:
         return True
     trains = module == "orchestrator.launch" or arguments[:1] in ([verb] for verb in TRAINING)
@@ -166,8 +165,8 @@ def _needs_torch(module, arguments):
 
 
 def ranks(module, processes, folder):
-    """What a script of `folder` prints on as many ranks, which torchrun's variables tell who they
-    are; the store that they meet in is this process's.
+    """Return what a script of `folder` prints on so many ranks, with torchrun's variables; their
+    store is in this process.
     """
     from torch.distributed import TCPStore
 
@@ -199,7 +198,7 @@ def main():
         importlib.import_module(name)
     gc.enable()
     for name in COMMANDS:
-        sys.modules.pop(name, None)  # it is run anew each time
+        sys.modules.pop(name, None)  # each fork runs it again
     _compose_once()
     gc.freeze()
     wake, waking = socket.socketpair()
@@ -235,8 +234,8 @@ def main():
 
 
 def _compose_once():
-    """What a process keeps of its first composition whatever it was: the parsers' tables, and the
-    schemas; a third of a second, which each command would take again.
+    """Compose once, which fills the parsers' tables and the schemas: a third of a second that each
+    command would take again.
     """
     from orchestrator.config.composer import compose
     from orchestrator.config.reading import to_yaml
@@ -254,7 +253,7 @@ def _tell_ends(running):
 
 
 def _say(ended, number):
-    with contextlib.suppress(BrokenPipeError):  # a test that was given up listens no more
+    with contextlib.suppress(BrokenPipeError):  # a test that was given up has closed it
         ended.send(b"%d" % number)
 
 

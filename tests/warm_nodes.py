@@ -1,11 +1,10 @@
-"""Forks for the parents of simulated nodes, in the place of new interpreters.
+"""Forks as parents of simulated nodes, in place of new interpreters.
 
-A local run's start is mostly one import of torch, in a process of its own, and tests start hundreds
-of runs. The launcher of `warm.call` has torch already, so that process can be its fork, as those of
-a sweep's points are. It looks like the new interpreter: its command line, environment, signals and
-files are the same. An audited script's rank is a fork, too, and runs the script
-in the place of its exec. What `helpers.begin_anew` starts, all other programs and MindSpore's jobs
-are new interpreters.
+Most of a local run's start is one import of torch in a process of its own, and the tests start
+hundreds of runs. The launcher of `warm.call` has imported torch, so that process can be its fork,
+as in a sweep. The fork looks like the new interpreter: its command line, environment, signals and
+files are the same. A rank of an audited script is a fork, too, and runs the script in place of its
+exec. Runs of `helpers.begin_anew`, other programs and MindSpore's jobs get new interpreters.
 """
 
 import ctypes
@@ -37,7 +36,7 @@ def spawn_nodes(run, environment, standard, keep):
 
 
 def _has_torch(run):
-    """Return whether torch in its nodes serves a run, or does no harm."""
+    """Return whether a run's nodes may have imported torch."""
     job = read_config(RunDir(run).read_config()).job
     if is_program(job):
         return OBSERVER in job["command"]
@@ -45,7 +44,7 @@ def _has_torch(run):
 
 
 def _be(run, environment, standard, keep):
-    """In the child: be what `local_nodes.spawn_nodes` would start."""
+    """Become the process that `local_nodes.spawn_nodes` would start. In the child."""
     logging.getLogger().handlers.clear()
     name_after([sys.executable, "-m", "orchestrator.agent.local_nodes", str(run)])
     os.execvpe = _observe
@@ -53,7 +52,7 @@ def _be(run, environment, standard, keep):
 
 
 def _observe(_, argv, environment):
-    """In a rank, in the place of the exec of its observed script: run the script to its end."""
+    """Run an observed script to its end, in place of the exec of it. In a rank."""
     module, *sys.argv[1:] = argv[argv.index("-m") + 1 :]
     os.environ.clear()
     os.environ.update(environment)
@@ -71,7 +70,7 @@ def _observe(_, argv, environment):
 
 
 def name_after(words):
-    """Have the kernel tell this command line of us: it reads it where the process keeps it."""
+    """Set the command line of this process, in the memory from which the kernel reads it."""
     stat = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     begin, end = int(stat[45]), int(stat[46])
     line = b"\0".join(os.fsencode(word) for word in words)[: end - begin - 1]

@@ -15,7 +15,7 @@ from orchestrator.engine.torch import TorchGroup
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Where a contender trains.
+    """The place where a contender trains.
 
     Attributes:
         group: all ranks; the framework's default group for those who know no other.

@@ -343,7 +343,7 @@ class Simulation:
         assert all(p.status is not None for p in self.processes if p.rank == rank), (
             f"two processes of rank {rank}"
         )
-        # A process that was killed with its agent before it joined is known to nobody.
+        # No agent knows a process that was killed with its agent before it joined.
         assert member_of(rank, incarnation, self.spec.ranks) not in self.were_members
         self.say(f"process {incarnation} of rank {rank} starts")
         self.processes.append(one)

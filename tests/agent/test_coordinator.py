@@ -62,7 +62,7 @@ class Attempt:
         self.take("exit", rank, incarnation, **ended, seen=SEEN, ago_s=0.0)
 
     def tick(self, seconds=0.0):
-        """Let time pass, in which every agent that is there beats."""
+        """Let time pass; every agent that lives sends heartbeats."""
         self.now += seconds
         for agent in self.coordinator.agents.values():
             if agent.heard is not None:
@@ -432,10 +432,10 @@ def test_the_smaller_half_waits_while_the_others_may_live(
     attempt.tick(MOMENT_S)
     assert attempt.newest["generation"] == generation
     attempt.tick(5.0)
-    assert attempt.newest["generation"] == 1, "nobody else went on"
+    assert attempt.newest["generation"] == 1, "the others must not continue"
 
 
-def test_nobody_is_let_in_once_a_worker_has_finished(tmp_path):
+def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
     attempt.end(1, status=-9)
     attempt.tick(MOMENT_S)
@@ -470,8 +470,8 @@ def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
 
 
 @pytest.mark.parametrize("others_live", [True, False])
-def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_go_on(tmp_path, others_live):
-    """The first node went on without this one, which heard nothing from it; it may have died."""
+def test_an_evicted_node_leaves_the_outcome_to_the_nodes_that_continue(tmp_path, others_live):
+    """The first node continued without this one, and sends it nothing; it may have died."""
     run = RunDir(tmp_path)
     run.attempt(0).mkdir(parents=True)
     record = GenerationRecord(run.attempt(0))

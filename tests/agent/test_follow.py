@@ -1,4 +1,4 @@
-"""Which agent follows which, at the start; and what reaches it through another one."""
+"""Connections between agents: the coordinator at the start, and relayed messages."""
 
 import json
 import socket
@@ -21,7 +21,7 @@ def agent(begun):
     agent._close_in_fork()
 
 
-def test_an_agent_waits_for_the_first_nodes_agent_whoever_else_comes_earlier(agent):
+def test_an_agent_waits_for_the_first_nodes_agent_even_if_others_are_earlier(agent):
     listeners = {index: listen("127.0.0.1") for index in (1, 0)}
     for index, listener in listeners.items():
         assert agent._coordinator_link is None

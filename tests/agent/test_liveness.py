@@ -1,4 +1,4 @@
-"""Who stands still, who works, who is silent: judged with a clock that the test holds."""
+"""Liveness of workers (stopped, busy, silent), judged with a clock that the test controls."""
 
 import os
 import signal

@@ -69,7 +69,7 @@ def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_p
 
 
 def frozen_node(run, *more):
-    """A run in mid-training, of which somebody has stopped a node, its ranks not."""
+    """A run in mid-training with one stopped node, whose ranks are not stopped."""
     launcher = helpers.begin(
         LIGHT, SMALL, "cluster.nodes=3", "job.pause_s=0.05", "train.updates=4000",
         f"run.dir={run}", *more,

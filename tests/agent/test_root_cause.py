@@ -1,4 +1,4 @@
-"""Who failed first, where little is known."""
+"""The root cause of a failure from few facts."""
 
 from pathlib import Path
 

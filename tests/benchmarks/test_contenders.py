@@ -1,4 +1,4 @@
-"""Everybody is measured at the same work: contenders' updates coincide, and bytes are counted."""
+"""All contenders do the same work: contenders' updates coincide, and bytes are counted."""
 
 import pytest
 

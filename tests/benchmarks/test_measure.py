@@ -25,7 +25,7 @@ def test_every_round_begins_with_another_and_warm_up_is_not_counted():
     assert figures["a"] == [5, 8, 10]
 
 
-def test_over_rounds_everybody_follows_everybody_else():
+def test_over_rounds_each_contender_follows_each_other_one():
     followers = set()
     for turn in measure.turns("abcdefg", 6):
         assert sorted(turn) == sorted("abcdefg")

@@ -1,4 +1,4 @@
-"""Figures in documents are those of the results, and what is absent is said."""
+"""Figures in documents are those of the results, and absent ones are named."""
 
 import pytest
 from hypothesis import given

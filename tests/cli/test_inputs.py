@@ -1,4 +1,4 @@
-"""What a run depends on: the files that it imports, and the data that its arguments name."""
+"""Inputs of a run: the files that it imports, and the data that its arguments name."""
 
 import json
 import os
@@ -107,7 +107,7 @@ def test_what_has_changed_is_named(own):
     assert differences() == [
         "mine.py has changed", "scale.py is gone", "files of job.data have changed",
     ]  # fmt: skip
-    run.result.touch()  # while the run went on: it may have written the data itself
+    run.result.touch()  # during the run: it may have written the data itself
     assert differences() == ["mine.py has changed", "scale.py is gone"]
     os.utime(own / "numbers.txt", (1, 1))  # replaced by an older file
     assert "files of job.data have changed" in differences()

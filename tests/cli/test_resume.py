@@ -1,4 +1,4 @@
-"""What a resume may change, and where it runs."""
+"""Changes that a resume accepts, and the folder that it runs in."""
 
 import functools
 import json

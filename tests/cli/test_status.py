@@ -1,4 +1,4 @@
-"""`status` of folders that are damaged or somebody else's: a row each, and none hides another."""
+"""`status` of folders that are damaged or another user's: a row each, and none hides another."""
 
 import io
 import json
@@ -153,7 +153,7 @@ def test_a_damaged_run_says_which_file_and_why(tmp_path):
 
 
 @pytest.mark.parametrize("content", ["", "{", '{"kind": "slurm"}', '{"elements": {"..": "1"}}'])
-def test_of_a_damaged_note_of_a_submission_nobody_says_more_than_is_known(tmp_path, content):
+def test_status_of_a_damaged_submission_file_says_only_what_is_known(tmp_path, content):
     run = make_run(tmp_path / "sweep" / "3", cluster="slurm")
     RunDir(tmp_path / "sweep").submitting.write_text(content)
     said, unknown = resolve_submissions([run])
@@ -163,7 +163,7 @@ def test_of_a_damaged_note_of_a_submission_nobody_says_more_than_is_known(tmp_pa
 
 
 @pytest.fixture
-def somebody_elses(tmp_path):
+def foreign_runs(tmp_path):
     """A folder of runs in which one is private to another user than this process then is."""
     below = Path(tempfile.mkdtemp(prefix="runs-"))
     below.chmod(0o755)
@@ -183,8 +183,8 @@ def somebody_elses(tmp_path):
     shutil.rmtree(below)
 
 
-def test_somebody_elses_run_is_a_private_row_among_the_others(somebody_elses):
-    found, _ = statuses(expand([somebody_elses]))
+def test_another_users_run_is_a_private_row_among_the_others(foreign_runs):
+    found, _ = statuses(expand([foreign_runs]))
     assert [(s.folder.name, s.state) for s in found] == [
         ("mine", "finished"),
         ("theirs", "private"),
@@ -192,13 +192,13 @@ def test_somebody_elses_run_is_a_private_row_among_the_others(somebody_elses):
     text = shown(found)
     assert "private" in text
     assert "its owner" in text
-    [alone], _ = statuses(expand([somebody_elses / "theirs"]))
+    [alone], _ = statuses(expand([foreign_runs / "theirs"]))
     assert alone.state == "private"
 
 
-def test_an_unreadable_slurm_conf_is_a_sentence(somebody_elses, monkeypatch):
-    run = RunDir(somebody_elses / "mine")
-    conf = somebody_elses / "theirs" / "slurm.conf"
+def test_an_unreadable_slurm_conf_is_a_sentence(foreign_runs, monkeypatch):
+    run = RunDir(foreign_runs / "mine")
+    conf = foreign_runs / "theirs" / "slurm.conf"
     monkeypatch.setenv("SLURM_CONF", str(conf))
     run.result.unlink()
     write_json(run.handle, {"kind": "slurm", "job_id": "7", "slurm_conf": str(conf)})

@@ -1,4 +1,4 @@
-"""`run.windows` in a run: stopped, it goes on with the same bits, and its record has no gap."""
+"""`run.windows` in a run: after a stop it ends with the same bits and a record without gap."""
 
 import json
 import re

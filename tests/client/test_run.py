@@ -1,4 +1,4 @@
-"""What a program imports of us: light, harmless without a run, and agreed within one."""
+"""`current_run`: light to import, harmless without a run, equal on all ranks within one."""
 
 import json
 import math

@@ -29,7 +29,7 @@ def weights(model):
 
 
 class Training:
-    """One start of a rank's loop, and what is left of it."""
+    """One start of a rank's loop, and its record."""
 
     def __init__(self, group, *, dropout=0.0, stops=None, wobbles=False, **options):
         """`stops`: after how many micro-steps of this start the rank hears of a stop."""

@@ -1,4 +1,4 @@
-"""Whose files win, what gives way to what, and what is refused rather than ignored."""
+"""Precedence of configuration files and values, and refusals of what would be ignored."""
 
 import re
 from pathlib import Path

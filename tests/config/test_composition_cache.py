@@ -60,7 +60,7 @@ def batches(draw):
 
 
 def composed(composer, points):
-    """What each comes to, in plain values: in words where it comes to nothing."""
+    """Yield each point in plain values, or the message of its refusal."""
     for number, point in enumerate(points):
         try:
             yield composer.point(number, point)

@@ -1,4 +1,4 @@
-"""What stands after `--` reaches the program as it is; what cannot be run is refused in words."""
+"""Arguments after `--` reach the program unchanged; a program that cannot run is refused."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""What is refused before anything is written, and in which words."""
+"""Refusals before anything is written, and their messages."""
 
 import re
 from dataclasses import fields, is_dataclass

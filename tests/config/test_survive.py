@@ -1,5 +1,5 @@
-"""What `run.survive=true` cannot be had with is refused before anything starts, with a way out;
-where nobody has said, it is on where it can be had on more than one node, and else told why not.
+"""`run.survive`: true is refused before the start with what excludes it, and a way out; unset, it
+is on with several nodes where it is possible, and off with a reason elsewhere.
 """
 
 import pytest
@@ -46,7 +46,7 @@ def test_what_cannot_survive_is_refused_with_what_can_be_done(values, framework,
     assert "run.survive=true" in str(refused.value)
 
 
-def test_replacements_that_nobody_would_let_in_are_not_promised():
+def test_replacements_without_survive_are_refused():
     with pytest.raises(ConfigError, match=r"try run\.survive=true") as refused:
         refuse(config(run__max_replacements=3, run__survive=False), "torch")
     assert "run.max_replacements=3" in str(refused.value)
@@ -73,7 +73,7 @@ REFUSED = (
 
 
 @pytest.mark.parametrize(("values", "said"), REFUSED)
-def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(values, said):
+def test_unset_it_is_off_with_the_reason_where_it_is_impossible(values, said):
     found = planned_survival(config(survive=None, **values))
     assert not found.on
     assert found.description.startswith(OFF)
@@ -91,7 +91,7 @@ def test_where_nobody_has_said_what_stands_against_it_is_told_and_it_is_off(valu
         ({"job": {"command": ["train.py"]}}, False),
     ],
 )
-def test_where_nobody_has_said_it_is_on_where_more_than_one_node_is_planned(values, on):
+def test_unset_it_is_on_with_more_than_one_node(values, on):
     made = config(survive=None, **values)
     assert planned_survival(made).on is on
     assert planned_survival(made).description == ON * on

@@ -1,4 +1,4 @@
-"""Who follows the hint in a message does not meet another refusal of the same key."""
+"""A value that a message suggests is not refused in its turn."""
 
 import re
 

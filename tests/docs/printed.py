@@ -1,4 +1,4 @@
-"""What the pages print for a reader to type or to look up: commands, code, settings, files.
+"""Extraction of commands, code, settings and file names from the pages of the documentation.
 
 A shell block is not read by rules of ours: bash runs it, with stand-ins for all programs that write
 down what they were called with. So quoting, arrays and continued lines mean what a reader's shell
@@ -61,7 +61,7 @@ def blocks(path):
 
 
 def spans(path):
-    """What stands in backquotes on a page, in one line each; of other files, in their comments."""
+    """Return the text in backquotes on a page, in one line each; of other files, in comments."""
     text = _text(path)
     if path.suffix == ".md":
         text = _INDENTED.sub("\n", _FENCED.sub("", text))
@@ -69,7 +69,7 @@ def spans(path):
 
 
 def typed(block, folder):
-    """The commands of a shell block, each a list of words, as bash understands them."""
+    """Return the commands of a shell block, each a list of words, as bash parses them."""
     programs = folder / "programs"
     programs.mkdir(exist_ok=True)
     record = folder / "record"

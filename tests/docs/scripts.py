@@ -44,7 +44,7 @@ def table(text, heading):
 def torchrun(page, name, processes, folder, changed=("", "")):
     """The lines that the script prints when `processes` ranks run it on this machine.
 
-    `changed`: words of it, and what stands there instead.
+    `changed`: words of it, and their replacements.
     """
     (folder / name).write_text(script(page, name).replace(*changed), encoding="utf-8")
     line = ("--standalone", f"--nproc-per-node={processes}", name)

@@ -1,4 +1,4 @@
-"""Mistakes with an accumulator or `run.windows`, as users make them, and what is said of each.
+"""Mistakes with an accumulator or `run.windows`, as users make them, and the message about each.
 
 A case is named by the first column of its row in usage-errors.md.
 """
@@ -280,7 +280,7 @@ def _(ours, model):
 def _(ours, model):
     ours.begin_window()
     loss = loss_of(model)
-    torch.set_warn_always(True)  # a warning that torch gives once stays for whoever tests for it
+    torch.set_warn_always(True)  # a warning that torch gives once stays for tests of it
     loss.total.backward(create_graph=True)
     torch.set_warn_always(False)
     ours.record(loss)

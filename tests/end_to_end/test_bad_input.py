@@ -1,4 +1,4 @@
-"""What is wrong is said in one message, with exit code 2, and leaves nothing behind."""
+"""A wrong request ends with one message and exit code 2, and leaves nothing behind."""
 
 import pytest
 

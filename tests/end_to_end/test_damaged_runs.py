@@ -1,4 +1,4 @@
-"""Damaged runs are resumed from what is sound, or refused."""
+"""Damaged runs are resumed from intact files, or refused."""
 
 import json
 import shutil

@@ -86,7 +86,7 @@ def test_a_second_interrupt_ends_every_process_at_once(run):
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.4, 2.2])
 def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     process = helpers.begin_anew(*SLOW, SMALL, f"run.dir={run}")
-    time.sleep(delay_s)  # the moment is what is tested
+    time.sleep(delay_s)  # the moment is the subject of the test
     process.send_signal(signal.SIGINT)
     output, _ = process.communicate(timeout=30)
     assert process.returncode in (3, 130), output

@@ -88,7 +88,7 @@ def kill_one_after_another(run, victims, *more, ranks_per_node=2, kill_newcomer=
                 time.sleep(1.0)  # some boundaries, at each of which it could come in
         back += ranks_per_node if node else 1
         helpers.until(lambda all_=back: len(came(run)) == all_, what="coming back")
-        # A loss while the new group forms may cost another rank, too; that is not what is tested.
+        # A loss while the new group forms may cost another rank, too; that is not the subject here.
         seen = len(helpers.records(run))
         helpers.until(partial(trains_or_is_held, run, seen), what="training on")
     hold.release()

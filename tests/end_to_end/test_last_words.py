@@ -61,7 +61,7 @@ SLOW = {
     "a rank holds the interpreter for a while": (
         "hold", "forward", ("+job.seconds=8", "run.survive=true")),
 }  # fmt: skip
-"""The same of rank 0, which goes on."""
+"""The same of rank 0, which continues."""
 
 
 @pytest.fixture(scope="module")

@@ -142,7 +142,7 @@ def split(words):
 
 
 def turn(words):
-    """What looks comes first, then what ends runs, parts before wholes; what goes on; its logs."""
+    """Sort key: read-only commands, then `cancel` (ranks before runs), `resume`, and its logs."""
     module, rest = split(words)
     verb = rest[0] if module == "orchestrator" and rest else ""
     order = {"cancel": 1, "resume": 2, "logs": 3, "attach": 3}
@@ -214,9 +214,9 @@ def check_verb(words):
     if words[0].startswith("--"):
         assert words[0] in ("--help", "--install-completion", "--show-completion")
         return
-    if words[0] == "audit" and "--" in words:  # typer gets what stands before the script
+    if words[0] == "audit" and "--" in words:  # typer gets the words before the script
         words = words[: words.index("--")]
-    if words[0] == "launch" or "--" in words:  # a program stands after it
+    if words[0] == "launch" or "--" in words:  # a program follows it
         composed(words[1:])
         return
     with VERBS[words[0]].make_context(words[0], words[1:]) as context:

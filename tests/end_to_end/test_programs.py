@@ -33,7 +33,7 @@ def log(folder, rank):
 
 
 def said(folder, rank):
-    """What the program printed as its last line of JSON."""
+    """Return the last line of JSON that the program printed."""
     return json.loads(re.findall(r"^\{.*\}$", log(folder, rank), flags=re.MULTILINE)[-1])
 
 
@@ -236,7 +236,7 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
 
 @pytest.mark.parametrize("stuck", [3, 0])
 def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
-    """It stands in an import; the others wait at the port, as torch's store has them do."""
+    """It hangs in an import; the others wait at the port, as torch's store has them do."""
     script(
         tmp_path,
         f"""{QUICK}
@@ -311,11 +311,11 @@ def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
     sweep, printed = swept
     heads = re.search(r"^.*\blr\b.*state.*$", printed, flags=re.MULTILINE)[0].split()
     expected = ["state", "time", "per", "update", "final", "loss"]
-    assert heads[2:] == expected, "what is known of no point is left out"
+    assert heads[2:] == expected, "a column without values is left out"
     time, other = r"[\d.]+ m?s", r"\S+ m?s|-"
     assert re.search(rf" 0\.1 +finished +({time}) +({other}) +0\.1250\s*$", printed, re.MULTILINE)
     assert re.search(rf" 0\.01 +finished +({time}) +- +-\s*$", printed, re.MULTILINE)
-    assert "Weights" not in printed, "nobody knows them"
+    assert "Weights" not in printed, "a program has no weights that we know"
     for number, rate in enumerate(("0.1", "0.01")):
         text = (sweep / f"{number}/logs/rank-00000.log").read_text()
         assert f"given {['--name', 'it' + chr(39) + 's ${HOME}, [a]', f'--lr={rate}']}" in text
@@ -354,9 +354,9 @@ def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap
     assert (status["state"], status["updates"]) == ("finished", stopped + 6)
 
 
-def test_a_stop_reaches_the_loop_alone_until_it_has_ended_and_then_what_is_left(tmp_path):
-    """A shell script around the loop, and a worker beside it as loaders have them, hear nothing of
-    the signal while the loop ends its update and saves; what the script would do next is ended.
+def test_a_stop_reaches_only_the_loop_until_it_has_ended_and_then_the_rest(tmp_path):
+    """The shell script around the loop, and a data loader's worker, get no signal while the loop
+    ends its update and saves; afterwards they are ended.
     """
     aside = "worker = subprocess.Popen(['sleep', '600'])\n"
     text = LOOP.replace("import math", f"{aside}import math")

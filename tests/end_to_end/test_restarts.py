@@ -1,4 +1,4 @@
-"""`run.max_restarts`: a run that fails goes on by itself, to the bits of one left alone."""
+"""`run.max_restarts`: a failed run restarts by itself and ends with the undisturbed bits."""
 
 import json
 import os

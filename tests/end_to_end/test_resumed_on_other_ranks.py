@@ -40,7 +40,7 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
     assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
     assert result(run)["updates"] == 12
-    assert not list(run.glob("attempts/*/generation-*")), "nobody survives, as it was begun"
+    assert not list(run.glob("attempts/*/generation-*")), "run.survive=false is kept"
     [note] = RunDir(run).read_resumes()
     assert note["changes"]["train.updates"] == [4, 12]
     assert "updates: 4" in (run / "attempts" / "000" / "config.yaml").read_text()

@@ -37,7 +37,7 @@ class Words(Job):
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder as `pip install --target` makes it, with our wheel and somebody's package in it."""
+    """A folder as `pip install --target` makes it, with our wheel and a user's package in it."""
     base = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base, ROOT]
     subprocess.run(build, check=True, capture_output=True, text=True)

@@ -127,7 +127,7 @@ def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
 
 
 class Digits:
-    """Stands for a user's job: only its name matters."""
+    """A user's job; only its name matters."""
 
 
 @pytest.mark.parametrize(

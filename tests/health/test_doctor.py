@@ -23,7 +23,7 @@ HURTFUL = {
 }  # fmt: skip
 
 
-def test_a_cluster_that_hurts_nobody_has_nothing_to_do():
+def test_a_harmless_cluster_needs_no_action():
     assert [one.do for one in doctor.from_settings(KIND)] == [""]
 
 

@@ -37,7 +37,7 @@ SEED = 1037  # these four faults, in one run
 SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
 
 
-# ------------------------------------------------------------------ what is drawn
+# ------------------------------------------------------------------ drawn faults
 
 
 @given(
@@ -65,7 +65,7 @@ def planned(overrides, *more, **flags):
     return plan_rehearsal(CommandLine(overrides=overrides, **flags), *more)
 
 
-# ------------------------------------------------------------------ what is asked for
+# ------------------------------------------------------------------ requests
 
 
 @pytest.mark.parametrize(
@@ -132,7 +132,7 @@ def small():
 @pytest.mark.parametrize(
     ("more", "how"),
     [({}, "went on"), ({"survived": {"gone": [3], "ranks": 3}}, "survived"), (None, "")],
-    ids=["nobody is lost", "one of two is lost", "nothing follows"],
+    ids=["no rank is lost", "one of two is lost", "nothing follows"],
 )
 def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     tmp_path, small, more, how
@@ -153,7 +153,7 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
 
 
 def beside(tmp_path, small, ours, **end):
-    """What is wrong, by a rehearsal, with a run of these lines that was hurt in update 5."""
+    """Return a rehearsal's verdict on a run of these lines that was disturbed in update 5."""
     runs = []
     for name, records in (("undisturbed", [line(n) for n in range(20)]), ("run-001", ours)):
         run = SimulatedRun(tmp_path / name, small)

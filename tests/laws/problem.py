@@ -50,7 +50,7 @@ class Net(nn.Module):
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """What is trained. `weighting`: "samples", "tokens" or "own" (random weights of samples)."""
+    """A problem. `weighting`: "samples", "tokens" or "own" (random weights of samples)."""
 
     samples: int = 12
     dtype: torch.dtype = torch.float64

@@ -114,7 +114,7 @@ def test_sending_during_the_backward_changes_no_bit(seed, samples, data):
 
 
 def _mean_of_means(problem, table):
-    """What dividing by each micro-batch's own weight would give: the mistake that sums avoid."""
+    """Divide by each micro-batch's own weight: the mistake that sums avoid."""
     model = problem.model()
     pieces = [piece for mine in table for piece in mine]
     for first, last in pieces:

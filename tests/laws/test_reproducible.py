@@ -1,4 +1,4 @@
-"""The reproducible reduction gives one digest, whoever computes which leaves."""
+"""The reproducible reduction gives one digest for any assignment of leaves to ranks."""
 
 import math
 

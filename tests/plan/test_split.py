@@ -1,4 +1,4 @@
-"""Who computes which samples: laws of the split, for any numbers."""
+"""Laws of the split of samples over ranks, for any numbers."""
 
 import re
 import time

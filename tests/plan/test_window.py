@@ -1,4 +1,4 @@
-"""What each rank does in each update: the same samples, whoever computes them."""
+"""The work of each rank in each update: the same samples for any number of ranks."""
 
 import pytest
 from hypothesis import given

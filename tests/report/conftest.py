@@ -5,7 +5,7 @@ from tests.run_folders import Screen, maker, result
 
 @pytest.fixture(autouse=True)
 def neutral_environment(monkeypatch):
-    """What a person's shell says about colours must not decide whether tests pass."""
+    """Remove variables about colours, which must not decide whether tests pass."""
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm-256color")

@@ -21,12 +21,12 @@ from tests.helpers import verb
 
 
 class Reader(HTMLParser):
-    """What a browser would see: tags with their attributes, and the text of each script."""
+    """A page as a browser parses it: tags with their attributes, and the text of each script."""
 
     def __init__(self, page):
         super().__init__()
         self.tags, self.scripts, self._script = [], [], False
-        self.shown = []  # (tag, text) of what stands in an element
+        self.shown = []  # (tag, text) of the content of an element
         self.feed(page)
 
     def handle_starttag(self, tag, attrs):
@@ -138,7 +138,7 @@ def browser():
     if found is None:
         try:
             ensure_installed({"chromium": ("chromium",)}, say=print)
-        except DevClusterError as error:  # not root, or no Debian: nobody can look then
+        except DevClusterError as error:  # not root, or no Debian: no browser can run then
             pytest.skip(str(error))
     return found or "chromium"
 

@@ -30,7 +30,7 @@ def test_secrets_among_overrides_are_hidden_everywhere(made):
     assert "train.seed=4" in data["runs"][0]["command"]
 
 
-def test_the_command_makes_the_run_again_wherever_it_lay_and_whoever_chose_it(made):
+def test_the_command_repeats_the_run_wherever_its_folder_and_settings_came_from(made):
     chosen = ("run.dir=some", "hydra/sweeper=optuna", "hydra.sweeper.n_jobs=4", "sweep.search=tpe")
     words = ["+cluster=slurm", *chosen, "++run.dir=x", "job.hydra.dir=a b", "train.updates=9"]
     asked = {"overrides": words, "flags": ["--config-name", "mine"]}

@@ -1,5 +1,5 @@
 # ruff: noqa: RUF001 - the signs that are printed.
-"""Tables over many runs: sweeps, and K = 1 beside K = 4."""
+"""Tables over many runs: sweeps, and K = 1 against K = 4."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""A signal goes to the launcher of this run, or to nobody."""
+"""A signal goes to the launcher of this run, or to no process."""
 
 import fcntl
 import os
@@ -68,7 +68,7 @@ def of(pid, host=None):
 @pytest.mark.parametrize(
     "words", [str, of, lambda pid: of(pid, host="another-host"), lambda _: of(0), lambda _: ""]
 )
-def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, words):
+def test_a_process_named_in_a_lock_that_it_does_not_hold_gets_no_signal(run, bystander, words):
     """This test locks the file itself, as a process might that wants another one ended."""
     run.lock.write_text(words(bystander.pid))
     with run.lock.open("r+") as file:
@@ -77,7 +77,7 @@ def test_whoever_a_lock_names_without_holding_it_gets_no_signal(run, bystander, 
             signal_holder(run, signal.SIGKILL)
 
 
-def test_a_lock_that_nobody_holds_gets_nobody_a_signal(run, bystander):
+def test_a_free_lock_causes_no_signal(run, bystander):
     run.lock.write_text(of(bystander.pid))
     with pytest.raises(ClusterError, match="nothing to cancel"):
         signal_holder(run, signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""When a failed run starts again, and what a stop does to a run."""
+"""Automatic restarts of failed runs, and the effect of a stop."""
 
 import time
 

@@ -56,7 +56,7 @@ def test_lost_nodes_are_replaced_and_ranks_that_live_on_are_fenced_off(mended, t
     runs.wait_for_update(crashed, 6, attempt=1)
     holds[1].release()
     assert runs.wait_over(mended, crashed)["weights_sha256"] == digest
-    why = runs.first_records(crashed)[1]["restart"]["why"]  # whoever notices first
+    why = runs.first_records(crashed)[1]["restart"]["why"]  # by the first that notices
     assert why in (f"node {dead} failed", f"node {dead} stopped answering")
     assert dead not in runs.nodes_of(mended, job)
 

@@ -1,4 +1,4 @@
-"""Submission to SLURM: what is queued, what is refused, and what a killed submitter leaves."""
+"""Submission to SLURM: queued jobs, refusals, and a submitter that is killed."""
 
 import json
 import signal

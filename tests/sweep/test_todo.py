@@ -1,4 +1,4 @@
-"""What the same line does again with each point of a sweep, whatever happened to it meanwhile."""
+"""The same line again: its action for each point of a sweep, by what happened to the point."""
 
 import os
 import shutil
@@ -98,7 +98,7 @@ def ended_as(state):
     return lambda run: write_result_again(run, state)
 
 
-HAPPENED = [  # to a point, what is done with it then, and why; is what lay there kept?
+HAPPENED = [  # event, action that follows, its reason, and whether the old folder is kept
     (lambda _: None, Action.NOTHING, "finished", False),
     (lambda run: shutil.rmtree(run.path), Action.START, "new", False),
     (lambda run: run.submission.unlink(), Action.START, "half-written", True),
@@ -212,7 +212,7 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
             sweep.tasks()
 
 
-def test_a_folder_of_somebody_elses_is_never_taken(sweep):
+def test_another_users_folder_is_never_used(sweep):
     foreign = sweep.folder / "2" / "theirs"
     foreign.parent.mkdir()
     foreign.touch()

@@ -1,4 +1,4 @@
-"""A class of somebody else's that cannot be used is one sentence, with its package in it."""
+"""A third party's class that cannot be used is refused in one sentence that names its package."""
 
 import re
 import sys

@@ -1,4 +1,4 @@
-"""Three packages of somebody else's pass the suites that we ship, and train together."""
+"""Three third-party packages pass the suites that we ship, and train together."""
 
 import json
 import os

@@ -97,7 +97,7 @@ def test_samples_that_are_drawn_at_random_are_compared_after_the_same_seeds():
     torch.manual_seed(5)
     # One rank, since the ranks of this test would share the generators.
     assert _agreed(lambda _: Augmented(draw), ranks=1) == [4]
-    assert torch.equal(torch.rand(1), wanted)  # and nobody notices
+    assert torch.equal(torch.rand(1), wanted)  # without any error
 
 
 def test_samples_that_no_seed_reaches_are_warned_of(recwarn):

@@ -1,4 +1,4 @@
-"""What we ship passes the suite of trackers, each read back by what its own people wrote."""
+"""The built-in trackers pass the suite of trackers, each read back by its own package."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Which cluster a run folder may send our commands to.
+"""Checks of the cluster to which a run folder may send our commands.
 
 A slurm.conf is not only data: with PluginDir it names code that squeue and the like load. So the
 one that handle.json names is used only if the user at this shell vouches for it: it is their

@@ -281,7 +281,7 @@ def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp
     assert any("SBATCH_PARTITION" in line and "SBATCH_ACCOUNT" not in line for line in lines)
     memories = [line for line in lines if line.startswith("#SBATCH --mem")]
     assert len([line for line in memories if "bind" not in line]) == 1
-    assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused beside --cpus-per-task
+    assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused together with --cpus-per-task
     plain = batch_script(config, run, 0, replace(submit_host, defaults=()))
     assert "in the environment" not in plain
 

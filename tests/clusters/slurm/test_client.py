@@ -1,4 +1,4 @@
-"""What is asked of SLURM's commands and made of their answers: with stand-ins for them on PATH."""
+"""Calls of SLURM's commands, and the parsing of their answers, with fake commands on PATH."""
 
 import errno
 import os

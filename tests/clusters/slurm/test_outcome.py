@@ -240,7 +240,7 @@ def test_a_program_whose_workers_all_finished_has_finished(run, program):
     assert end["state"] == ("finished" if program else "failed")
 
 
-def test_ranks_that_all_ended_in_order_without_a_result_are_nobodys_fault(run):
+def test_ranks_that_all_ended_in_order_without_a_result_have_no_culprit(run):
     attempts(run, 1)
     ended(run, 0, "finished")
     in_order = culprit_of(run, 0, 0)

@@ -1,5 +1,4 @@
-"""What one rank of a test's group does: `python -m tests.engine.mindspore.program FOLDER RANK
-SIZE`.
+"""One rank of a test's group: `python -m tests.engine.mindspore.program FOLDER RANK SIZE`.
 
 Starting a group takes seconds, so one group goes through all checks; each leaves "" or a traceback
 in the rank's JSON file, and the tests look there.

@@ -147,7 +147,7 @@ def test_a_rank_takes_the_device_of_its_local_rank_among_those_it_sees():
         device_index("hccl", 3, seen)
 
 
-def test_a_lone_rank_needs_nobody(tmp_path):
+def test_a_single_rank_needs_no_others(tmp_path):
     group = form_group(spec(tmp_path, 0, 1))
     group.barrier()
     assert (group.size, group.counters.collectives) == (1, 0)

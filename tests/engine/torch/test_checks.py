@@ -201,7 +201,7 @@ class Drifts(Job):
 
 
 def _trained(job_of, updates, **settings):
-    """What each rank raised, or None; and how many updates it did before."""
+    """Return each rank's error, or None, and the number of its updates before."""
 
     def be(group):
         engine = TorchEngine(job_of(group.rank), EngineSettings(**settings), group)

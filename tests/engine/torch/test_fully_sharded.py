@@ -323,7 +323,7 @@ def _check_files(folder, weights, merged):
     """Check the parts of a checkpoint: what DCP and tools without torch read from them."""
     parts = [part_name(0), part_name(1)]
     assert sorted(path.name for path in folder.iterdir()) == [*parts, "state.json"]
-    # No rank has written what is another's, and together they have written everything once.
+    # Each rank has written its own part only, and together they have written everything once.
     numbers = sum(weight.size for weight in weights)
     held = [sum(t.numel() for t in load_file(folder / name).values()) for name in parts]
     assert max(held) < 2 * numbers < sum(held) < 3.1 * numbers

@@ -355,7 +355,7 @@ def test_every_collective_of_a_group_keeps_silence():
 
 # All threads but the main one run only when nothing else would, so that gloo's thread is overtaken:
 # between saying that the collective is done and freeing its tensors, or where it has freed them and
-# waits for Python's lock, which nobody gives up for a while.
+# waits for Python's lock, which one thread keeps for a while.
 START = """
 import os, sys, time, torch
 import torch.distributed as dist
@@ -414,7 +414,7 @@ def test_processes_that_end_right_after_a_collective_do_not_abort(tmp_path):
         for rank in ranks:
             stack.callback(rank.kill)
         first_true(lambda: all(rank.poll() is not None for rank in ranks), seconds=10)
-        for rank in ranks:  # what is idle would get nothing for minutes where others compute
+        for rank in ranks:  # an idle priority would get no time for minutes beside busy processes
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
                 for thread in os.listdir(f"/proc/{rank.pid}/task"):  # noqa: PTH208
                     os.sched_setscheduler(int(thread), os.SCHED_OTHER, os.sched_param(0))

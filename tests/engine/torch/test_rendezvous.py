@@ -119,7 +119,7 @@ def _say_what_they_like(store):
 
 
 def test_strangers_at_the_port_can_neither_end_a_start_nor_hang_it(tmp_path):
-    """Rank 1 comes late; until then whoever finds the port says what they like to it."""
+    """Rank 1 comes late; until then strangers send anything to the port."""
     with ThreadPoolExecutor() as pool:
         first = pool.submit(form_group, spec(0, 2, tmp_path, timeout_s=100))
         path = rendezvous_file(spec(0, 2, tmp_path))

@@ -223,7 +223,7 @@ def test_weights_that_are_halves_step_from_float32_masters(dtype, ranks):
         state = ours.optimizer_state()
         assert state is None or "master" in state["state"][0]
         found = [p.detach().clone() for p in net.parameters()]
-        with torch.no_grad():  # what is written elsewhere is taken over
+        with torch.no_grad():  # weights written from outside count
             net[2].weight.fill_(0.5)
         train(1)
         assert (net[2].weight - 0.5).abs().max() <= 4e-3
@@ -300,7 +300,7 @@ def test_jobs_that_do_more_than_micro_steps_take_the_same_steps(job, more):
         assert [r.loss for r in sharded] == pytest.approx([r.loss for r in reports], rel=1e-12)
 
 
-# ------------------------------------------------------------------ what is skipped or refused
+# ------------------------------------------------------------------ skipped or refused
 
 
 def test_an_overflow_skips_the_update_on_all_ranks_and_sends_no_weights():

@@ -222,7 +222,7 @@ def files_of(state, folder):
 
 
 def compare(group, optimizer, folder, **more):
-    """What is written at once of an update's end, and what of a copy that was finished late."""
+    """Compare a state written at the end of an update with a copy that was completed later."""
     settings = EngineSettings(
         optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
     )

@@ -1,4 +1,4 @@
-"""An engine goes on in another group, with the state of whoever had gone farthest."""
+"""An engine continues in another group, with the state of the most advanced rank."""
 
 import copy
 from dataclasses import replace
@@ -274,7 +274,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
         with pytest.raises(StateLost, match="no rank has the part of rank"):
             engine.catch_up(group, 2, "")
         engine.regroup(group)
-        if whole or group.rank:  # the first time somebody is lost before all have loaded it
+        if whole or group.rank:  # the first time a rank is lost before all have loaded it
             engine.load_state(tmp_path, saved)
         if whole:
             train(engine, range(2, 5))

@@ -1,4 +1,4 @@
-"""Points beside each other on this machine: each can end, fail, be stopped or killed alone."""
+"""Points at the same time on this machine: each can end, fail, be stopped or killed alone."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""How many points run at once: laws over machines, and what a person is told."""
+"""The number of points that run at once: laws over machines, and the messages."""
 
 import io
 import os

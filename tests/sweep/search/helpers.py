@@ -31,7 +31,7 @@ ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
 
 
 def loss_of(lr, k, updates=4):
-    """What the program reports last; None where it fails."""
+    """Return the loss that the program reports last, None if it fails."""
     return None if k in (2, 5) else (lr - 0.3) ** 2 + k / 10 + 1 / updates
 
 
@@ -54,7 +54,7 @@ class AtOnce:
     """Runs of trials that end as soon as they begin, each with its own value.
 
     Args:
-        most: trials that are held back until as many run, so that all of them run beside others.
+        most: trials are held until so many run, so that all of them run at the same time.
     """
 
     def __init__(self, most=1):
@@ -79,7 +79,7 @@ class AtOnce:
         return True
 
     def follow(self, task):
-        raise AssertionError(f"nobody holds {task.run.path}")
+        raise AssertionError(f"no process holds {task.run.path}")
 
     def stop(self, task):
         self.stopped.append(task.run.path)

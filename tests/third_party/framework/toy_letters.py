@@ -58,7 +58,7 @@ class Letters(Group):
         return self._folder / f"alive-{rank}"
 
     def _letters(self, mine):
-        """Everybody's letter of this turn, in the order of ranks."""
+        """Return all ranks' letters of this turn, in the order of ranks."""
         turn, self._turn = self._turn, self._turn + 1
         own = self._folder / f"{turn}-{self.rank}"
         own.with_suffix(".part").write_bytes(mine)
@@ -75,7 +75,7 @@ class Letters(Group):
                     raise PeerLost(f"rank {self.rank} lost {named_ranks(missing[:1])}")
                 if len(found) < self.size:
                     self._look_up(missing, until)
-        if turn:  # all have come to this turn, so nobody reads the one before any more
+        if turn:  # all have come to this turn, so no rank reads the one before any more
             (self._folder / f"{turn - 1}-{self.rank}").unlink()
         return [found[rank] for rank in range(self.size)]
 

@@ -30,7 +30,7 @@ class MailboxGroup(BaseGroup):
         self._store, self._timeout, self._turn = store, timedelta(seconds=timeout_s), 0
 
     def _letters(self, mine):
-        """Everybody's tensor, flat and of one type, in the order of ranks."""
+        """Return all ranks' tensors, flat and of one type, in the order of ranks."""
         turn, self._turn = self._turn, self._turn + 1
         letters = [f"{turn}/{rank}" for rank in range(self.size)]
         self._store.set(letters[self.rank], mine.view(torch.uint8).numpy().tobytes())
@@ -40,7 +40,7 @@ class MailboxGroup(BaseGroup):
             read = [bytearray(letter) for letter in self._store.multi_get(letters)]
         except DistError as error:
             raise PeerLost(f"rank {self.rank} lost a peer: {error}") from error
-        if turn:  # all have come to this turn, so nobody reads the one before any more
+        if turn:  # all have come to this turn, so no rank reads the one before any more
             self._store.delete_key(f"{turn - 1}/{self.rank}")
         empty = mine.new_empty(0)
         return [torch.frombuffer(one, dtype=mine.dtype) if one else empty for one in read]
