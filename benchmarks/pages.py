@@ -52,7 +52,7 @@ def _plain(data: Result) -> str:
         f"{part['heading']}:\n\n{table(part)}" if part["heading"] else table(part)
         for part in data["parts"]
     ]
-    return "\n\n".join([data["note"], *parts])
+    return "\n\n".join([data["note"], *parts, *data.get("more", [])])
 
 
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {

@@ -12,11 +12,20 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from benchmarks.measure import keep, machine, rows_of
 from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator
+from orchestrator.engine.torch.buffers import GradientBuffers
+from orchestrator.engine.torch.fully_sharded import FullySharded
 from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction
+from orchestrator.engine.torch.transports import TorchGroup
+from orchestrator.plan.batch import Batch
+from orchestrator.plan.order import DataOrder
+from orchestrator.plan.schedule import Schedule
+from orchestrator.plan.window import WindowPlanner
 from orchestrator.testing.processes import run_ranks
 
 STEPS, SAMPLES, WIDE, LAYERS = 4, 16, 512, 8
@@ -28,6 +37,17 @@ Seconds of an update of {STEPS} micro-steps of {SAMPLES} samples, {LAYERS} layer
 By hand: `set_requires_all_reduce(last)`, the mean divided by K, `clip_grad_norm_`. A mesh of
 (2, 2) is two copies of two ranks each. Ours reduces between copies after the last backward, and
 not during it."""
+MANY = 9600
+LARGE = f"""\
+One rank of {MANY:,} builds its buffers, its reduction and its first window for 1.26 billion
+parameters (on torch's fake process group; the sharded model itself exists before). In shards over
+64 or 8 ranks the memory is this rank's part of the float32 gradient."""
+LARGE_SHAPES = {
+    "whole on each rank, optimizer in shards (on the meta device)": None,
+    "in shards over all ranks": MANY,
+    "in shards over 64 ranks, 150 copies": 64,
+    "in shards over 8 ranks, 1,200 copies": 8,
+}
 
 
 def _sharded(mesh: Any) -> Any:
@@ -83,6 +103,59 @@ def _measure(
     return found
 
 
+class _Layer(nn.Module):
+    """The parameters of a transformer's layer; it computes nothing."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.attention = nn.Linear(width, 4 * width)
+        self.inner, self.outer = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+
+def _build_large(_: BaseGroup, shards: int | None) -> tuple[float, float]:
+    """Build the reduction and the first window of one of MANY ranks; no rank but this exists.
+
+    Args:
+        shards: ranks that hold one copy of the model (`fully_shard`); None: each rank holds the
+            whole model and a part of the optimizer's state.
+    """
+    dist.init_process_group("fake", rank=0, world_size=MANY, store=FakeStore())
+    with torch.device("meta"):  # weights without memory
+        model = nn.Sequential(*(_Layer(2048) for _ in range(25)))
+    if shards is not None:
+        mesh = init_device_mesh(
+            "cpu", (MANY // shards, shards), mesh_dim_names=("copies", "shards")
+        )
+        for layer in model:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+        model.to_empty(device="cpu")
+    group = TorchGroup.wrap(dist.group.WORLD, device="meta" if shards is None else "cpu")
+    named = list(model.named_parameters())
+    resident, began = _mib("VmRSS:"), time.perf_counter()
+    if shards is None:
+        buffers = GradientBuffers(named, pad_to=MANY, move_weights=True)
+        reduction = ShardedReduction(buffers, group, None, overlap=False)
+        OptimizerShard(torch.optim.AdamW(model.parameters()), reduction, group)
+    else:
+        FullySharded(model, named, group).reduction(named, None).begin(None)
+    planner = WindowPlanner(
+        order=DataOrder(seed=0, dataset_samples=10**9, global_batch=4 * MANY + 1),
+        schedule=Schedule(base_lr=0.1, global_batch=4 * MANY + 1),
+        batch=Batch(global_batch=4 * MANY + 1, steps=4, micro_batch_cap=None),
+        ranks=MANY,
+    )
+    planner.window(0, 0)
+    seconds = time.perf_counter() - began
+    return seconds, _mib("VmHWM:") - resident
+
+
+def _mib(field: str) -> float:
+    """Return a figure of this process's memory, by its name in /proc/self/status."""
+    lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+    return next(float(line.split()[1]) / 1024 for line in lines if line.startswith(field))
+
+
 def main(*, quick: bool = False) -> None:
     parts: list[dict[str, Any]] = []
     for shape in SHAPES:
@@ -91,5 +164,11 @@ def main(*, quick: bool = False) -> None:
             given = folder, shape, 7 if quick else 101
             figures = run_ranks(ranks, Path(folder), _measure, *given, timeout_s=300.0)[0]
         parts.append({"heading": f"Mesh {shape}", "figures": {"s": rows_of(figures, BY_HAND)}})
+    rows: list[str] = []
+    for name, shards in LARGE_SHAPES.items():
+        with tempfile.TemporaryDirectory() as folder:
+            seconds, mib = run_ranks(1, Path(folder), _build_large, shards)[0]
+        rows.append(f"| {name} | {seconds:.2f} | {mib:.0f} |")
+    large = "\n".join([LARGE, "", "| model | seconds | MiB |", "|---|---:|---:|", *rows])
     data = {"title": "Models in shards", "machine": machine(), "note": NOTE, "parts": parts}
-    keep("sharded", data, quick=quick)
+    keep("sharded", {**data, "more": [large]}, quick=quick)
