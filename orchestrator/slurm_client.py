@@ -16,7 +16,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -415,9 +415,20 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     return jobs
 
 
-def queued(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
+def _job_list(ids: Collection[str]) -> str:
+    """Return the ids as an argument, of several elements of an array the array's: a command line
+    holds 128 KiB an argument, less than the ids of 10,000 elements.
+    """
+    arrays: dict[str, list[str]] = {}
+    for job in ids:
+        arrays.setdefault(job.partition("_")[0], []).append(job)
+    return ",".join(array if len(found) > 1 else found[0] for array, found in arrays.items())
+
+
+def queued(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     """Return these jobs by squeue. Raises `SchedulerDown`."""
-    return read_queue(client.run(*QUEUE, "-j", ",".join(ids)))
+    found = read_queue(client.run(*QUEUE, "-j", _job_list(ids)))
+    return {job: found[job] for job in ids if job in found}
 
 
 def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, Job]:
@@ -439,15 +450,18 @@ def _accounting(client: SlurmClient, *options: str) -> list[str]:
     return answer.out.splitlines()
 
 
-def accounted(client: SlurmClient, ids: Iterable[str]) -> dict[str, Job]:
+def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     """Return the latest start of these jobs by sacct; {} without accounting.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
     """
     jobs: dict[str, Job] = {}
-    for line in _accounting(client, "-j", ",".join(ids), "-o", "JobID,State,ExitCode,NodeList"):
+    listed, wanted = _job_list(ids), frozenset(ids)
+    for line in _accounting(client, "-j", listed, "-o", "JobID,State,ExitCode,NodeList"):
         job, state, ended, nodes = line.split("|")
+        if job not in wanted:
+            continue
         code, _, number = ended.partition(":")
         jobs[job] = Job(  # later starts of a job follow
             id=job,

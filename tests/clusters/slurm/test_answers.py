@@ -11,6 +11,7 @@ from orchestrator.slurm_client import (
     TaskExit,
     accounted,
     explained,
+    queued,
     read_queue,
     retry_unanswered,
     task_exits,
@@ -52,6 +53,23 @@ def test_accounting_that_is_off_is_told_from_accounting_that_is_silent():
     silent = Answer(1, "", "sacct: error: slurm_persist_conn_open_without_init: no")
     with pytest.raises(ClusterError, match="accounting gave no answer"):
         accounted(Client(silent), ["7"])
+
+
+def test_ten_thousand_elements_are_asked_for_as_their_array():
+    ids = [f"123456789_{n}" for n in range(10_000)]
+    asked = []
+
+    class Recording(Client):
+        def run(self, *command):
+            asked.append(command[command.index("-j") + 1])
+            return self.answer
+
+    others = "123456789_9999|RUNNING|0:0|n1\n123456789_10000|RUNNING|0:0|n1\n7_1|FAILED|1:0|n1\n"
+    found = accounted(Recording(Answer(0, others, "")), [*ids, "7_1"])
+    assert {job: one.state for job, one in found.items()} == {ids[-1]: "RUNNING", "7_1": "FAILED"}
+    line = queue_line(JobArrayID="123456789_10000")
+    assert queued(Recording(Answer(0, line, "")), ids) == {}
+    assert asked == ["123456789,7_1", "123456789"]
 
 
 def test_a_job_is_read_by_position_whatever_its_texts_hold():
