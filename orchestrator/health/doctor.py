@@ -157,7 +157,7 @@ def devices() -> Iterator[CheckResult]:
         toolkits = sorted(ASCEND.glob("*/version.cfg")) + sorted(ASCEND.glob("*/*/version.cfg"))
         cann = _version_in(reversed(toolkits))
         found = f"{plural(npus, 'Ascend NPU')}, driver {driver}, CANN {cann or 'not found'}"
-        remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh in cluster.setup"
+        remedy = "source /usr/local/Ascend/ascend-toolkit/set_env.sh in cluster.preamble"
         state = (GOOD, "") if cann else (BAD, remedy)
         yield CheckResult("devices", f"{found} (HCCL is part of it)", *state)
 

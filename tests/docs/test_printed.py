@@ -42,6 +42,22 @@ def test_the_end_of_make_run_is_what_the_readme_shows():
 # ------------------------------------------------------------------ settings
 
 
+def test_every_setting_in_a_message_exists():
+    sections = "accumulation|cluster|facts|schedule|sweep|tracker|train"
+    known = {".".join(key.split(".")[:2]) for key in dict(flat(plain(Config())))}
+    known |= {"sweep.dir", "sweep.subdir"}  # Hydra's
+    named = re.compile(rf"(?<![\w./])(?:{sections})\.(?!py\b)[a-z_]{{3,}}")
+    wrong = {
+        f"{path.name}: {key}"
+        for path in (ROOT / "orchestrator").rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Constant) and isinstance(node.value, str)
+        for key in named.findall(node.value)
+        if key not in known
+    }
+    assert wrong == {"messages.py: accumulation.stpes"}  # an example of a misspelled key
+
+
 def test_every_setting_with_a_section_exists():
     sections = {field.name for field in fields(Config)} - {"job", "optimizer", "transport"}
     known = set(dict(flat(plain(Config()))))
