@@ -161,9 +161,11 @@ class ClusterSuite:
         first, second = (cluster_of(config).request(run, 0) for _ in range(2))
         expect(first, second, "the same request twice")
         expect((first.nodes, first.ranks_per_node, first.run), (2, 1, run), "what is requested")
-        expect(run.exists(), False, "a folder for what was only asked for")
+        expect(run.exists(), False, "a folder for a request that was only made")
 
-    def test_every_rank_runs_in_its_place(self, cluster: Sequence[str], tmp_path: Path) -> None:
+    def test_every_rank_has_its_node_local_rank_and_environment(
+        self, cluster: Sequence[str], tmp_path: Path
+    ) -> None:
         more = ("cluster.ranks_per_node=2", "cluster.environment.TRIAL=seen")
         started = Started.program(cluster, tmp_path, "end", *more)
         started.ends_with(EXIT_FINISHED)
@@ -189,7 +191,7 @@ class ClusterSuite:
         started.ends_with(EXIT_FAILED)
         _blamed(started, 1)
 
-    def test_a_rank_that_leaves_its_training_as_if_it_were_done_is_named(
+    def test_a_rank_that_exits_with_code_0_during_training_is_named(
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:
         started = Started(cluster, tmp_path, *TRAINED, "job.leaving=1")
@@ -197,7 +199,7 @@ class ClusterSuite:
         culprit = started.result()["culprit"] or {}
         expect(culprit.get("rank"), 1, "rank that is blamed, not one that missed it")
 
-    def test_a_cancelled_run_stops_at_a_boundary_and_goes_on_from_there(
+    def test_a_cancelled_run_stops_at_a_boundary_and_resumes_from_there(
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:
         started = Started(cluster, tmp_path, *TRAINED)
@@ -212,7 +214,7 @@ class ClusterSuite:
         started.ends_with(EXIT_FINISHED)
         expect(started.result()["updates"], stopped["updates"] + 2, "updates after the resume")
 
-    def test_a_run_that_is_ended_at_once_leaves_no_process(
+    def test_a_run_that_is_cancelled_at_once_leaves_no_process(
         self, cluster: Sequence[str], tmp_path: Path
     ) -> None:
         started = Started.program(cluster, tmp_path, "live")

@@ -8,8 +8,8 @@
         def read(self, run):
             return [(step, values), ...]
 
-The fixture gives the overrides that choose it; `read` what it has written of the run, in the order
-of writing, `values` being numbers by name.
+The fixture gives the overrides that choose it; `read` returns what the tracker has written of the
+run, in the order of writing, with `values` by name.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class TrackerSuite(ABC):
     def read(self, run: RunDir) -> Sequence[tuple[int, Mapping[str, float]]]:
         """Return what it has written."""
 
-    def test_what_is_written_is_there_after_the_close_and_an_attempt_adds_to_it(
+    def test_written_values_are_there_after_the_close_and_a_later_attempt_adds_to_them(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
         run, config = _create_run(tracker, tmp_path)
@@ -60,9 +60,7 @@ class TrackerSuite(ABC):
             scalars.close()
         expect([(step, dict(values)) for step, values in self.read(run)], written, "what is read")
 
-    def test_what_is_no_finite_number_is_written_too(
-        self, tracker: Sequence[str], tmp_path: Path
-    ) -> None:
+    def test_non_finite_values_are_accepted(self, tracker: Sequence[str], tmp_path: Path) -> None:
         run, config = _create_run(tracker, tmp_path)
         chosen = TRACKERS.make(config.tracker.kind, Tracker, run, config)
         chosen.write(0, {LOSS: math.nan, ACCURACY: math.inf})
@@ -72,7 +70,7 @@ class TrackerSuite(ABC):
             (math.isnan(values[LOSS]), values[ACCURACY]), (True, math.inf), "not a number, infinity"
         )
 
-    def test_one_that_fails_ends_no_training_and_is_told_at_most_once(
+    def test_a_failing_tracker_ends_no_training_and_warns_at_most_once(
         self, tracker: Sequence[str], tmp_path: Path
     ) -> None:
         run, config = _create_run(tracker, tmp_path)
@@ -85,9 +83,7 @@ class TrackerSuite(ABC):
             scalars.close()
         expect(len(given) <= 1, True, f"at most one warning, of {[str(one) for one in given]}")
 
-    def test_an_option_that_it_does_not_have_is_refused(
-        self, tracker: Sequence[str], tmp_path: Path
-    ) -> None:
+    def test_an_unknown_option_is_refused(self, tracker: Sequence[str], tmp_path: Path) -> None:
         run, config = _create_run([*tracker, "+tracker.options.no_such_option=1"], tmp_path)
         try:
             Scalars(run, config)

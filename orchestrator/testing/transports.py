@@ -57,7 +57,7 @@ def _expect_equal(found: Tensor, wanted: Tensor, what: str) -> None:
     expect((found.dtype, found.tolist()), (wanted.dtype, wanted.tolist()), what)
 
 
-def takes_every_dtype_and_stride(group: BaseGroup) -> None:
+def accepts_every_dtype_and_stride(group: BaseGroup) -> None:
     """Test sums, broadcasts and gathers of tensors as models have them."""
     total, last = sum(range(group.size + 1)), group.size - 1
     sizes = [rank + 1 for rank in range(group.size)]
@@ -75,7 +75,7 @@ def takes_every_dtype_and_stride(group: BaseGroup) -> None:
         _expect_equal(gathered.cpu(), wanted, f"gathered {dtype}")
 
 
-def keeps_sums_under_way_apart(group: BaseGroup) -> None:
+def separates_concurrent_sums(group: BaseGroup) -> None:
     """Begin eight sums before waiting for the first."""
     ranks = range(group.size)
     tensors = [torch.full((1000,), float(group.rank + n), device=group.device) for n in range(8)]
@@ -85,8 +85,8 @@ def keeps_sums_under_way_apart(group: BaseGroup) -> None:
     expect([tensor[-1].item() for tensor in tensors], wanted, "sums that were under way at once")
 
 
-def sends_pieces_to_those_they_are_for(group: BaseGroup) -> None:
-    """Test `all_to_all`, where the last rank gives nothing and gets something."""
+def exchanges_pieces_with_all_to_all(group: BaseGroup) -> None:
+    """Test `all_to_all` with a last rank that sends nothing and receives something."""
     giving = group.size - 1 or 1
     first = 100.0 * group.rank
     mine = torch.arange(2 * group.size, device=group.device) + first
@@ -98,7 +98,7 @@ def sends_pieces_to_those_they_are_for(group: BaseGroup) -> None:
     expect(received.tolist(), wanted, "pieces of all_to_all")
 
 
-def an_update_is_that_of_one_big_batch(group: BaseGroup) -> None:
+def an_update_equals_that_of_one_big_batch(group: BaseGroup) -> None:
     """Test `Accumulator` over uneven parts, with each of its reductions."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(SAMPLES, 3, generator=draw, dtype=torch.float64)
@@ -128,10 +128,10 @@ def _after_an_update(group: BaseGroup | None, x: Tensor, **options: Any) -> Tens
 
 
 TORCH_CHECKS: tuple[Callable[[BaseGroup], None], ...] = (
-    takes_every_dtype_and_stride,
-    keeps_sums_under_way_apart,
-    sends_pieces_to_those_they_are_for,
-    an_update_is_that_of_one_big_batch,
+    accepts_every_dtype_and_stride,
+    separates_concurrent_sums,
+    exchanges_pieces_with_all_to_all,
+    an_update_equals_that_of_one_big_batch,
 )
 
 
@@ -167,13 +167,11 @@ class TransportSuite:
     def test_three_ranks_pass_the_suite_of_groups(self, transport: str, tmp_path: Path) -> None:
         expect(run_ranks(3, tmp_path, all_checks, transport=transport), [transport] * 3, "names")
 
-    def test_a_lone_rank_needs_nobody(self, transport: str, tmp_path: Path) -> None:
+    def test_a_single_rank_passes_the_suite_of_groups(self, transport: str, tmp_path: Path) -> None:
         expect(run_ranks(1, tmp_path, all_checks, transport=transport), [transport], "names")
 
-    def test_a_peer_that_has_gone_is_told_to_the_others(
-        self, transport: str, tmp_path: Path
-    ) -> None:
+    def test_a_lost_peer_is_reported_to_the_others(self, transport: str, tmp_path: Path) -> None:
         found = run_ranks(
             2, tmp_path, _without_the_last, transport=transport, collective_timeout_s=LOST_AFTER_S
         )
-        expect(found, ["lost", "left"], "what becomes of the ranks")
+        expect(found, ["lost", "left"], "what the ranks observe")

@@ -1,4 +1,4 @@
-"""The job of `ClusterSuite`: small, and slow enough to step in."""
+"""The job of `ClusterSuite`: small, and slow enough for a test to intervene."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
-"""The program of `ClusterSuite`: it reports where it is, and shows for as long as it lives.
+"""The program of `ClusterSuite`: it reports its place, and lets a file grow while it lives.
 
 python -m orchestrator.testing.trial_program FOLDER end|live|raise|kill
 
 Each rank writes `rank-<n>.json`, and then lets `rank-<n>` grow. With "raise" and "kill" rank 1
-fails, by an error or killed, while the others live on.
+raises an error or kills itself, while the others live.
 """
 
 from __future__ import annotations
