@@ -275,8 +275,8 @@ NEVER_STARTS = {
     "assocmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its account's limit",
 }
 """Reasons of jobs that wait in vain."""
-# States that stop a whole job, so that its ranks stand still.
-STANDSTILL = {
+# States of a job whose processes are all stopped.
+SUSPENDED = {
     "STOPPED": "all of it was stopped (scancel -s STOP); `scancel -s CONT {}` lets it go on",
     "SUSPENDED": (
         "suspended by SLURM for another job, or by hand; it continues when that job has ended, or "
@@ -357,9 +357,9 @@ class Job:
         return self.reason
 
     @property
-    def standstill(self) -> str:
-        """Return why a started job does nothing, and what lets it continue; "" for any other."""
-        return STANDSTILL.get(self.state, "").format(self.id)
+    def suspended_by(self) -> str:
+        """Return what suspended a started job, and what lets it continue; "" for any other."""
+        return SUSPENDED.get(self.state, "").format(self.id)
 
 
 def seconds(span: str) -> float | None:

@@ -213,7 +213,7 @@ class Cluster(ABC):
     def refuse(self, framework: str | None) -> None:  # nothing, by default
         """Raise a `UsageError` for a run that could never run there; contacts nothing."""
 
-    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # likewise
+    def trust(self, run: RunDir, typed: Collection[str] | None = None) -> None:  # the same
         """Refuse settings of the run's folder that this user has not approved.
 
         Raises `ClusterError`.

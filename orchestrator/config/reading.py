@@ -145,7 +145,7 @@ def options_of(schema: type, values: Mapping[str, Any], key: str) -> Any:
         key: of the section, `cluster.options` say.
 
     Raises:
-        ConfigError: a key that the schema does not have, a wrong type, or one that has to be set.
+        ConfigError: an unknown key, a wrong type, or a required key that is absent.
     """
     if schema is NoOptions and not values:
         return NoOptions()

@@ -76,7 +76,7 @@ UNKNOWN = (
 
 @dataclass(frozen=True, slots=True)
 class Survival:
-    """Survival of lost ranks, and its description for people; "" if there is none."""
+    """Survival of lost ranks, and its description for people, perhaps ""."""
 
     on: bool
     description: str = ""

@@ -83,7 +83,7 @@ class Traffic:
         parameters: of the model; None when not known.
         collectives: each rank's in an update, 0 on one rank; None when not known beforehand, which
             is so without `parameters`, in reproducible mode and for a model in shards.
-        bytes_on_wire: per rank; None likewise.
+        bytes_on_wire: per rank; None if it is not known.
         wire: how it travels.
         gathers: of the collectives, those that bring weights back from the ranks that step them,
             where the optimizer is sharded; an update that is skipped needs none.

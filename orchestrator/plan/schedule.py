@@ -91,7 +91,7 @@ class Schedule:
         reached = max(self.warmup_updates - 1, 0)
         length = self.total_updates - 1 - reached
         if length <= 0:
-            # A run of one update trains at its peak. One that goes on after its end has decayed.
+            # A run of one update trains at its peak. One that continues beyond its end has decayed.
             return self.peak if update < self.total_updates else 0.0
         progress = min(1.0, (update - reached) / length)
         if self.decay == "linear":

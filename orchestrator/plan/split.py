@@ -48,7 +48,7 @@ class Split:
 
     @property
     def idle_ranks(self) -> tuple[int, ...]:
-        """Return the ranks without samples. They take part in the boundary all the same."""
+        """Return the ranks without samples. They take part in the boundary, too."""
         return tuple(rank for rank, size in enumerate(self.samples_per_rank) if size == 0)
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:

@@ -354,7 +354,7 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
     cluster = config.cluster
     containers, python = _launcher(cluster, host, run)
     flags = {"mpi": "none", **cluster.srun_flags}
-    alone = [
+    srun_options = [
         "--unbuffered",
         # srun ends no node when another one has ended: the agents' coordinator decides that
         "--kill-on-bad-exit=0",
@@ -373,7 +373,7 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
     ]
     return [
         ["exec", "srun"],
-        *([option] for option in alone),
+        *([option] for option in srun_options),
         [*python, *host.starter],
         ["node", str(run.submitit)],
     ]

@@ -48,12 +48,12 @@ class SlurmCluster(BaseSlurmCluster):
         """
         cluster, options = self.config.cluster, request.details["options"]
         least = node_range(cluster.nodes)[0]
-        alike = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
-        if alike not in _answers:
-            _answers[alike] = retry_unanswered(
+        key = (cluster.slurm_conf, *((k, v) for k, v in options.items() if k not in UNLIKE))
+        if key not in _answers:
+            _answers[key] = retry_unanswered(
                 lambda: check_request(self.client(), options, least, request.text), tell=self.tell
             )
-        message, warnings = _answers[alike].message, _answers[alike].warnings
+        message, warnings = _answers[key].message, _answers[key].warnings
         if self.survival.on:
             nodes = plural(1 if isinstance(cluster.nodes, int) else least, "node")
             message += (
@@ -67,7 +67,7 @@ class SlurmCluster(BaseSlurmCluster):
                 f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
             )
             warnings = (*warnings, few_cpus)
-        return replace(_answers[alike], message=message, warnings=warnings)
+        return replace(_answers[key], message=message, warnings=warnings)
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""

@@ -71,7 +71,7 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
         for run in ends:
             found[run.path] = "is cancelled; resume goes on from what was saved"
         for run, job in stops.items():
-            still = f"; until then, {job.standstill}" if job.standstill else ""
+            still = f"; until then, {job.suspended_by}" if job.suspended_by else ""
             found[run.path] = f"{describe_stop(run)}{still}; --now ends it at once"
     return found
 
@@ -251,7 +251,7 @@ class SlurmHandle(Handle):
         self._reported_state = present
         where = f"on {job.nodes}" if job.nodes else (f"({job.reason})" if job.reason else "")
         restarts = f", attempt {attempt + 1}" if attempt else ""
-        still = f": {job.standstill}" if job.standstill else ""
+        still = f": {job.suspended_by}" if job.suspended_by else ""
         found.append(f"{self.title} is {job.state.lower()} {where}{restarts}".strip() + still)
         return found
 

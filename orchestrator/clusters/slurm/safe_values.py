@@ -68,8 +68,8 @@ def read_defaults(environment: Mapping[str, str]) -> tuple[Default, ...]:
     for variable, option in OPTION_OF.items():
         text = environment.get(variable, "")
         if text.strip() or (option in BARE and variable in environment):
-            alone = option == "exclusive" and text not in ("user", "mcs", "topo")
-            value = True if option in BARE or alone else text
+            bare = option == "exclusive" and text not in ("user", "mcs", "topo")
+            value = True if option in BARE or bare else text
             found.append(Default(variable=variable, option=option, value=value))
     return tuple(found)
 

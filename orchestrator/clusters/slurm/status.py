@@ -117,5 +117,5 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     name = "running" if has_begun(run, status) else "starting"
     if ended or job.state == "COMPLETING":
         name = "ending"
-    reason = job.standstill or status.reason
+    reason = job.suspended_by or status.reason
     return replace(status, state=name, reason=reason, time_left_s=job.time_left_s)

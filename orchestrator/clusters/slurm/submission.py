@@ -3,7 +3,7 @@
 Before sbatch runs, a note (`submitting.json`) is written to the folder of the run, or of the sweep
 whose runs become an array. It is removed once each run has the job's id. SLURM knows a job by its
 script's path, which is in the note. A note without an owner is resolved through the queue and the
-accounting: either the job is found and recorded, or there is none.
+accounting: either the job is found and recorded, or it does not exist.
 
 sbatch inherits the note's lock, so that it is held for as long as a job may still result.
 """
