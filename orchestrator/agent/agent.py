@@ -9,9 +9,11 @@ The loop has one thread: an agent forks, and a fork keeps only the thread that f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import time
@@ -91,6 +93,7 @@ class Agent:
         self._coordinator: Coordinator | None = None
         self._stop: str | None = None
         self._dying = self._over = False
+        self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._pipe = os.pipe()  # written to by signals
         for end in self._pipe:
@@ -110,6 +113,7 @@ class Agent:
 
     def _close_in_fork(self) -> None:
         """Release the agent's resources in a new worker."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptor_limits)
         for descriptor in (*self._pipe, self._control, self._report_to):
             if descriptor is not None:
                 os.close(descriptor)
@@ -126,6 +130,11 @@ class Agent:
             BecomeWorker: in each worker that is forked.
         """
         self._handle_signals()
+        # The usual limit of 1,024 descriptors is too low for the links of a thousand nodes. Workers
+        # get theirs back: a user's program may call `select`, or close all that it could have.
+        with contextlib.suppress(OSError, ValueError):  # a container may forbid it
+            most = self._descriptor_limits[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         if not self._spec.incarnation:
             if self._spec.index == 0:
                 self._end_rendezvous = host_rendezvous(self._spec)

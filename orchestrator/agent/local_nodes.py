@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from orchestrator.agent.processes import (
     name_process,
     processor_s,
     set_parent_death_signal,
+    wait_readable,
 )
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, end_descendants
@@ -118,7 +118,7 @@ class NodeProcesses:
         outcome = self._run.outcome(self._specs[0].attempt)
         watched = [wake] if self._control is None else [wake, self._control]
         while self._pids or self._restart_at:
-            ready = select.select(watched, [], [], POLL_S)[0]
+            ready = wait_readable(watched, POLL_S)
             if wake in ready:
                 os.read(wake, 4096)
             self._forward_stops()

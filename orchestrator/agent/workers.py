@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -30,6 +29,7 @@ from orchestrator.agent.processes import (
     asleep_in,
     descendants,
     fork_session,
+    wait_readable,
 )
 from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.stacks import STACK_SIGNAL, catches
@@ -292,7 +292,7 @@ class Workers:
             if worker is None:  # a process that a worker left behind
                 continue
             link = worker.link.socket
-            while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
+            while link.fileno() >= 0 and wait_readable([link.fileno()], 0):
                 self._hear(worker)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             # Its forks would keep its connections open, and others waiting. After a stop they may
