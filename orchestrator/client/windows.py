@@ -31,8 +31,8 @@ from orchestrator.client.options import (
     as_options,
     decided_by,
     plan_of,
-    whole_number,
 )
+from orchestrator.client.record import whole_number
 from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
@@ -158,11 +158,7 @@ class Windows:
                 "the windows of run.windows() are one training, and were gone through already; "
                 "all epochs are one loop: epochs=3, say"
             )
-        self._begun = True
-        return self._each()
-
-    def _each(self) -> Iterator[UserWindow]:
-        whole = False
+        self._begun, whole = True, False
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -366,7 +362,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         JobError: options that differ between ranks.
     """
     options = WindowOptions.of(given)
-    samples = whole_number("samples", samples, least=1)
+    samples = whole_number("windows", "samples", samples, 1, ConfigError)
     accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
@@ -384,7 +380,21 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     checkpoints = None
     if options.checkpoints is not None or (run and options.first is None):
         state = AccumulatorState(accumulators, decided, options.state)
-        checkpoints = _checkpoints(run, state, options, first_rank=group.rank == 0)
+        own = options.checkpoints
+        folder = run.checkpoint_dir if own is None else Path(own)
+        if group.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def note(updates: int) -> None:
+            run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
+
+        checkpoints = Checkpoints(
+            folder,
+            state,
+            run=RunDir(run.folder).identity if run and own is None else None,
+            keep=options.keep_checkpoints,
+            on_written=note,
+        )
     return Windows(run, plan, accumulators, options, checkpoints)
 
 
@@ -410,23 +420,3 @@ def _find_accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
             "group out, or give it TorchGroup.wrap(torch.distributed.group.WORLD)"
         )
     return given
-
-
-def _checkpoints(
-    run: Run, state: AccumulatorState, options: WindowOptions, *, first_rank: bool
-) -> Checkpoints:
-    own = options.checkpoints
-    folder = run.checkpoint_dir if own is None else Path(own)
-    if first_rank:
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def note(updates: int) -> None:
-        run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
-
-    return Checkpoints(
-        folder,
-        state,
-        run=RunDir(run.folder).identity if run and own is None else None,
-        keep=options.keep_checkpoints,
-        on_written=note,
-    )

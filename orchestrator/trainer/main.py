@@ -20,7 +20,6 @@ from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PositionMarks
-from orchestrator.trainer.recorder import facts_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
@@ -44,10 +43,7 @@ def _train(worker: WorkerProcess) -> int:
             if worker.topology.scheduled:
                 worker.fence.check()
             if finished or not worker.depart(progress.updates):
-                result = result_of(
-                    worker.run, progress, training.engine, training.planned, seconds=seconds,
-                    attempt=worker.attempt, facts=facts,
-                )  # fmt: skip
+                result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why
                 write_json(worker.run.result, result)
@@ -75,7 +71,7 @@ def _audited(rank: int) -> Generator[None]:
 
 
 def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any]:
-    """Train to the end, in as many groups as it takes; return `facts_of_ranks` of the last one.
+    """Train to the end, in as many groups as it takes; return the last one's `facts_of_ranks`.
     Collective.
 
     Raises:
@@ -122,7 +118,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             _compute(loop, engine, worker.stop)
             if membership is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
-                return facts_of_ranks(engine)  # a rank may still be lost here
+                return training.facts_of_ranks()  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
             changes = membership.grow(progress)
         except PeerLost as error:

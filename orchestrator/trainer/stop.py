@@ -20,12 +20,12 @@ from typing import Any
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
-from orchestrator.errors import StopRequested, Unrecoverable
+from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
-from orchestrator.rundir.outcome import note_departure, read_outcome
+from orchestrator.rundir.outcome import read_outcome
 from orchestrator.rundir.warnings import warn
 from orchestrator.slurm_client import node_failure
 
@@ -206,17 +206,6 @@ class Follower(Callback):
 
 # ----------------------------------------------------------------------
 # The departure of an attempt whose run continues.
-
-
-def note_lost_nodes(run: RunDir, attempt: int, error: Unrecoverable) -> None:
-    """Record that the remaining ranks end because whole nodes are lost."""
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    hosts = list(SlurmJobEnvironment().hostnames)
-    names = [hosts[n] if n < len(hosts) else f"number {n}" for n in error.nodes]
-    note_departure(
-        run, attempt, f"node{'s' * (len(names) > 1)} {', '.join(names)} went away; {error}"
-    )
 
 
 def restart_reason(run: RunDir, attempt: int) -> str | None:
