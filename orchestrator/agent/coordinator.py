@@ -124,13 +124,7 @@ class AgentState:
 
 
 class Coordinator:
-    """Coordinator of one attempt.
-
-    Args:
-        spec: of the node whose agent this is.
-        lost: indices of the agents already lost when this one takes over.
-        clock: returns monotonic seconds.
-    """
+    """Coordinator of one attempt. `lost`: nodes whose agents were lost when this one takes over."""
 
     def __init__(
         self,
@@ -346,7 +340,11 @@ class Coordinator:
             return
         if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
-        lost |= self._end_rest_of_unit(ranks)
+        # End the workers that are lost together with these.
+        rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
+        for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
+            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            lost |= {self._member(rank)}.intersection(self._members)
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
@@ -355,15 +353,6 @@ class Coordinator:
             self._schedule_restart(rank)
         if not any(self._is_member(worker) for worker in self.workers.values()):
             self._end_in_order()
-
-    def _end_rest_of_unit(self, ranks: Iterable[int]) -> set[int]:
-        """End the workers that are lost together with these; return those of them that train."""
-        found: set[int] = set()
-        for rank in {other for one in ranks for other in self._failure_unit(one)}.difference(ranks):
-            if self.workers[rank].state == "alive":
-                self._command(self._spec.node_of(rank), "kill", rank=rank)
-                found.add(self._member(rank))
-        return found.intersection(self._members)
 
     def _is_member(self, worker: WorkerState) -> bool:
         return worker.state != "ended" and self._member(worker.rank) in self._members
@@ -432,10 +421,7 @@ class Coordinator:
 
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
-        try:
-            warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
-        except OSError as error:  # a full disk
-            log.warning("%s (not shown elsewhere: %s)", sentence, error)
+        warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
 
     # ------------------------------------------------------------------ restarts of workers
     # A new process asks the training workers to join at a boundary. None is started where none
@@ -531,24 +517,19 @@ class Coordinator:
             self._command(self._spec.node_of(rank), "kill", rank=rank)
             self._end_others()  # a process that sleeps in the kernel may not end
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
-            if self._only_lost_peers() and self._awaits_agent(now):
+            # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
+            # its node is the root cause.
+            secondary = {one["rank"] for one in self._failures if one["secondary"]}
+            awaits_agent = any(
+                not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
+                for agent in self.agents.values()
+                if agent.index != self._spec.index
+            )
+            if awaits_agent and all(end.rank in secondary for end in self._ends):
                 return
             self._killed = True
             self._command(None, "die")
         self._perhaps_over()
-
-    def _only_lost_peers(self) -> bool:
-        """Return whether all that failed so far are workers that lost a peer."""
-        secondary = {one["rank"] for one in self._failures if one["secondary"]}
-        return all(end.rank in secondary for end in self._ends)
-
-    def _awaits_agent(self, now: float) -> bool:
-        """Return whether an agent is silent, and may be lost: its node would be the root cause."""
-        return any(
-            not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
-            for agent in self.agents.values()
-            if agent.index != self._spec.index
-        )
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
@@ -685,9 +666,17 @@ class Coordinator:
                     self._command(agent.index, "end")
             return
         state, culprit = self._decide()
-        self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
-            "usage": culprit.usage, "hangs": culprit.hangs},
-            "lost": self._describe_loss(culprit)}  # fmt: skip
+        lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
+        if culprit is not None and culprit.rank is None:
+            lost = f"node {culprit.node} stopped answering"
+        elif culprit is not None and self._stalled:
+            lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
+        self.outcome = {
+            "state": state.value,
+            "culprit": culprit
+            and culprit.to_json() | {"usage": culprit.usage, "hangs": culprit.hangs},
+            "lost": lost,
+        }
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
@@ -695,22 +684,10 @@ class Coordinator:
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
 
-    def _describe_loss(self, culprit: Culprit | None) -> str | None:
-        """Describe a loss that is not the job's fault, which a scheduler restarts; else None."""
-        if culprit is None:
-            return None
-        if culprit.rank is None:
-            return f"node {culprit.node} stopped answering"
-        who = f"rank {culprit.rank} on {culprit.node}"
-        return f"{who}: {culprit.cause}" if self._stalled else None
-
     def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
         final_states = {worker.final_state for worker in self.workers.values()} - {None}
-        blamed = [
-            end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
-        ]
-        ends = [*self._ends, *blamed]
+        ends = [*self._ends, *to_blame(self._losses, self._record.losses())]
         culprit = self._culprit
         all_lost = not final_states  # without messages
         if culprit is None and ends and (self._ends or all_lost):

@@ -93,10 +93,7 @@ class Link:
 
 
 def connect(peer: Peer, *, secret: str, node: int) -> Link:
-    """Connect to another agent.
-
-    Args:
-        node: the number of this agent's node.
+    """Connect the agent of `node` to another one.
 
     Raises:
         ConnectionRefusedError: nothing listens there any more.

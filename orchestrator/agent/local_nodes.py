@@ -121,7 +121,10 @@ class NodeProcesses:
             ready = wait_readable(watched, POLL_S)
             if wake in ready:
                 os.read(wake, 4096)
-            self._forward_stops()
+            while self._signals:  # agents alone act on them
+                self._stop = self._signals.pop(0)
+                for pid in self._pids:
+                    os.kill(pid, self._stop)  # not reaped, so the pid is its own
             now = time.monotonic()
             if self._control is None:  # its scheduler ends what remains
                 pass
@@ -140,13 +143,6 @@ class NodeProcesses:
                     os.kill(pid, signal.SIGKILL)  # not reaped, so the pid is its own
         end_descendants()  # what a killed agent's workers had started
         return None
-
-    def _forward_stops(self) -> None:
-        """Forward stop signals to the agents, which alone act on them."""
-        while self._signals:
-            self._stop = self._signals.pop(0)
-            for pid in self._pids:
-                os.kill(pid, self._stop)  # not reaped, so the pid is its own
 
     def _start(self, index: int) -> int | None:
         """Fork an agent. Return the rank in a worker's process."""
@@ -174,11 +170,7 @@ class NodeProcesses:
         return leave(0)
 
     def _reap(self, now: float, *, restart: bool) -> None:
-        """Collect ended agents; restart one that was killed or failed, where that is allowed.
-
-        Args:
-            restart: False once all agents are to end.
-        """
+        """Collect ended agents; with `restart`, restart those that were killed or failed."""
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -308,11 +300,7 @@ def import_ahead(job: Mapping[str, Any], environment: Mapping[str, str]) -> None
 
 
 def may_fork(environment: Mapping[str, str]) -> bool:
-    """Return whether the parent of a run's nodes may be a fork of this process.
-
-    Args:
-        environment: of the run's request.
-    """
+    """Return whether the parent of a run's nodes may be a fork of this process."""
     return environment == _imported_with and threading.active_count() == 1
 
 

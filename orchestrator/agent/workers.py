@@ -50,11 +50,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class BecomeWorker(BaseException):  # control flow, not an error
-    """Raised in the process of a new worker, to leave the agent's loop behind.
-
-    Attributes:
-        rank: of the worker that this process is.
-    """
+    """Raised in the process of a new worker, of `rank`, to leave the agent's loop behind."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -96,10 +92,8 @@ class Workers:
     """Workers of one node.
 
     Args:
-        spec: of the node.
         selector: of the agent's loop, which calls each key's data.
         report: called with each event about a worker.
-        clock: returns seconds for judging workers.
         on_fork: called in each new worker, to release what belongs to the agent.
     """
 
@@ -344,11 +338,7 @@ class Workers:
                 worker.link.send(**message)
 
     def stop(self, name: str) -> None:
-        """Ask all workers to stop, also those that start later.
-
-        Args:
-            name: of the signal that the agent received.
-        """
+        """Ask all workers to stop, also those that start later, by the name of a signal."""
         self._stops.setdefault(name, time.monotonic())
         self.send(stop=name)
 
