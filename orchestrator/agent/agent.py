@@ -354,7 +354,7 @@ class Agent:
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
-                self._from_follower(index, message)
+                self._take_message(self._followers[index], message)
         self._early.clear()
         self._obey_coordinator()
 
@@ -423,7 +423,11 @@ class Agent:
             self._followers[index] = link
             return
         if self._coordinator is not None:
-            self._from_follower(link.peer_index, message)
+            self._coordinator.heard(link.peer_index)
+            if "workers" in message:
+                self._coordinator.agent_connected(link.peer_index, message["workers"])
+            elif "event" in message:
+                self._coordinator.handle_event(link.peer_index, message)
             return
         # The peer has lost the agents before this one; either this one loses them as well, or the
         # peer is cut off.
@@ -437,14 +441,6 @@ class Agent:
             return
         if newest is not None:
             link.send(command="tell", rank=None, message=message_of(newest))
-
-    def _from_follower(self, index: int, message: dict[str, Any]) -> None:
-        assert self._coordinator is not None  # noqa: S101  # called where there is one
-        self._coordinator.heard(index)
-        if "workers" in message:
-            self._coordinator.agent_connected(index, message["workers"])
-        elif "event" in message:
-            self._coordinator.handle_event(index, message)
 
     def _close(self, link: Link) -> None:
         if link.socket.fileno() >= 0:

@@ -22,7 +22,6 @@ LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that sends nothing is at work."""
 STOPPED_PROCESS, ASLEEP, SILENT, BUSY = "stopped", "asleep", "silent", "busy"
-FROZEN = "it was frozen (SIGSTOP) for {} s (cluster.heartbeat_timeout_s)"
 FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "evicted"
 
 

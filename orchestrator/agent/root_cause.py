@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, RankPosition
+from orchestrator.agent.liveness import ASLEEP, BUSY, SILENT, STOPPED_PROCESS, RankPosition
 from orchestrator.agent.stacks import (
     DUMP_BYTES,
     Frame,
@@ -225,7 +225,7 @@ def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
 # Workers that send nothing, and workers that hang.
 
 UNRESPONSIVE = {
-    STOPPED_PROCESS: FROZEN,
+    STOPPED_PROCESS: "it was frozen (SIGSTOP) for {0} s (cluster.heartbeat_timeout_s)",
     ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
     "a file system does not answer",
     SILENT: "it gave no sign of life for {0} s ({2}): code that holds Python's interpreter waits "

@@ -20,8 +20,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.rundir.checksums import to_json_text
-from orchestrator.rundir.files import create_once, read_json, write_atomically
+from orchestrator.rundir.files import create_once, read_json, to_json_text, write_atomically
 
 End = TypeVar("End")
 ROOM = bytes(4096)
