@@ -176,18 +176,14 @@ class Agent:
             self._beat()
         if self._coordinator is not None:
             self._coordinator.tick()
-            self._report_unwritten(self._coordinator.outcome)
+            outcome = self._coordinator.outcome
+            # The launcher gets an outcome that the disk had no space for; it fits a pipe's buffer.
+            if outcome is not None and self._report_to is not None and not self._is_over():
+                if culprit := outcome["culprit"]:
+                    lines = [line[:REPORTED_CHARACTERS] for line in culprit["log_tail"]]
+                    outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
+                os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
-
-    def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
-        """Send the launcher an outcome that the disk had no space for; it fits a pipe's buffer."""
-        if outcome is None or self._report_to is None or self._is_over():
-            return
-        culprit = outcome["culprit"]
-        if culprit is not None:
-            lines = [line[:REPORTED_CHARACTERS] for line in culprit["log_tail"]]
-            outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
-        os.write(self._report_to, json.dumps(outcome).encode())
 
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""

@@ -409,16 +409,6 @@ class Coordinator:
                 culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
         return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
-    def _check_folder(self, now: float) -> None:
-        """Fail the attempt once its folder is gone: nothing that it computes could be saved."""
-        if self._killed or is_folder(self._run.attempt(self._spec.attempt)):
-            return
-        cause = self._run.removed_message
-        # Another start would fail in the same way.
-        self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
-        self._give_up_at = now
-        self._end_in_order()
-
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
         warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
@@ -501,7 +491,12 @@ class Coordinator:
         look = now - self._folder_seen >= BEAT_S
         if look:
             self._folder_seen = now
-            self._check_folder(now)
+            if not self._killed and not is_folder(self._run.attempt(self._spec.attempt)):
+                # Nothing that the attempt computes could be saved, nor what another start does.
+                cause = self._run.removed_message
+                self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
+                self._give_up_at = now
+                self._end_in_order()
         self._check_agents(now)
         if not self._over:
             if self._generation < 0 and all(one.set_up for one in self.workers.values()):

@@ -148,16 +148,12 @@ class NodeProcesses:
         """Fork an agent. Return the rank in a worker's process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the agent unblocks its own
         pid = fork_session()
-        if not pid:
-            return self._become(index)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._pids[pid] = index
-        if self._stop is not None:
-            os.kill(pid, self._stop)
-        return None
-
-    def _become(self, index: int) -> int:
-        """Run an agent until this process ends; return the rank in a worker's process."""
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            self._pids[pid] = index
+            if self._stop is not None:
+                os.kill(pid, self._stop)
+            return None
         signal.set_wakeup_fd(-1)
         spec = self._specs[index]
         send_output_to(spec.log_of(spec.index), spec.name)

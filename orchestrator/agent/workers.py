@@ -143,7 +143,20 @@ class Workers:
         except OSError as error:  # no memory, process or descriptor left
             for end in pair:
                 end.close()
-            self.all[rank] = unborn = self._unborn(rank, incarnation, error)
+            cause = (
+                f"its process could not be started: {error.strerror}; what limits it: `ulimit -u` "
+                "and `-n`, pids.max of the job's cgroup, or memory"
+            )
+            log.warning("rank %d: %s", rank, cause)
+            unborn = Worker(
+                rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
+            )
+            unborn.ended = time.monotonic()
+            if not incarnation:  # else it counts as a replacement that was killed at once
+                unborn.status, unborn.signs.final_state = EXIT_FAILED, FAILED
+                node = self._spec.name
+                unborn.signs.failure = failure_record(rank, node, cause, secondary=False)
+            self.all[rank] = unborn
             self._report(self.exit_of(unborn))
             return
         finally:
@@ -159,24 +172,6 @@ class Workers:
         self._report({"event": "started", "rank": rank, "incarnation": incarnation})
         for name in self._stops:
             self.send(rank, stop=name)
-
-    def _unborn(self, rank: int, incarnation: int, error: OSError) -> Worker:
-        """Return a worker that could not be forked: at the start it fails the run; later it counts
-        as a replacement that was killed at once.
-        """
-        cause = (
-            f"its process could not be started: {error.strerror}; what limits it: `ulimit -u` "
-            "and `-n`, pids.max of the job's cgroup, or memory"
-        )
-        log.warning("rank %d: %s", rank, cause)
-        worker = Worker(
-            rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
-        )
-        worker.ended = time.monotonic()
-        if not incarnation:
-            worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
-            worker.signs.failure = failure_record(rank, self._spec.name, cause, secondary=False)
-        return worker
 
     def _become(self, rank: int, incarnation: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""

@@ -101,13 +101,17 @@ class Windows:
         options: WindowOptions,
         checkpoints: Checkpoints | None,
     ) -> None:
-        self._run, self.plan, self._all, self._checkpoints = run, plan, accumulators, checkpoints
+        self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun = True, False
         reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
-        self._parts = [MicroBatchTracker(self._is_stop_requested) for _ in accumulators]
+
+        def is_stop_requested() -> bool:
+            return checkpoints is not None and run.is_stop_requested()
+
+        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
             one.track_windows(part)
         self.first, samples = options.first or 0, 0
@@ -225,9 +229,6 @@ class Windows:
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
 
-    def _is_stop_requested(self) -> bool:
-        return self._checkpoints is not None and self._run.is_stop_requested()
-
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
         self.running = False
@@ -343,15 +344,16 @@ class AccumulatorState:
             )
         load_model(self._model, folder, extra["model"])
         optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
-        load_optimizer(folder, extra["optimizer"], self._restore, parameters_of(optimizers))
+
+        def restore(saved: dict[str, Any]) -> None:
+            for number, one in enumerate(self._all):
+                one.load_optimizer_state(saved[f"optimizer {number}"])
+            for name, part in self._others.items():
+                part.load_state_dict(saved[f"state {name}"])
+
+        load_optimizer(folder, extra["optimizer"], restore, parameters_of(optimizers))
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        for number, one in enumerate(self._all):
-            one.load_optimizer_state(saved[f"optimizer {number}"])
-        for name, part in self._others.items():
-            part.load_state_dict(saved[f"state {name}"])
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:
