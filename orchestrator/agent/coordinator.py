@@ -91,7 +91,7 @@ class WorkerState:
         final_state: from its final message, "" without one; None while it runs, or if the others
             survived its loss.
         wants_to_join: a new worker that asks the others to let it in.
-        set_up: it is ready to train; training: its loop has begun.
+        code: digests of its job's modules, once it is ready to train; training: its loop has begun.
         awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
             for new workers.
         given_up: the cause, if it is killed because it hangs.
@@ -103,9 +103,8 @@ class WorkerState:
     incarnation: int = 0
     state: Literal["expected", "alive", "ended"] = "expected"
     wants_to_join: bool = False
-    set_up: bool = False
+    code: dict[str, str] | None = None
     training: bool = False
-    code: dict[str, str] = field(default_factory=dict[str, str])
     awaits_newcomers: tuple[int, int] | None = None
     final_state: str | None = None
     silence_reported: bool = False
@@ -261,7 +260,7 @@ class Coordinator:
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             self._give_up(worker, event["cause"], lines)
         elif kind == "begins":
-            worker.set_up, worker.code = True, event["code"]
+            worker.code = event["code"]
         elif kind == "trains":
             worker.training = True
         elif kind == "joins":
@@ -499,7 +498,7 @@ class Coordinator:
                 self._end_in_order()
         self._check_agents(now)
         if not self._over:
-            if self._generation < 0 and all(one.set_up for one in self.workers.values()):
+            if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
             if look and (found := self._record.read(self._generation + 1)) is not None:

@@ -78,16 +78,16 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         PeerLost: a rank is lost, and the others cannot continue.
     """
     membership, progress, engine = training.membership, training.progress, training.engine
-    rank, ranks, changes = training.group.rank, training.group.size, training.changes
+    rank, ranks = training.group.rank, training.group.size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
     worker.link.send_event("trains")
     while True:
-        if membership is not None and changes is not None:  # in another group than before
+        if membership is not None and membership.changes:  # in another group than before
             progress.newcomers = False
             rank, ranks = membership.rank, membership.size
             training.checkpoints.rank = rank
             if rank == 0:
-                training.take_over_record(changes)
+                training.take_over_record(membership.changes)
             if why := membership.too_few():
                 training.save()
                 raise why
@@ -120,7 +120,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 worker.link.mark("the end (result, goodbye to the others)")
                 return training.facts_of_ranks()  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
-            changes = membership.grow(progress)
+            membership.grow(progress)
         except PeerLost as error:
             training.checkpoints.drop_parts()
             if membership is None:
@@ -130,7 +130,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 if training.saves_on_failure and not checkpoints.has(progress.updates):
                     checkpoints.save_now(progress)
                 raise
-            changes = membership.go_on(error, progress)
+            membership.go_on(error, progress)
 
 
 def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:

@@ -22,10 +22,6 @@ from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
-GroupChange = dict[str, Any]
-"""A line about a change of the group, with `survived` (lost ranks) and `joined` (replacements)."""
-
-
 # ----------------------------------------------------------------------
 # Lines about training in rank 0's log, which `logs RUN -f` shows.
 
@@ -210,7 +206,7 @@ class Recorder(Callback):
             },
         )
 
-    def record_changes(self, changes: Iterable[GroupChange], updates: int) -> None:
+    def record_changes(self, changes: Iterable[Mapping[str, Any]], updates: int) -> None:
         """Write changes of the group that no line has, of which the last led to this group.
 
         Args:

@@ -6,7 +6,7 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -56,7 +56,7 @@ from orchestrator.trainer.consistency_checks import (
     own_rates,
 )
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import GroupChange, Recorder
+from orchestrator.trainer.recorder import Recorder
 from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
 
@@ -70,7 +70,6 @@ class Training:
         updates: of the whole run.
         rates: the job's own learning rates, if any.
         membership: None where losses are not survived.
-        changes: changes of the group that a newcomer has to record.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """
 
@@ -85,7 +84,6 @@ class Training:
     rates: Callable[[int], float] | None
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    changes: list[GroupChange] | None = None
     recorder: Recorder | None = None
 
     def restore(self, rank: int) -> bool:
@@ -135,7 +133,7 @@ class Training:
         self.recorder.note["planned_collectives"] = self.planned.traffic.among(ranks)
         return self.recorder
 
-    def take_over_record(self, changes: list[GroupChange]) -> None:
+    def take_over_record(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
         progress, took_over = self.progress, self.recorder is None
         recorder = self.record()
@@ -273,7 +271,7 @@ def _set_up(worker: WorkerProcess) -> Training:
             updates=training.updates, go_back=training.go_back,
         )  # fmt: skip
     if alone and training.membership is not None:
-        training.changes = training.membership.join(job, progress, lambda: stop.requested)
+        training.membership.join(job, progress, lambda: stop.requested)
         return training
     training.restore(topology.rank)
     samples = planned.length.dataset_samples

@@ -34,7 +34,6 @@ from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.recorder import GroupChange
 from orchestrator.trainer.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -111,6 +110,8 @@ class GroupMembership(Callback):
 
     Attributes:
         rank, size: this worker's rank in the present group, and the group's size.
+        changes: a line for metrics.jsonl about each change of the group, with `survived` (lost
+            ranks) and `joined` (replacements).
 
     Raises:
         ConfigError: the framework's engine cannot continue in another group.
@@ -149,7 +150,7 @@ class GroupMembership(Callback):
         self._interrupt: Callable[[], None] = lambda: None
         self._generation = self._waited_out = 0
         self._members = tuple(range(spec.size))
-        self._history: list[GroupChange] = []
+        self.changes: list[dict[str, Any]] = []
         self._tries = (-1, 0)
         self.rank, self.size = spec.rank, spec.size
         self._link = worker.link
@@ -205,11 +206,9 @@ class GroupMembership(Callback):
         with self._changed:
             self._changed.wait_for(lambda: self._latest.number >= 0)
 
-    def join(
-        self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]
-    ) -> list[GroupChange]:
+    def join(self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]) -> None:
         """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `progress`
-        to where the others are. Return the notes to record.
+        to where the others are.
 
         Raises:
             Evicted: the others' code differs from this worker's, or the run ends, or is asked to
@@ -233,7 +232,7 @@ class GroupMembership(Callback):
         self._why.clear()
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
-        return self.go_on(PeerLost("this rank takes its place again"), progress)
+        self.go_on(PeerLost("this rank takes its place again"), progress)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Leave the window when there is a newer generation; before the boundary, which informs
@@ -258,26 +257,22 @@ class GroupMembership(Callback):
 
     # ------------------------------------------------------------------ the next generation
 
-    def grow(self, progress: TrainingProgress) -> list[GroupChange]:
-        """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
-
-        Returns and raises as `go_on`.
+    def grow(self, progress: TrainingProgress) -> None:
+        """Continue with newcomers, after a boundary that announced them to all ranks. Collective;
+        raises as `go_on`.
         """
         self._engine.before_growth()
         self._link.send_event("ready", generation=self._generation, updates=progress.updates)
         with for_others("newcomers to be let in"):
             self._await_newer(self._spec.collective_timeout_s)
-        return self.go_on(PeerLost("newcomers are let in"), progress)
+        self.go_on(PeerLost("newcomers are let in"), progress)
 
-    def go_on(self, error: PeerLost, progress: TrainingProgress) -> list[GroupChange]:
+    def go_on(self, error: PeerLost, progress: TrainingProgress) -> None:
         """Form the next group with the ranks that are left, and bring `progress` to where the most
         advanced of them is. Collective among these.
 
         Args:
             error: how this rank noticed the loss.
-
-        Returns:
-            Notes to record, of this change and of those before it.
 
         Raises:
             Evicted: the others continue without this rank.
@@ -306,7 +301,8 @@ class GroupMembership(Callback):
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     log.info("%s", error)
                 else:
-                    return self._notes(newer, progress, time.monotonic() - noticed, lost)
+                    self._note_change(newer, progress, time.monotonic() - noticed, lost)
+                    return
 
     def _await_newer(self, timeout_s: float) -> Generation:
         """Wait for the next generation; return the latest at the timeout, or if none will come."""
@@ -382,10 +378,10 @@ class GroupMembership(Callback):
             raise found[0]
         return found[0]
 
-    def _notes(
+    def _note_change(
         self, newer: Generation, progress: TrainingProgress, seconds: float, lost: int | None
-    ) -> list[GroupChange]:
-        """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
+    ) -> None:
+        """Note the change of the group; raise `Unrecoverable` after too many in one update."""
         old, new = set(self._members), set(newer.members)
         self._members = newer.members
         gone, came = (
@@ -400,7 +396,7 @@ class GroupMembership(Callback):
             "seconds": round(seconds, 3),
         }  # fmt: skip
         over = lost is None and progress.over(self._updates)  # no update was under way
-        change: GroupChange = {"generation": newer.number}
+        change: dict[str, Any] = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
             self._say(f"{named_ranks(came)} came back; {count} ranks go on with update {update}")
@@ -423,9 +419,8 @@ class GroupMembership(Callback):
             if over:
                 rest = f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
             self._say(f"{sentence}; {self._node_shortage() or rest}")
-        self._history.append(change)
+        self.changes.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
-        return list(self._history)
 
     def _say(self, sentence: str) -> None:
         """Print a sentence to this rank's log; on the first rank, also warn."""
