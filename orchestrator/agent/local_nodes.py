@@ -93,11 +93,14 @@ class NodeProcesses:
 
     def run(self) -> int:
         """Run this process, or the agent or worker that it becomes; return the exit status."""
-        import_framework(self._run, self._specs[0].hang_s)
+        job = import_framework(self._run, self._specs[0].hang_s)
         rank = self.serve()
         if rank is None:
             return self.status
-        return run_worker(self._run.path, self._specs[0].attempt, rank)
+        name_process(f"rank {rank}")
+        reseed_generators()
+        worker = importlib.import_module(PROGRAM if is_program(job) else TRAINER)
+        return worker.main(self._run.path, self._specs[0].attempt)
 
     def serve(self) -> int | None:
         """Run agents until all have ended. Return the rank in a worker's process."""
@@ -182,8 +185,11 @@ class NodeProcesses:
             self._restart_at[index] = now + REST_S
 
 
-def import_framework(run: RunDir, hang_s: float) -> None:
-    """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
+def import_framework(run: RunDir, hang_s: float) -> Mapping[str, Any]:
+    """Import what workers need; return the job, {} if it cannot be read. If that hangs, write the
+    stack to the node's log, and exit.
+    """
+    job: Mapping[str, Any] = {}
     done = threading.Event()
     idle = IdleTimer(hang_s)
 
@@ -205,6 +211,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
         import_for(job)
     done.set()
     watch.join()  # a fork must not run with another thread alive
+    return job
 
 
 def import_for(job: Mapping[str, Any]) -> None:
@@ -228,17 +235,6 @@ def import_for(job: Mapping[str, Any]) -> None:
     gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
 
 
-def run_worker(path: Path, attempt: int, rank: int) -> int:
-    """Run a worker to its end, the training loop of a job or a program; return its exit status."""
-    name_process(f"rank {rank}")
-    reseed_generators()
-    try:
-        program = is_program(RunDir(path).existing().read_config().get("job") or {})
-    except OrchestratorError:  # the training loop reads the same, and reports it in the rank's log
-        program = False
-    return importlib.import_module(PROGRAM if program else TRAINER).main(path, attempt)
-
-
 def reseed_generators() -> None:
     """Seed NumPy's and torch's generators anew, so that no two forks draw the same numbers.
 
@@ -254,9 +250,8 @@ def reseed_generators() -> None:
 def spawn_nodes(
     run: Path, environment: Mapping[str, str], standard: Sequence[int], keep: Collection[int]
 ) -> int:
-    """Start the parent of a run's nodes, in a session of its own; return its pid.
-
-    Ctrl-C in the terminal then reaches the launcher alone.
+    """Start the parent of a run's nodes; return its pid. It has a session of its own, so Ctrl-C in
+    the terminal reaches the launcher alone.
 
     Args:
         standard: descriptors that become its standard input, output and error.

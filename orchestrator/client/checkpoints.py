@@ -91,7 +91,6 @@ class Checkpoints(Callback):
 
     Args:
         run: the run's identity; None outside any run.
-        keep: number of checkpoints to keep.
         background: write in threads, from copies. A checkpoint that is due waits for the one
             before it: where a disk is slower than the training, the training has the disk's pace,
             as it has without a thread, and no checkpoint is left out.
@@ -212,11 +211,7 @@ class Checkpoints(Callback):
         self._part = Part(folder, number, state, about, background=self._copier is not None)
 
     def complete_parts(self, *, wait: bool) -> None:
-        """Complete the checkpoint whose parts are being written, if all are. Collective.
-
-        Args:
-            wait: until they are.
-        """
+        """Complete the checkpoint whose parts are being written, once all are. Collective."""
         if (part := self._part) is None:
             return
         rows = self._state.gather(part.row(wait=wait))

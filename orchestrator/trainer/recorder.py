@@ -31,12 +31,7 @@ LINES = 200  # about so many while the interval grows by a given factor
 
 
 class UpdateLines:
-    """Lines of the log on the updates of one attempt.
-
-    Args:
-        total: updates that are planned.
-        clock: in seconds.
-    """
+    """Lines of the log on the updates of one attempt, of `total` planned ones."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -207,10 +202,8 @@ class Recorder(Callback):
         )
 
     def record_changes(self, changes: Iterable[Mapping[str, Any]], updates: int) -> None:
-        """Write changes of the group that no line has, of which the last led to this group.
-
-        Args:
-            updates: completed before this group's first one.
+        """Write changes of the group that no line has, of which the last led to this group, after
+        so many updates.
         """
         for change in changes:
             if change["generation"] > self.generation:

@@ -111,11 +111,7 @@ class Training:
         return able and isinstance(self.engine, Survives)
 
     def go_back(self, rank: int) -> int | None:
-        """Load the newest checkpoint; return how many updates that loses, None without one.
-
-        Args:
-            rank: this one's in the present group.
-        """
+        """Load the newest checkpoint; return how many updates that loses, None without one."""
         self.checkpoints.wait()  # one that is being written counts
         before = self.progress.updates
         if not self.restore(rank):

@@ -114,7 +114,6 @@ class LeaveInTime(Callback):
     Args:
         grace: None if the run ends for good, so that there is nothing to save in time.
         cancelled: returns whether a person stopped the run for good; called once a second at most.
-        progress: the loop's progress.
     """
 
     def __init__(

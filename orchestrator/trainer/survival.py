@@ -105,7 +105,6 @@ class GroupMembership(Callback):
 
     Args:
         spec: of the attempt's first group, also on a replacement.
-        updates: of the whole run.
         go_back: see `Training.go_back`.
 
     Attributes:

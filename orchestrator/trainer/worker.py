@@ -69,13 +69,7 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
 
 
 class WorkerProcess:
-    """This process as its agent and the run folder see it.
-
-    Attributes:
-        stop: the request to stop, which the agent forwards.
-        fence: the right of this attempt to write.
-        failure: the record of this worker's failure, once it has failed.
-    """
+    """This process as its agent and the run folder see it."""
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
