@@ -43,12 +43,7 @@ from orchestrator.rundir.generations import GenerationRecord, message_of
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-RETRY_S = 0.05
 MAX_UNAUTHENTICATED = 64
-MOST_ERRORS = 100  # in a row
-REPORTED_CHARACTERS = 150
-"""Of a log's line. The launcher reads the pipe after the agents' end, so all must fit its 64 KiB,
-and JSON takes up to twelve bytes for a character."""
 
 
 class Agent:
@@ -149,7 +144,7 @@ class Agent:
             # Of a shared file system, say: the workers need their agent.
             except (OSError, RunFolderError) as error:
                 errors += 1
-                if errors > MOST_ERRORS:
+                if errors > 100:  # in a row
                     raise
                 log.warning("%s; trying again", error)
                 time.sleep(POLL_S)
@@ -177,10 +172,11 @@ class Agent:
         if self._coordinator is not None:
             self._coordinator.tick()
             outcome = self._coordinator.outcome
-            # The launcher gets an outcome that the disk had no space for; it fits a pipe's buffer.
+            # The launcher gets an outcome that the disk had no space for. It reads the pipe after
+            # the agents' end, so all must fit its 64 KiB; a character takes up to 12 bytes in JSON.
             if outcome is not None and self._report_to is not None and not self._is_over():
                 if culprit := outcome["culprit"]:
-                    lines = [line[:REPORTED_CHARACTERS] for line in culprit["log_tail"]]
+                    lines = [line[:150] for line in culprit["log_tail"]]
                     outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
                 os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
@@ -304,7 +300,7 @@ class Agent:
         at_start = not self._lost_peers and self._spec.index > 0
         first_node = agent_file(self._run, self._spec.attempt, 0) if at_start else None
         if at_start and first_node is None and now - self._began < self._spec.join_s:
-            time.sleep(RETRY_S)
+            time.sleep(POLL_S / 2)
             return
         if first_node is not None and not first_node.incarnation:
             candidates = [first_node]

@@ -67,15 +67,9 @@ LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator."""
-ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
-AGENT_SILENT = (
-    NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
-    "is stopped, or cut off"
-)
-NEVER_CAME = "its agent did not connect within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
@@ -533,7 +527,11 @@ class Coordinator:
             silent = agent.heard is not None and now - agent.heard > limit_s
             if silent and agent.index != self._spec.index:
                 self._command(agent.index, "disconnect")  # a live agent connects again
-                self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
+                self._lose_agent(
+                    agent.index,
+                    f"{NODE_WENT_AWAY}its agent gave no sign of life for {limit_s:g} s "
+                    "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
+                )
         if self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S
             late = now - self._began > patience
@@ -543,7 +541,11 @@ class Coordinator:
                     self._lose_agent(agent.index)
         elif now - self._began > self._spec.join_s:
             for agent in awaited:
-                self._lose_agent(agent.index, NEVER_CAME.format(f"{self._spec.join_s:g}"))
+                self._lose_agent(
+                    agent.index,
+                    f"its agent did not connect within {self._spec.join_s:g} s "
+                    "(cluster.rendezvous_timeout_s)",
+                )
 
     def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
         """Return those of these nodes at whose agent's address nothing listens any more."""
@@ -604,7 +606,7 @@ class Coordinator:
             self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
         ]
         announce = newcomers and not self._announced_newcomers
-        if announce and now - self._looked_for_room > ROOM_S:
+        if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
                 self._announced_newcomers = True

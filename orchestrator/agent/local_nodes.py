@@ -54,7 +54,6 @@ END_S = 3.0
 """For agents to end by themselves, once the outcome is written or the launcher is gone: longer than
 `workers.LINGER_S`."""
 POLL_S = 0.1
-IMPORT_POLL_S = 1.0
 EXIT_IMPORT_HANGS = 120
 IMPORT_HANGS = (
     "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
@@ -194,7 +193,7 @@ def import_framework(run: RunDir, hang_s: float) -> Mapping[str, Any]:
     idle = IdleTimer(hang_s)
 
     def watch_import() -> None:
-        while not done.wait(IMPORT_POLL_S):
+        while not done.wait(1.0):
             if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
                 message = IMPORT_HANGS.format(f"{hang_s:g}")

@@ -27,7 +27,6 @@ TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 MOST_NAMED = 4
 NO_EXIT_REPORT = " before its training had ended: something in it ended the process (os._exit, say)"
-IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
 EXTERNAL_KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM})
 """Signals by which a process is ended from outside, by the kernel for lack of memory included. All
 other ends are due to the job's own code (an exception, a bad pointer), and would come back."""
@@ -171,7 +170,10 @@ def add_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
     note = f"rank {first} waited for it {waited[first]}" + f", and so did {more} more" * (more > 0)
     if culprit.rank in waited:
         each = [f"rank {rank} waited {wait}" for rank, wait in waited.items()][:MOST_NAMED]
-        note = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
+        note = (
+            f"no rank was behind: {'; '.join(each)}. A link between them is cut, or they did not "
+            "call the same collectives"
+        )
     return replace(culprit, cause=f"{culprit.cause}; {note}")
 
 

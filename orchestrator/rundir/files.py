@@ -131,17 +131,16 @@ def is_full(path: Path) -> bool:
     return (room.f_blocks > 0 and not room.f_bavail) or (room.f_files > 0 and not room.f_favail)
 
 
-OVERFLOW = Path("/proc/sys/kernel/overflowuid")
-
-
 def is_own(path: Path) -> bool:
     """Return whether a file or folder is this user's.
 
     For users other than root also those of root and of the overflow user: only root can create
     them, and file systems that translate owners (NFS, containers) report them.
     """
-    others = {0, int(OVERFLOW.read_text(encoding="ascii"))} if os.geteuid() else set[int]()
-    return path.stat().st_uid in {os.geteuid(), *others}
+    owners = {os.geteuid()}
+    if os.geteuid():
+        owners |= {0, int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))}
+    return path.stat().st_uid in owners
 
 
 def make_private(folder: Path) -> None:

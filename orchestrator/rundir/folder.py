@@ -42,16 +42,6 @@ names the same identity."""
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
-OWN_FOLDERS = (
-    "logs",
-    "checkpoints",
-    "attempts",
-    "tensorboard",
-    "mlruns",
-    "wandb",
-    "code",
-    "submitit",
-)
 
 
 def _below(*names: str) -> functools.cached_property[Path]:
@@ -263,8 +253,9 @@ class RunDir:
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            for name in OWN_FOLDERS:
-                is_folder(self.path / name)
+            written = (self.logs, self.checkpoints, self.tensorboard, self.mlflow, self.wandb)
+            for folder in (*written, self.attempts, self.code, self.submitit):
+                is_folder(folder)
             self.attempt_numbers()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error

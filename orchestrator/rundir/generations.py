@@ -23,8 +23,6 @@ from typing import Any, TypeVar
 from orchestrator.rundir.files import create_once, read_json, to_json_text, write_atomically
 
 End = TypeVar("End")
-ROOM = bytes(4096)
-"""More than a generation needs that came after the first."""
 
 
 def to_blame(ends: Sequence[tuple[End, list[int]]], survived: Sequence[list[int]]) -> list[End]:
@@ -75,7 +73,7 @@ class GenerationRecord:
         """Return whether a generation could be written now; only a write can detect a quota."""
         own = self._folder / f".room.{secrets.token_hex(8)}"
         try:
-            write_atomically(own, ROOM)
+            write_atomically(own, bytes(4096))  # more than any generation after the first needs
         except OSError:
             return False
         own.unlink()

@@ -19,19 +19,16 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 
-HOLDER_BYTES = 256
-LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
-
 
 @contextlib.contextmanager
 def locked(run: RunDir) -> Generator[None]:
     """Lock the run for this launcher. Raises `RunFolderError` while another one does."""
     descriptor = open_nofollow(run.lock, os.O_RDWR | os.O_CREAT)
     try:
-        for _ in range(LOCK_TRIES):  # `is_locked` holds it for a moment
+        for _ in range(10):  # `is_locked` holds it for a moment
             if _try_lock(descriptor, fcntl.LOCK_EX):
                 break
-            time.sleep(LOCK_PAUSE_S)
+            time.sleep(0.02)
         else:
             holder = _read_holder(descriptor)
             who = f"process {holder[0]} on {holder[1]}" if holder else "another process"
@@ -71,7 +68,7 @@ def is_locked(run: RunDir) -> bool:
 
 def _read_holder(descriptor: int) -> tuple[int, str] | None:
     """Return the holder's pid and host; None if the lock's file names none."""
-    text = os.pread(descriptor, HOLDER_BYTES, 0).decode("utf-8", errors="replace")
+    text = os.pread(descriptor, 256, 0).decode("utf-8", errors="replace")
     found = re.fullmatch(r"([0-9]+) (\S+)", text)
     return (int(found[1]), found[2]) if found else None
 

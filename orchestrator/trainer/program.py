@@ -124,7 +124,6 @@ HIDDEN = (
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
 )  # fmt: skip
 HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it unless the user has
 OURS = "ORCHESTRATOR_"
 DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -203,7 +202,8 @@ def environment(
         RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }  # fmt: skip
-    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **ours}
+    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun does
+    return {**unless_set, **found, **set_by_launcher, **ours}
 
 
 def _search_path(

@@ -25,9 +25,7 @@ from orchestrator.units import format_learning_rate, format_number, format_rate
 # ----------------------------------------------------------------------
 # Lines about training in rank 0's log, which `logs RUN -f` shows.
 
-SHORTEST_S = 1.0
 LONGEST_S = 60.0
-LINES = 200  # about so many while the interval grows by a given factor
 
 
 class UpdateLines:
@@ -41,7 +39,8 @@ class UpdateLines:
         self._evaluated = -LONGEST_S
 
     def _interval_s(self, now: float) -> float:
-        return min(LONGEST_S, max(SHORTEST_S, (now - self._began) / LINES))
+        # about 200 lines while the interval grows by a given factor
+        return min(LONGEST_S, max(1.0, (now - self._began) / 200))
 
     def update(self, update: int, *, loss: float, learning_rate: float, samples: int) -> None:
         """Log an update (from 0) now and then; always the first and the last one."""

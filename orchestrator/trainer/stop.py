@@ -30,10 +30,7 @@ from orchestrator.rundir.warnings import warn
 from orchestrator.slurm_client import node_failure
 
 KILL_WAIT_S = 30.0
-UNEXPLAINED = "it ended without a message: a node failed, or the time to stop was too short"
-RECENT = 5
 CANCEL_CHECK_S = 1.0
-SAVE_MARGIN = 1.5
 LEAST_SAVE_S = 0.5
 
 
@@ -131,7 +128,7 @@ class LeaveInTime(Callback):
         self._grace, self._cancelled, self._clock = grace, cancelled, clock
         self._progress = progress
         self._checked = -CANCEL_CHECK_S
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=5)
         self._began = clock()
         self._warned = False
 
@@ -173,7 +170,7 @@ class LeaveInTime(Callback):
         if not self._checkpoints.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        save_s = SAVE_MARGIN * max(LEAST_SAVE_S, self._checkpoints.save_s)
+        save_s = 1.5 * max(LEAST_SAVE_S, self._checkpoints.save_s)
         return max(ends, now + step_s * (steps - done)) + save_s > deadline
 
     def before_record(self) -> None:
@@ -228,7 +225,9 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     why = RESUMED
     in_place = run.srun_restarts(topology.job_id).exists()
     if topology.restarts or in_place or not queued:  # else a person submitted it again
-        why = restart_reason(run, attempt) or (UNEXPLAINED if queued else why)
+        if queued:
+            why = "it ended without a message: a node failed, or the time to stop was too short"
+        why = restart_reason(run, attempt) or why
     progress = read_progress(run.progress(attempt - 1))
     behind = progress is not None and progress.update >= updates
     return {

@@ -79,11 +79,6 @@ def modules_of(job: Any) -> dict[str, str]:
 
 MARGIN_S = 3.0
 POLL_S = 0.2
-FORM_POLL_S = 0.005
-GOES_BACK = (
-    "; no rank has its part of the optimizer's state, so the run goes back to its newest "
-    "checkpoint, after update {}"
-)
 MOST_TRIES = 3
 """Losses in one update that are survived; one more is probably caused by the update itself."""
 
@@ -370,7 +365,7 @@ class GroupMembership(Callback):
         thread = threading.Thread(target=form, name="forming", daemon=True)
         thread.start()
         while not found:
-            thread.join(FORM_POLL_S)
+            thread.join(0.005)
             if not found and spec.stop_requested():
                 raise PeerLost("one more rank is gone")
         if isinstance(found[0], Exception):
@@ -413,7 +408,10 @@ class GroupMembership(Callback):
                 )
             sentence = describe_loss(gone, update, why, over=over)
             if lost is not None:
-                sentence += GOES_BACK.format(progress.updates)
+                sentence += (
+                    "; no rank has its part of the optimizer's state, so the run goes back to its "
+                    f"newest checkpoint, after update {progress.updates}"
+                )
             rest = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
             if over:
                 rest = f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
