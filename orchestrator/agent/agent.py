@@ -86,7 +86,7 @@ class Agent:
         self._tried_since = 0.0
         self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
-        self._stop: str | None = None
+        self._stops: list[str] = []  # names of signals that the workers do not know yet
         self._dying = self._over = False
         self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
@@ -190,7 +190,7 @@ class Agent:
         """Handle stop signals here only; workers ignore them and receive a message."""
 
         def note_stop(number: int, _: Any) -> None:
-            self._stop = signal.Signals(number).name
+            self._stops.append(signal.Signals(number).name)
 
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -200,8 +200,8 @@ class Agent:
 
     def _drain(self) -> None:
         os.read(self._pipe[0], 4096)
-        if self._stop is not None:
-            self._workers.stop(self._stop)
+        while self._stops:
+            self._workers.stop(self._stops.pop(0))
 
     def _end_with_launcher(self, control: int) -> None:
         if not os.read(control, 64):
