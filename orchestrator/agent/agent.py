@@ -9,9 +9,11 @@ The loop has one thread: an agent forks, and a fork keeps only the thread that f
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
+import resource
 import selectors
 import signal
 import time
@@ -41,12 +43,7 @@ from orchestrator.rundir.generations import GenerationRecord, message_of
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-RETRY_S = 0.05
 MAX_UNAUTHENTICATED = 64
-MOST_ERRORS = 100  # in a row
-REPORTED_CHARACTERS = 150
-"""Of a log's line. The launcher reads the pipe after the agents' end, so all must fit its 64 KiB,
-and JSON takes up to twelve bytes for a character."""
 
 
 class Agent:
@@ -89,8 +86,9 @@ class Agent:
         self._tried_since = 0.0
         self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
         self._coordinator: Coordinator | None = None
-        self._stop: str | None = None
+        self._stops: list[str] = []  # names of signals that the workers do not know yet
         self._dying = self._over = False
+        self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
         self._end_rendezvous: Callable[[], None] = lambda: None  # of a program's ranks
         self._pipe = os.pipe()  # written to by signals
         for end in self._pipe:
@@ -110,6 +108,7 @@ class Agent:
 
     def _close_in_fork(self) -> None:
         """Release the agent's resources in a new worker."""
+        resource.setrlimit(resource.RLIMIT_NOFILE, self._descriptor_limits)
         for descriptor in (*self._pipe, self._control, self._report_to):
             if descriptor is not None:
                 os.close(descriptor)
@@ -126,6 +125,11 @@ class Agent:
             BecomeWorker: in each worker that is forked.
         """
         self._handle_signals()
+        # The usual limit of 1,024 descriptors is too low for the links of a thousand nodes. Workers
+        # get theirs back: a user's program may call `select`, or close all that it could have.
+        with contextlib.suppress(OSError, ValueError):  # a container may forbid it
+            most = self._descriptor_limits[1]
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
         if not self._spec.incarnation:
             if self._spec.index == 0:
                 self._end_rendezvous = host_rendezvous(self._spec)
@@ -140,7 +144,7 @@ class Agent:
             # Of a shared file system, say: the workers need their agent.
             except (OSError, RunFolderError) as error:
                 errors += 1
-                if errors > MOST_ERRORS:
+                if errors > 100:  # in a row
                     raise
                 log.warning("%s; trying again", error)
                 time.sleep(POLL_S)
@@ -167,18 +171,15 @@ class Agent:
             self._beat()
         if self._coordinator is not None:
             self._coordinator.tick()
-            self._report_unwritten(self._coordinator.outcome)
+            outcome = self._coordinator.outcome
+            # The launcher gets an outcome that the disk had no space for. It reads the pipe after
+            # the agents' end, so all must fit its 64 KiB; a character takes up to 12 bytes in JSON.
+            if outcome is not None and self._report_to is not None and not self._is_over():
+                if culprit := outcome["culprit"]:
+                    lines = [line[:150] for line in culprit["log_tail"]]
+                    outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
+                os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
-
-    def _report_unwritten(self, outcome: dict[str, Any] | None) -> None:
-        """Send the launcher an outcome that the disk had no space for; it fits a pipe's buffer."""
-        if outcome is None or self._report_to is None or self._is_over():
-            return
-        culprit = outcome["culprit"]
-        if culprit is not None:
-            lines = [line[:REPORTED_CHARACTERS] for line in culprit["log_tail"]]
-            outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
-        os.write(self._report_to, json.dumps(outcome).encode())
 
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""
@@ -189,7 +190,7 @@ class Agent:
         """Handle stop signals here only; workers ignore them and receive a message."""
 
         def note_stop(number: int, _: Any) -> None:
-            self._stop = signal.Signals(number).name
+            self._stops.append(signal.Signals(number).name)
 
         signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -199,8 +200,8 @@ class Agent:
 
     def _drain(self) -> None:
         os.read(self._pipe[0], 4096)
-        if self._stop is not None:
-            self._workers.stop(self._stop)
+        while self._stops:
+            self._workers.stop(self._stops.pop(0))
 
     def _end_with_launcher(self, control: int) -> None:
         if not os.read(control, 64):
@@ -299,7 +300,7 @@ class Agent:
         at_start = not self._lost_peers and self._spec.index > 0
         first_node = agent_file(self._run, self._spec.attempt, 0) if at_start else None
         if at_start and first_node is None and now - self._began < self._spec.join_s:
-            time.sleep(RETRY_S)
+            time.sleep(POLL_S / 2)
             return
         if first_node is not None and not first_node.incarnation:
             candidates = [first_node]
@@ -345,7 +346,7 @@ class Agent:
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
         for index, messages in self._early.items():
             for message in messages:
-                self._from_follower(index, message)
+                self._take_message(self._followers[index], message)
         self._early.clear()
         self._obey_coordinator()
 
@@ -414,7 +415,11 @@ class Agent:
             self._followers[index] = link
             return
         if self._coordinator is not None:
-            self._from_follower(link.peer_index, message)
+            self._coordinator.heard(link.peer_index)
+            if "workers" in message:
+                self._coordinator.agent_connected(link.peer_index, message["workers"])
+            elif "event" in message:
+                self._coordinator.handle_event(link.peer_index, message)
             return
         # The peer has lost the agents before this one; either this one loses them as well, or the
         # peer is cut off.
@@ -428,14 +433,6 @@ class Agent:
             return
         if newest is not None:
             link.send(command="tell", rank=None, message=message_of(newest))
-
-    def _from_follower(self, index: int, message: dict[str, Any]) -> None:
-        assert self._coordinator is not None  # noqa: S101  # called where there is one
-        self._coordinator.heard(index)
-        if "workers" in message:
-            self._coordinator.agent_connected(index, message["workers"])
-        elif "event" in message:
-            self._coordinator.handle_event(index, message)
 
     def _close(self, link: Link) -> None:
         if link.socket.fileno() >= 0:

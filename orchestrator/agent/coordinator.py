@@ -67,15 +67,9 @@ LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
 """Time for the other agents to connect to a new coordinator."""
-ROOM_S = 1.0
 REACH_S = 0.2
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
-AGENT_SILENT = (
-    NODE_WENT_AWAY + "its agent gave no sign of life for {} s (cluster.heartbeat_timeout_s): it "
-    "is stopped, or cut off"
-)
-NEVER_CAME = "its agent did not connect within {} s (cluster.rendezvous_timeout_s)"
 REST_S = 0.5
 """From a worker's end to its next process: the others agree on the loss meanwhile."""
 MOST_FRUITLESS = 2
@@ -91,7 +85,7 @@ class WorkerState:
         final_state: from its final message, "" without one; None while it runs, or if the others
             survived its loss.
         wants_to_join: a new worker that asks the others to let it in.
-        set_up: it is ready to train; training: its loop has begun.
+        code: digests of its job's modules, once it is ready to train; training: its loop has begun.
         awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
             for new workers.
         given_up: the cause, if it is killed because it hangs.
@@ -103,9 +97,8 @@ class WorkerState:
     incarnation: int = 0
     state: Literal["expected", "alive", "ended"] = "expected"
     wants_to_join: bool = False
-    set_up: bool = False
+    code: dict[str, str] | None = None
     training: bool = False
-    code: dict[str, str] = field(default_factory=dict[str, str])
     awaits_newcomers: tuple[int, int] | None = None
     final_state: str | None = None
     silence_reported: bool = False
@@ -124,13 +117,7 @@ class AgentState:
 
 
 class Coordinator:
-    """Coordinator of one attempt.
-
-    Args:
-        spec: of the node whose agent this is.
-        lost: indices of the agents already lost when this one takes over.
-        clock: returns monotonic seconds.
-    """
+    """Coordinator of one attempt. `lost`: nodes whose agents were lost when this one takes over."""
 
     def __init__(
         self,
@@ -267,7 +254,7 @@ class Coordinator:
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             self._give_up(worker, event["cause"], lines)
         elif kind == "begins":
-            worker.set_up, worker.code = True, event["code"]
+            worker.code = event["code"]
         elif kind == "trains":
             worker.training = True
         elif kind == "joins":
@@ -346,7 +333,11 @@ class Coordinator:
             return
         if lost and not lost <= self._lost_members:
             self._losses.append((end, members))
-        lost |= self._end_rest_of_unit(ranks)
+        # End the workers that are lost together with these.
+        rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
+        for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
+            self._command(self._spec.node_of(rank), "kill", rank=rank)
+            lost |= {self._member(rank)}.intersection(self._members)
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
@@ -355,15 +346,6 @@ class Coordinator:
             self._schedule_restart(rank)
         if not any(self._is_member(worker) for worker in self.workers.values()):
             self._end_in_order()
-
-    def _end_rest_of_unit(self, ranks: Iterable[int]) -> set[int]:
-        """End the workers that are lost together with these; return those of them that train."""
-        found: set[int] = set()
-        for rank in {other for one in ranks for other in self._failure_unit(one)}.difference(ranks):
-            if self.workers[rank].state == "alive":
-                self._command(self._spec.node_of(rank), "kill", rank=rank)
-                found.add(self._member(rank))
-        return found.intersection(self._members)
 
     def _is_member(self, worker: WorkerState) -> bool:
         return worker.state != "ended" and self._member(worker.rank) in self._members
@@ -420,22 +402,9 @@ class Coordinator:
                 culprit = add_position(culprit, worker.seen, log_file, worker.log_bytes)
         return add_waits(culprit, {one.rank: one.seen.waits for one in self.workers.values()})
 
-    def _check_folder(self, now: float) -> None:
-        """Fail the attempt once its folder is gone: nothing that it computes could be saved."""
-        if self._killed or is_folder(self._run.attempt(self._spec.attempt)):
-            return
-        cause = self._run.removed_message
-        # Another start would fail in the same way.
-        self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
-        self._give_up_at = now
-        self._end_in_order()
-
     def _warn(self, rank: int, sentence: str) -> None:
         index = self._spec.node_of(rank)
-        try:
-            warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
-        except OSError as error:  # a full disk
-            log.warning("%s (not shown elsewhere: %s)", sentence, error)
+        warn_of(self._run.warnings(self._spec.attempt, index), rank, sentence)
 
     # ------------------------------------------------------------------ restarts of workers
     # A new process asks the training workers to join at a boundary. None is started where none
@@ -515,10 +484,15 @@ class Coordinator:
         look = now - self._folder_seen >= BEAT_S
         if look:
             self._folder_seen = now
-            self._check_folder(now)
+            if not self._killed and not is_folder(self._run.attempt(self._spec.attempt)):
+                # Nothing that the attempt computes could be saved, nor what another start does.
+                cause = self._run.removed_message
+                self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
+                self._give_up_at = now
+                self._end_in_order()
         self._check_agents(now)
         if not self._over:
-            if self._generation < 0 and all(one.set_up for one in self.workers.values()):
+            if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
                 self._publish(0, self._members, code=self.workers[0].code)
             # Another coordinator, which considered this one lost, may have recorded one.
             if look and (found := self._record.read(self._generation + 1)) is not None:
@@ -531,24 +505,19 @@ class Coordinator:
             self._command(self._spec.node_of(rank), "kill", rank=rank)
             self._end_others()  # a process that sleeps in the kernel may not end
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
-            if self._only_lost_peers() and self._awaits_agent(now):
+            # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
+            # its node is the root cause.
+            secondary = {one["rank"] for one in self._failures if one["secondary"]}
+            awaits_agent = any(
+                not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
+                for agent in self.agents.values()
+                if agent.index != self._spec.index
+            )
+            if awaits_agent and all(end.rank in secondary for end in self._ends):
                 return
             self._killed = True
             self._command(None, "die")
         self._perhaps_over()
-
-    def _only_lost_peers(self) -> bool:
-        """Return whether all that failed so far are workers that lost a peer."""
-        secondary = {one["rank"] for one in self._failures if one["secondary"]}
-        return all(end.rank in secondary for end in self._ends)
-
-    def _awaits_agent(self, now: float) -> bool:
-        """Return whether an agent is silent, and may be lost: its node would be the root cause."""
-        return any(
-            not agent.lost and agent.heard is not None and now - agent.heard > LEAST_SILENCE_S
-            for agent in self.agents.values()
-            if agent.index != self._spec.index
-        )
 
     def _check_agents(self, now: float) -> None:
         """Mark agents as lost that are silent or did not connect in time."""
@@ -558,7 +527,11 @@ class Coordinator:
             silent = agent.heard is not None and now - agent.heard > limit_s
             if silent and agent.index != self._spec.index:
                 self._command(agent.index, "disconnect")  # a live agent connects again
-                self._lose_agent(agent.index, AGENT_SILENT.format(f"{limit_s:g}"))
+                self._lose_agent(
+                    agent.index,
+                    f"{NODE_WENT_AWAY}its agent gave no sign of life for {limit_s:g} s "
+                    "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
+                )
         if self._took_over or self._generation >= 0:
             patience = self._spec.silence_s if not self._took_over else COME_S
             late = now - self._began > patience
@@ -568,7 +541,11 @@ class Coordinator:
                     self._lose_agent(agent.index)
         elif now - self._began > self._spec.join_s:
             for agent in awaited:
-                self._lose_agent(agent.index, NEVER_CAME.format(f"{self._spec.join_s:g}"))
+                self._lose_agent(
+                    agent.index,
+                    f"its agent did not connect within {self._spec.join_s:g} s "
+                    "(cluster.rendezvous_timeout_s)",
+                )
 
     def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
         """Return those of these nodes at whose agent's address nothing listens any more."""
@@ -629,7 +606,7 @@ class Coordinator:
             self._member(r) for r in sorted(waiting) if waiting.issuperset(self._failure_unit(r))
         ]
         announce = newcomers and not self._announced_newcomers
-        if announce and now - self._looked_for_room > ROOM_S:
+        if announce and now - self._looked_for_room > BEAT_S:
             self._looked_for_room = now
             if self._record.has_room():  # else the members would wait at the boundary in vain
                 self._announced_newcomers = True
@@ -685,9 +662,17 @@ class Coordinator:
                     self._command(agent.index, "end")
             return
         state, culprit = self._decide()
-        self.outcome = {"state": state.value, "culprit": culprit and culprit.to_json() | {
-            "usage": culprit.usage, "hangs": culprit.hangs},
-            "lost": self._describe_loss(culprit)}  # fmt: skip
+        lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
+        if culprit is not None and culprit.rank is None:
+            lost = f"node {culprit.node} stopped answering"
+        elif culprit is not None and self._stalled:
+            lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
+        self.outcome = {
+            "state": state.value,
+            "culprit": culprit
+            and culprit.to_json() | {"usage": culprit.usage, "hangs": culprit.hangs},
+            "lost": lost,
+        }
         path = self._run.outcome(self._spec.attempt)
         try:
             write_json(path, self.outcome)
@@ -695,22 +680,10 @@ class Coordinator:
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
 
-    def _describe_loss(self, culprit: Culprit | None) -> str | None:
-        """Describe a loss that is not the job's fault, which a scheduler restarts; else None."""
-        if culprit is None:
-            return None
-        if culprit.rank is None:
-            return f"node {culprit.node} stopped answering"
-        who = f"rank {culprit.rank} on {culprit.node}"
-        return f"{who}: {culprit.cause}" if self._stalled else None
-
     def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
         final_states = {worker.final_state for worker in self.workers.values()} - {None}
-        blamed = [
-            end for end, _ in to_blame(self._losses, lambda one: one[1], self._record.losses())
-        ]
-        ends = [*self._ends, *blamed]
+        ends = [*self._ends, *to_blame(self._losses, self._record.losses())]
         culprit = self._culprit
         all_lost = not final_states  # without messages
         if culprit is None and ends and (self._ends or all_lost):

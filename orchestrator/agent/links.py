@@ -15,9 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-HELLO_BYTES = 1 << 16
 MOST_BYTES = 1 << 24  # a list of a million ranks
-CONNECT_S = 0.5
 SEND_S = 1.0
 
 
@@ -79,7 +77,7 @@ class Link:
         if not content:
             return None
         *lines, self.unread = (self.unread + content).split(b"\n")
-        most = HELLO_BYTES if self.peer_index is None else MOST_BYTES
+        most = 1 << 16 if self.peer_index is None else MOST_BYTES
         if max(map(len, (*lines, self.unread))) > most:
             return None
         try:
@@ -93,17 +91,14 @@ class Link:
 
 
 def connect(peer: Peer, *, secret: str, node: int) -> Link:
-    """Connect to another agent.
-
-    Args:
-        node: the number of this agent's node.
+    """Connect the agent of `node` to another one.
 
     Raises:
         ConnectionRefusedError: nothing listens there any more.
         OSError: it cannot be reached.
     """
     to = (peer.address, peer.port)
-    link = Link(socket.create_connection(to, timeout=CONNECT_S), peer_index=peer.node)
+    link = Link(socket.create_connection(to, timeout=0.5), peer_index=peer.node)
     if not link.send(node=node, sign=sign(secret, node, peer.seniority)):
         link.close()
         raise ConnectionResetError

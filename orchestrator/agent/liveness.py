@@ -22,7 +22,6 @@ LINK_VARIABLE = "ORCHESTRATOR_AGENT_SOCKET"
 AT_WORK = 0.01
 """From this share of one processor on, a process that sends nothing is at work."""
 STOPPED_PROCESS, ASLEEP, SILENT, BUSY = "stopped", "asleep", "silent", "busy"
-FROZEN = "it was frozen (SIGSTOP) for {} s (cluster.heartbeat_timeout_s)"
 FINISHED, STOPPED, FAILED, EVICTED = "finished", "stopped", "failed", "evicted"
 
 
@@ -131,11 +130,7 @@ class AwakeClock:
 
 
 class IdleTimer:
-    """Time for which processes have left the processors unused.
-
-    Args:
-        hang_s: for how long they may.
-    """
+    """Time for which processes have left the processors unused; they hang after `hang_s`."""
 
     def __init__(self, hang_s: float) -> None:
         self._hang_s, self._at_work = hang_s, 0.0
@@ -146,11 +141,7 @@ class IdleTimer:
         self._used_s = None
 
     def hangs(self, now: float, used_s: float) -> bool:
-        """Return whether the processors were unused for `hang_s`.
-
-        Args:
-            used_s: processor time of the processes so far.
-        """
+        """Return whether the processes, of which `used_s` is the processor time, hang."""
         before, elapsed = self._used_s, max(BEAT_S, now - self._at_work)
         if before is None or used_s - before > AT_WORK * elapsed:
             self._used_s, self._at_work = used_s, now

@@ -14,7 +14,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import sys
 import threading
@@ -35,6 +34,7 @@ from orchestrator.agent.processes import (
     name_process,
     processor_s,
     set_parent_death_signal,
+    wait_readable,
 )
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.workers import STOP_SIGNALS, BecomeWorker, end_descendants
@@ -54,7 +54,6 @@ END_S = 3.0
 """For agents to end by themselves, once the outcome is written or the launcher is gone: longer than
 `workers.LINGER_S`."""
 POLL_S = 0.1
-IMPORT_POLL_S = 1.0
 EXIT_IMPORT_HANGS = 120
 IMPORT_HANGS = (
     "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
@@ -93,11 +92,14 @@ class NodeProcesses:
 
     def run(self) -> int:
         """Run this process, or the agent or worker that it becomes; return the exit status."""
-        import_framework(self._run, self._specs[0].hang_s)
+        job = import_framework(self._run, self._specs[0].hang_s)
         rank = self.serve()
         if rank is None:
             return self.status
-        return run_worker(self._run.path, self._specs[0].attempt, rank)
+        name_process(f"rank {rank}")
+        reseed_generators()
+        worker = importlib.import_module(PROGRAM if is_program(job) else TRAINER)
+        return worker.main(self._run.path, self._specs[0].attempt)
 
     def serve(self) -> int | None:
         """Run agents until all have ended. Return the rank in a worker's process."""
@@ -118,10 +120,13 @@ class NodeProcesses:
         outcome = self._run.outcome(self._specs[0].attempt)
         watched = [wake] if self._control is None else [wake, self._control]
         while self._pids or self._restart_at:
-            ready = select.select(watched, [], [], POLL_S)[0]
+            ready = wait_readable(watched, POLL_S)
             if wake in ready:
                 os.read(wake, 4096)
-            self._forward_stops()
+            while self._signals:  # agents alone act on them
+                self._stop = self._signals.pop(0)
+                for pid in self._pids:
+                    os.kill(pid, self._stop)  # not reaped, so the pid is its own
             now = time.monotonic()
             if self._control is None:  # its scheduler ends what remains
                 pass
@@ -141,27 +146,16 @@ class NodeProcesses:
         end_descendants()  # what a killed agent's workers had started
         return None
 
-    def _forward_stops(self) -> None:
-        """Forward stop signals to the agents, which alone act on them."""
-        while self._signals:
-            self._stop = self._signals.pop(0)
-            for pid in self._pids:
-                os.kill(pid, self._stop)  # not reaped, so the pid is its own
-
     def _start(self, index: int) -> int | None:
         """Fork an agent. Return the rank in a worker's process."""
         signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the agent unblocks its own
         pid = fork_session()
-        if not pid:
-            return self._become(index)
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
-        self._pids[pid] = index
-        if self._stop is not None:
-            os.kill(pid, self._stop)
-        return None
-
-    def _become(self, index: int) -> int:
-        """Run an agent until this process ends; return the rank in a worker's process."""
+        if pid:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+            self._pids[pid] = index
+            if self._stop is not None:
+                os.kill(pid, self._stop)
+            return None
         signal.set_wakeup_fd(-1)
         spec = self._specs[index]
         send_output_to(spec.log_of(spec.index), spec.name)
@@ -174,11 +168,7 @@ class NodeProcesses:
         return leave(0)
 
     def _reap(self, now: float, *, restart: bool) -> None:
-        """Collect ended agents; restart one that was killed or failed, where that is allowed.
-
-        Args:
-            restart: False once all agents are to end.
-        """
+        """Collect ended agents; with `restart`, restart those that were killed or failed."""
         while self._pids:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if not pid:
@@ -194,13 +184,16 @@ class NodeProcesses:
             self._restart_at[index] = now + REST_S
 
 
-def import_framework(run: RunDir, hang_s: float) -> None:
-    """Import what workers need. If that hangs, write the stack to the node's log, and exit."""
+def import_framework(run: RunDir, hang_s: float) -> Mapping[str, Any]:
+    """Import what workers need; return the job, {} if it cannot be read. If that hangs, write the
+    stack to the node's log, and exit.
+    """
+    job: Mapping[str, Any] = {}
     done = threading.Event()
     idle = IdleTimer(hang_s)
 
     def watch_import() -> None:
-        while not done.wait(IMPORT_POLL_S):
+        while not done.wait(1.0):
             if idle.hangs(time.monotonic(), processor_s(os.getpid())):
                 faulthandler.dump_traceback(all_threads=True)
                 message = IMPORT_HANGS.format(f"{hang_s:g}")
@@ -217,6 +210,7 @@ def import_framework(run: RunDir, hang_s: float) -> None:
         import_for(job)
     done.set()
     watch.join()  # a fork must not run with another thread alive
+    return job
 
 
 def import_for(job: Mapping[str, Any]) -> None:
@@ -240,17 +234,6 @@ def import_for(job: Mapping[str, Any]) -> None:
     gc.freeze()  # imported objects are no garbage; collecting them would copy their pages
 
 
-def run_worker(path: Path, attempt: int, rank: int) -> int:
-    """Run a worker to its end, the training loop of a job or a program; return its exit status."""
-    name_process(f"rank {rank}")
-    reseed_generators()
-    try:
-        program = is_program(RunDir(path).existing().read_config().get("job") or {})
-    except OrchestratorError:  # the training loop reads the same, and reports it in the rank's log
-        program = False
-    return importlib.import_module(PROGRAM if program else TRAINER).main(path, attempt)
-
-
 def reseed_generators() -> None:
     """Seed NumPy's and torch's generators anew, so that no two forks draw the same numbers.
 
@@ -266,9 +249,8 @@ def reseed_generators() -> None:
 def spawn_nodes(
     run: Path, environment: Mapping[str, str], standard: Sequence[int], keep: Collection[int]
 ) -> int:
-    """Start the parent of a run's nodes, in a session of its own; return its pid.
-
-    Ctrl-C in the terminal then reaches the launcher alone.
+    """Start the parent of a run's nodes; return its pid. It has a session of its own, so Ctrl-C in
+    the terminal reaches the launcher alone.
 
     Args:
         standard: descriptors that become its standard input, output and error.
@@ -308,11 +290,7 @@ def import_ahead(job: Mapping[str, Any], environment: Mapping[str, str]) -> None
 
 
 def may_fork(environment: Mapping[str, str]) -> bool:
-    """Return whether the parent of a run's nodes may be a fork of this process.
-
-    Args:
-        environment: of the run's request.
-    """
+    """Return whether the parent of a run's nodes may be a fork of this process."""
     return environment == _imported_with and threading.active_count() == 1
 
 

@@ -68,11 +68,7 @@ def worker_environment(spec: NodeSpec) -> dict[str, str]:
 
 
 def run_node(path: Path, attempt: int, agent_of: Callable[[NodeSpec], Agent] = Agent) -> int:
-    """Run this node, or one of its workers, to the end; return the exit status.
-
-    Args:
-        agent_of: returns the node's agent.
-    """
+    """Run this node, or one of its workers, to the end; return the exit status."""
     run = RunDir(path)
     config = read_config(run.existing().read_config())
     spec = node_spec(run, attempt, config, os.environ)

@@ -14,7 +14,6 @@ from orchestrator.rundir.folder import RunDir
 
 SILENCE_S = 5.0
 """After which an agent or a stopped worker is lost, where the others go on without it."""
-SECRET = "agents-secret"  # noqa: S105  # the name of a file
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -145,7 +144,7 @@ def published_agents(run: RunDir, attempt: int) -> list[Peer]:
 
 def secret_of(run: RunDir, attempt: int) -> str:
     """Return the secret that authenticates an attempt's agents; the first caller creates it."""
-    path = run.attempt(attempt) / SECRET
+    path = run.attempt(attempt) / "agents-secret"
     if not path.exists():
         create_once(path, secrets.token_hex(16))
     return path.read_text(encoding="ascii")

@@ -5,10 +5,11 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import select
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import NoReturn
 
@@ -82,6 +83,16 @@ def fork(be: Callable[[], int]) -> int:
     if not pid:
         exit_with(be)
     return pid
+
+
+def wait_readable(descriptors: Iterable[int], timeout_s: float) -> list[int]:
+    """Return those of these descriptors that can be read, or were closed at the other end, as soon
+    as there are any. `select.select` fails for descriptors from 1,024 on.
+    """
+    poll = select.poll()
+    for descriptor in descriptors:
+        poll.register(descriptor, select.POLLIN)
+    return [ready for ready, _ in poll.poll(timeout_s * 1000)]
 
 
 # ----------------------------------------------------------------------

@@ -246,10 +246,7 @@ class RankProgram:
     def _warn(self, sentence: str) -> None:
         """Warn in the rank's log and in its node's file, as ranks of a job do."""
         self._write_line(f"warning: {sentence}\n")
-        try:
-            warn_of(self._run.warnings(self._spec.attempt, self._spec.index), self._rank, sentence)
-        except OSError as error:  # a full disk
-            log.warning("%s (not shown elsewhere: %s)", sentence, error)
+        warn_of(self._run.warnings(self._spec.attempt, self._spec.index), self._rank, sentence)
 
     def _write_line(self, line: str = "") -> None:
         """Append a line to the rank's log, after the end of the program's last one."""
@@ -265,10 +262,8 @@ class RankProgram:
     # ------------------------------------------------------------------ its end
 
     def end(self, status: int) -> tuple[str, dict[str, Any] | None]:
-        """Record the program's end; return its final state, and its failure if it is one.
-
-        Args:
-            status: as of `subprocess`.
+        """Record the program's end, with a status as of `subprocess`; return its final state, and
+        its failure if it is one.
         """
         spec = self._spec
         output = ""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import ASLEEP, BUSY, FROZEN, SILENT, STOPPED_PROCESS, RankPosition
+from orchestrator.agent.liveness import ASLEEP, BUSY, SILENT, STOPPED_PROCESS, RankPosition
 from orchestrator.agent.stacks import (
     DUMP_BYTES,
     Frame,
@@ -27,7 +27,6 @@ TAIL_LINES = 30
 TAIL_BYTES = 64 * 1024
 MOST_NAMED = 4
 NO_EXIT_REPORT = " before its training had ended: something in it ended the process (os._exit, say)"
-IN_A_CIRCLE = "A link between them is cut, or they did not call the same collectives"
 EXTERNAL_KILL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM})
 """Signals by which a process is ended from outside, by the kernel for lack of memory included. All
 other ends are due to the job's own code (an exception, a bad pointer), and would come back."""
@@ -171,7 +170,10 @@ def add_waits(culprit: Culprit, waits: Mapping[int, str]) -> Culprit:
     note = f"rank {first} waited for it {waited[first]}" + f", and so did {more} more" * (more > 0)
     if culprit.rank in waited:
         each = [f"rank {rank} waited {wait}" for rank, wait in waited.items()][:MOST_NAMED]
-        note = f"no rank was behind: {'; '.join(each)}. {IN_A_CIRCLE}"
+        note = (
+            f"no rank was behind: {'; '.join(each)}. A link between them is cut, or they did not "
+            "call the same collectives"
+        )
     return replace(culprit, cause=f"{culprit.cause}; {note}")
 
 
@@ -225,7 +227,7 @@ def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
 # Workers that send nothing, and workers that hang.
 
 UNRESPONSIVE = {
-    STOPPED_PROCESS: FROZEN,
+    STOPPED_PROCESS: "it was frozen (SIGSTOP) for {0} s (cluster.heartbeat_timeout_s)",
     ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
     "a file system does not answer",
     SILENT: "it gave no sign of life for {0} s ({2}): code that holds Python's interpreter waits "

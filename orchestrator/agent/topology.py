@@ -16,13 +16,6 @@ from itertools import chain
 from orchestrator.errors import UsageError
 from orchestrator.slurm_client import own_job_id
 
-RANK_VARIABLES = {
-    "rank": "SLURM_PROCID",
-    "size": "SLURM_NTASKS",
-    "local_rank": "SLURM_LOCALID",
-    "node_index": "SLURM_NODEID",
-    "nodes": "SLURM_JOB_NUM_NODES",
-}
 BASE_ATTEMPT_VARIABLE = "ORCHESTRATOR_BASE_ATTEMPT"
 BATCH_PID_VARIABLE = "ORCHESTRATOR_BATCH_PID"  # the process of the batch script
 PATH_VARIABLE = "ORCHESTRATOR_PYTHONPATH"
@@ -83,12 +76,15 @@ class Topology:
             return int(text)
 
         node = env.get("SLURMD_NODENAME") or socket.gethostname()
-        numbers = {name: number(variable) for name, variable in RANK_VARIABLES.items()}
-        where = {name: numbers[name] for name in ("node_index", "nodes")}
+        node_index, nodes = number("SLURM_NODEID"), number("SLURM_JOB_NUM_NODES")
         return cls(
-            **numbers,
+            rank=number("SLURM_PROCID"),
+            size=number("SLURM_NTASKS"),
+            local_rank=number("SLURM_LOCALID"),
+            node_index=node_index,
+            nodes=nodes,
             node=node,
-            address=own_address(env, node=node, **where),
+            address=own_address(env, node=node, node_index=node_index, nodes=nodes),
             job_id=own_job_id(env),
             restarts=number("SLURM_RESTART_COUNT", 0),
             incarnation=number(INCARNATION_VARIABLE, 0),

@@ -11,7 +11,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import select
 import selectors
 import signal
 import socket
@@ -30,6 +29,7 @@ from orchestrator.agent.processes import (
     asleep_in,
     descendants,
     fork_session,
+    wait_readable,
 )
 from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.stacks import STACK_SIGNAL, catches
@@ -50,11 +50,7 @@ Report = Callable[[dict[str, Any]], None]
 
 
 class BecomeWorker(BaseException):  # control flow, not an error
-    """Raised in the process of a new worker, to leave the agent's loop behind.
-
-    Attributes:
-        rank: of the worker that this process is.
-    """
+    """Raised in the process of a new worker, of `rank`, to leave the agent's loop behind."""
 
     def __init__(self, rank: int) -> None:
         super().__init__(rank)
@@ -96,10 +92,8 @@ class Workers:
     """Workers of one node.
 
     Args:
-        spec: of the node.
         selector: of the agent's loop, which calls each key's data.
         report: called with each event about a worker.
-        clock: returns seconds for judging workers.
         on_fork: called in each new worker, to release what belongs to the agent.
     """
 
@@ -149,7 +143,20 @@ class Workers:
         except OSError as error:  # no memory, process or descriptor left
             for end in pair:
                 end.close()
-            self.all[rank] = unborn = self._unborn(rank, incarnation, error)
+            cause = (
+                f"its process could not be started: {error.strerror}; what limits it: `ulimit -u` "
+                "and `-n`, pids.max of the job's cgroup, or memory"
+            )
+            log.warning("rank %d: %s", rank, cause)
+            unborn = Worker(
+                rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
+            )
+            unborn.ended = time.monotonic()
+            if not incarnation:  # else it counts as a replacement that was killed at once
+                unborn.status, unborn.signs.final_state = EXIT_FAILED, FAILED
+                node = self._spec.name
+                unborn.signs.failure = failure_record(rank, node, cause, secondary=False)
+            self.all[rank] = unborn
             self._report(self.exit_of(unborn))
             return
         finally:
@@ -165,24 +172,6 @@ class Workers:
         self._report({"event": "started", "rank": rank, "incarnation": incarnation})
         for name in self._stops:
             self.send(rank, stop=name)
-
-    def _unborn(self, rank: int, incarnation: int, error: OSError) -> Worker:
-        """Return a worker that could not be forked: at the start it fails the run; later it counts
-        as a replacement that was killed at once.
-        """
-        cause = (
-            f"its process could not be started: {error.strerror}; what limits it: `ulimit -u` "
-            "and `-n`, pids.max of the job's cgroup, or memory"
-        )
-        log.warning("rank %d: %s", rank, cause)
-        worker = Worker(
-            rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
-        )
-        worker.ended = time.monotonic()
-        if not incarnation:
-            worker.status, worker.signs.final_state = EXIT_FAILED, FAILED
-            worker.signs.failure = failure_record(rank, self._spec.name, cause, secondary=False)
-        return worker
 
     def _become(self, rank: int, incarnation: int, link: socket.socket) -> None:
         """Run in the fork: release the agent's state and ignore stop signals."""
@@ -292,7 +281,7 @@ class Workers:
             if worker is None:  # a process that a worker left behind
                 continue
             link = worker.link.socket
-            while link.fileno() >= 0 and select.select([link], [], [], 0)[0]:
+            while link.fileno() >= 0 and wait_readable([link.fileno()], 0):
                 self._hear(worker)  # its final messages
             worker.status, worker.ended = os.waitstatus_to_exitcode(status), time.monotonic()
             # Its forks would keep its connections open, and others waiting. After a stop they may
@@ -344,11 +333,7 @@ class Workers:
                 worker.link.send(**message)
 
     def stop(self, name: str) -> None:
-        """Ask all workers to stop, also those that start later.
-
-        Args:
-            name: of the signal that the agent received.
-        """
+        """Ask all workers to stop, also those that start later, by the name of a signal."""
         self._stops.setdefault(name, time.monotonic())
         self.send(stop=name)
 

@@ -83,22 +83,6 @@ class Part:
         return [float(done), self._error, self._number, *(float(int(w, 16)) for w in words)]
 
 
-def _files_of(rows: Sequence[Sequence[float]]) -> dict[str, str]:
-    """Return the digests of all parts' files by name, from all ranks' `Part.row`.
-
-    Raises:
-        OSError: a rank could not write its part.
-    """
-    for _, error, *_ in rows:
-        if error:
-            raise OSError(int(error), os.strerror(int(error)))
-    return {
-        checkpoint.part_name(int(number)): "".join(f"{int(word):08x}" for word in words)
-        for _, _, number, *words in rows
-        if number >= 0
-    }
-
-
 class Checkpoints(Callback):
     """Checkpoints of one training, whose callback rank 0 alone has.
 
@@ -107,7 +91,6 @@ class Checkpoints(Callback):
 
     Args:
         run: the run's identity; None outside any run.
-        keep: number of checkpoints to keep.
         background: write in threads, from copies. A checkpoint that is due waits for the one
             before it: where a disk is slower than the training, the training has the disk's pace,
             as it has without a thread, and no checkpoint is left out.
@@ -228,11 +211,7 @@ class Checkpoints(Callback):
         self._part = Part(folder, number, state, about, background=self._copier is not None)
 
     def complete_parts(self, *, wait: bool) -> None:
-        """Complete the checkpoint whose parts are being written, if all are. Collective.
-
-        Args:
-            wait: until they are.
-        """
+        """Complete the checkpoint whose parts are being written, once all are. Collective."""
         if (part := self._part) is None:
             return
         rows = self._state.gather(part.row(wait=wait))
@@ -241,12 +220,19 @@ class Checkpoints(Callback):
         self._part = None
         if self.rank != 0:
             return
-        failed = None
-        try:
-            state = {**part.about, "files": _files_of(rows), "extra": part.extra}
-            checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
-        except OSError as error:
-            failed = error
+        errors = [OSError(int(error), os.strerror(int(error))) for _, error, *_ in rows if error]
+        failed = errors[0] if errors else None
+        files = {
+            checkpoint.part_name(int(number)): "".join(f"{int(word):08x}" for word in words)
+            for _, _, number, *words in rows
+            if number >= 0
+        }
+        if failed is None:
+            try:
+                state = {**part.about, "files": files, "extra": part.extra}
+                checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
+            except OSError as error:
+                failed = error
         checkpoint.remove_partial(self._folder)  # of this one, or of one that was dropped
         self._written = part.about["updates"], time.monotonic() - part.began, failed
         self._report_written()

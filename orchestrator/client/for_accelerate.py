@@ -51,7 +51,5 @@ class AccelerateUpdates:
             folder = run.checkpoint_dir / f"{PREFIX}{update + 1}"
             self._accelerator.save_state(str(folder))
             self._accelerator.wait_for_everyone()
-            if self._accelerator.is_main_process:
-                mark(folder)
-            run.save_done(update)
+            mark(folder, update, marks=self._accelerator.is_main_process)
         return stops

@@ -59,15 +59,10 @@ class LightningCallback(Base):
             run.report(update, loss=sum(losses) / len(losses), **figures_of(trainer.logged_metrics))
         stops = run.should_stop(update)
         if stops or (self._every and self._done % self._every == 0):
-            self._save(trainer, update)
+            path = run.checkpoint_dir / f"{PREFIX}{update + 1}"
+            trainer.save_checkpoint(path)  # ends with a barrier
+            mark(path, update, marks=trainer.is_global_zero)
         if stops:
             fit = trainer.fit_loop
             fit.min_epochs = fit.epoch_loop.min_steps = None  # a stop does not wait for them
             trainer.should_stop = True
-
-    def _save(self, trainer: Any, update: int) -> None:
-        path = run.checkpoint_dir / f"{PREFIX}{update + 1}"
-        trainer.save_checkpoint(path)  # ends with a barrier
-        if trainer.is_global_zero:
-            mark(path)
-        run.save_done(update)

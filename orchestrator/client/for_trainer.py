@@ -56,6 +56,6 @@ class TrainerCallback(Base):
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Mark a checkpoint that the Trainer has written."""
         del args, control
-        if run and state.is_world_process_zero:
-            mark(run.checkpoint_dir / f"{PREFIX}{state.global_step}")
-        run.save_done(state.global_step - 1)
+        if run:
+            done, first = state.global_step, state.is_world_process_zero
+            mark(run.checkpoint_dir / f"{PREFIX}{done}", done - 1, marks=first)

@@ -15,13 +15,14 @@ MARK = ".whole"
 NOT_FIGURES = ("loss", "samples", "update", "self")  # other arguments of `report`
 
 
-def mark(checkpoint: Path) -> None:
-    """Mark a checkpoint as complete. For rank 0, once all ranks have written their parts.
-
-    Wait until all earlier lines are on the disk, after which the next start continues.
+def mark(checkpoint: Path, update: int, *, marks: bool) -> None:
+    """Mark a checkpoint after `update` as complete, on the rank that `marks`, once all ranks have
+    written their parts and all earlier lines are on the disk: the next start continues after it.
     """
-    current_run.flush()
-    checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
+    if marks:
+        current_run.flush()
+        checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
+    current_run.save_done(update)
 
 
 def newest(prefix: str) -> tuple[int, Path] | None:

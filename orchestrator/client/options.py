@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 import os
 import re
 from collections.abc import Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.client.loop import Callback
+from orchestrator.client.record import whole_number
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
 from orchestrator.plan.order import Shards
@@ -77,7 +77,7 @@ class WindowOptions:
         checked: dict[str, Any] = dict(given)
         for name, least in _LEAST.items():
             if name in given and not (given[name] is None and getattr(cls, name) is None):
-                checked[name] = whole_number(name, given[name], least=least)
+                checked[name] = whole_number("windows", name, given[name], least, ConfigError)
         epochs = given.get("epochs")
         if epochs is not None and (isinstance(epochs, bool) or not isinstance(epochs, int | float)):
             raise ConfigError(f"run.windows(): epochs must be a number, but is {epochs!r:.60}")
@@ -98,21 +98,6 @@ class WindowOptions:
                     f"has, but is {part!r:.60}"
                 )
         return options
-
-
-def whole_number(name: str, value: Any, *, least: int) -> int:
-    """Return `value` as an int, at least `least`. Raises `ConfigError` for anything else."""
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or isinstance(value, bool) or number < least:
-        hint = f" (len({name}) perhaps)" if hasattr(value, "__len__") else ""
-        raise ConfigError(
-            f"run.windows(): {name} must be a whole number, {least} or more, but is "
-            f"{value!r:.60}{hint}"
-        )
-    return number
 
 
 def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str) -> Plan:

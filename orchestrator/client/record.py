@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import json
+import operator
 import queue
 import sys
 import threading
@@ -12,7 +13,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.errors import JobError, shortened
+from orchestrator.errors import JobError, OrchestratorError, shortened
 from orchestrator.rundir.files import LineFile
 
 FLUSH_S = 5.0
@@ -20,6 +21,29 @@ MOST_FIGURES = 100  # with the names below a line stays within what a glance at 
 LONGEST_NAME = 100
 Line = dict[str, Any]
 Figure = float | Callable[[], float] | None
+
+
+def whole_number(
+    call: str,
+    name: str,
+    value: Any,
+    least: int = 0,
+    error: type[OrchestratorError] = JobError,
+) -> int:
+    """Return an argument of `run.<call>()` as an int, at least `least`. Raises `error` if it is
+    anything else.
+    """
+    try:
+        number = operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or isinstance(value, bool) or number < least:
+        hint = f" (len({name}) perhaps)" if hasattr(value, "__len__") else ""
+        raise error(
+            f"run.{call}(): {name} must be a whole number, {least} or more, but is "
+            f"{value!r:.60}{hint}"
+        )
+    return number
 
 
 def figures(call: str, given: Mapping[str, Any]) -> dict[str, Figure]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
-import operator
 import os
 import signal
 import threading
@@ -16,7 +15,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.record import Line, Lines, figures
+from orchestrator.client.record import Line, Lines, figures, whole_number
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
@@ -67,11 +66,11 @@ class Run:
         """
         if not self._begin("report()"):
             return
-        number = _whole_number("report()", "update", update)
+        number = whole_number("report", "update", update)
         extra = figures("run.report()", metrics)
         record: Line = {"update": number, **figures("run.report()", {"loss": loss})}
         if samples is not None:
-            record["samples"] = _whole_number("report()", "samples", samples)
+            record["samples"] = whole_number("report", "samples", samples)
         self._reports += 1
         if self._rank:
             if self._reports == FEW and not (self.folder / METRICS).exists():
@@ -96,7 +95,7 @@ class Run:
         """
         if not self._begin("should_stop()"):
             return False
-        self._stopping = self._stop.due(_whole_number("should_stop()", "update", update))
+        self._stopping = self._stop.due(whole_number("should_stop", "update", update))
         if self._stopping:
             self.flush()
         return self._stopping
@@ -104,7 +103,7 @@ class Run:
     def save_done(self, update: int) -> None:
         """Record that a checkpoint after `update` is complete. Only rank 0 records."""
         if self._begin("save_done()"):
-            number = _whole_number("save_done()", "update", update)
+            number = whole_number("save_done", "update", update)
             self.record({"saved": number, "update": number, "time": time.time()})
 
     def windows(self, samples: int, accumulator: Any = None, **options: Any) -> Any:
@@ -191,16 +190,6 @@ class Run:
                 "worker?); the training's own process has to"
             )
         return True
-
-
-def _whole_number(call: str, name: str, value: Any) -> int:
-    try:
-        number = operator.index(value)
-    except TypeError:
-        number = -1
-    if number < 0:
-        raise JobError(f"run.{call}: {name} must be a whole number, 0 or more, but is {value!r}")
-    return number
 
 
 current_run = Run(os.environ)

@@ -34,12 +34,7 @@ SIGINT, which is inherited.
 
 
 class Stop:
-    """One rank's part in a stop.
-
-    Args:
-        folder: of the attempt.
-        signals: that request a stop of this program.
-    """
+    """One rank's part in a stop, which any of `signals` requests."""
 
     def __init__(
         self,

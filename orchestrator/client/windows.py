@@ -31,8 +31,8 @@ from orchestrator.client.options import (
     as_options,
     decided_by,
     plan_of,
-    whole_number,
 )
+from orchestrator.client.record import whole_number
 from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
@@ -101,13 +101,17 @@ class Windows:
         options: WindowOptions,
         checkpoints: Checkpoints | None,
     ) -> None:
-        self._run, self.plan, self._all, self._checkpoints = run, plan, accumulators, checkpoints
+        self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun = True, False
         reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
-        self._parts = [MicroBatchTracker(self._is_stop_requested) for _ in accumulators]
+
+        def is_stop_requested() -> bool:
+            return checkpoints is not None and run.is_stop_requested()
+
+        self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
             one.track_windows(part)
         self.first, samples = options.first or 0, 0
@@ -158,11 +162,7 @@ class Windows:
                 "the windows of run.windows() are one training, and were gone through already; "
                 "all epochs are one loop: epochs=3, say"
             )
-        self._begun = True
-        return self._each()
-
-    def _each(self) -> Iterator[UserWindow]:
-        whole = False
+        self._begun, whole = True, False
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -228,9 +228,6 @@ class Windows:
             collectives=sum(report.collectives for report in reports),
             bytes_on_wire=sum(report.bytes_on_wire for report in reports),
         )
-
-    def _is_stop_requested(self) -> bool:
-        return self._checkpoints is not None and self._run.is_stop_requested()
 
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
@@ -347,15 +344,16 @@ class AccumulatorState:
             )
         load_model(self._model, folder, extra["model"])
         optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
-        load_optimizer(folder, extra["optimizer"], self._restore, parameters_of(optimizers))
+
+        def restore(saved: dict[str, Any]) -> None:
+            for number, one in enumerate(self._all):
+                one.load_optimizer_state(saved[f"optimizer {number}"])
+            for name, part in self._others.items():
+                part.load_state_dict(saved[f"state {name}"])
+
+        load_optimizer(folder, extra["optimizer"], restore, parameters_of(optimizers))
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
-
-    def _restore(self, saved: dict[str, Any]) -> None:
-        for number, one in enumerate(self._all):
-            one.load_optimizer_state(saved[f"optimizer {number}"])
-        for name, part in self._others.items():
-            part.load_state_dict(saved[f"state {name}"])
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:
@@ -366,7 +364,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         JobError: options that differ between ranks.
     """
     options = WindowOptions.of(given)
-    samples = whole_number("samples", samples, least=1)
+    samples = whole_number("windows", "samples", samples, 1, ConfigError)
     accumulators = _find_accumulators(run, accumulator)
     group, settings = accumulators[0].group, accumulators[0].options
     plan = plan_of(samples, options, ranks=group.size, reduction=settings.reduction)
@@ -384,7 +382,21 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     checkpoints = None
     if options.checkpoints is not None or (run and options.first is None):
         state = AccumulatorState(accumulators, decided, options.state)
-        checkpoints = _checkpoints(run, state, options, first_rank=group.rank == 0)
+        own = options.checkpoints
+        folder = run.checkpoint_dir if own is None else Path(own)
+        if group.rank == 0:
+            folder.mkdir(parents=True, exist_ok=True)
+
+        def note(updates: int) -> None:
+            run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
+
+        checkpoints = Checkpoints(
+            folder,
+            state,
+            run=RunDir(run.folder).identity if run and own is None else None,
+            keep=options.keep_checkpoints,
+            on_written=note,
+        )
     return Windows(run, plan, accumulators, options, checkpoints)
 
 
@@ -410,23 +422,3 @@ def _find_accumulators(run: Run, accumulator: Any) -> list[Accumulator]:
             "group out, or give it TorchGroup.wrap(torch.distributed.group.WORLD)"
         )
     return given
-
-
-def _checkpoints(
-    run: Run, state: AccumulatorState, options: WindowOptions, *, first_rank: bool
-) -> Checkpoints:
-    own = options.checkpoints
-    folder = run.checkpoint_dir if own is None else Path(own)
-    if first_rank:
-        folder.mkdir(parents=True, exist_ok=True)
-
-    def note(updates: int) -> None:
-        run.record({"saved": updates - 1, "update": updates - 1, "time": time.time()})
-
-    return Checkpoints(
-        folder,
-        state,
-        run=RunDir(run.folder).identity if run and own is None else None,
-        keep=options.keep_checkpoints,
-        on_written=note,
-    )

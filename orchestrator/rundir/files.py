@@ -1,13 +1,16 @@
 """Private, atomic files of a run folder.
 
-A file is opened without following a link, which could lead out of the folder. JSON files carry a
-checksum of their own content (`checksums.py`), so that damage is found when they are read.
+A file is opened without following a link, which could lead out of the folder. A JSON table ends
+with the key `sha256`: the digest of the file's name and of all text before it, so that damage is
+found when it is read. That protects from damage, not from forgery.
 """
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import hashlib
+import json
 import os
 import secrets
 import shutil
@@ -19,12 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.checksums import parse_json, to_json_text
 
 PRIVATE = 0o700
 PRIVATE_FILE = 0o600
 BLOCK = 1 << 20
-
+DIGEST = "sha256"  # the last key of a JSON table
+_BEFORE_DIGEST = f'\n "{DIGEST}": "'
+_AFTER_DIGEST = '"\n}\n'
 APPENDING = os.O_WRONLY | os.O_CREAT | os.O_APPEND
 MOST_LINES = 100_000  # kept in memory, some 70 MB of metrics; the oldest are given up first
 
@@ -127,17 +131,16 @@ def is_full(path: Path) -> bool:
     return (room.f_blocks > 0 and not room.f_bavail) or (room.f_files > 0 and not room.f_favail)
 
 
-OVERFLOW = Path("/proc/sys/kernel/overflowuid")
-
-
 def is_own(path: Path) -> bool:
     """Return whether a file or folder is this user's.
 
     For users other than root also those of root and of the overflow user: only root can create
     them, and file systems that translate owners (NFS, containers) report them.
     """
-    others = {0, int(OVERFLOW.read_text(encoding="ascii"))} if os.geteuid() else set[int]()
-    return path.stat().st_uid in {os.geteuid(), *others}
+    owners = {os.geteuid()}
+    if os.geteuid():
+        owners |= {0, int(Path("/proc/sys/kernel/overflowuid").read_text(encoding="ascii"))}
+    return path.stat().st_uid in owners
 
 
 def make_private(folder: Path) -> None:
@@ -212,6 +215,17 @@ def create_once(path: Path, content: str) -> bool:
     return True
 
 
+def text_digest(*texts: str) -> str:
+    """Return a SHA-256 of texts."""
+    return hashlib.sha256("\n".join(texts).encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def to_json_text(name: str, value: Mapping[str, Any]) -> str:
+    """Return the text of a JSON file of this name, with its checksum."""
+    head = json.dumps({**value, DIGEST: ""}, indent=1).removesuffix(_BEFORE_DIGEST + '"\n}')
+    return f"{head}{_BEFORE_DIGEST}{text_digest(name, head)}{_AFTER_DIGEST}"
+
+
 def write_json(path: Path, value: Mapping[str, Any]) -> None:
     """Write a table as JSON with a checksum, atomically."""
     write_atomically(path, to_json_text(path.name, value))
@@ -229,7 +243,14 @@ def read_json(path: Path) -> dict[str, Any] | None:
         return None
     except OSError as error:
         raise RunFolderError(f"{path} cannot be read: {error.strerror}") from error
-    return parse_json(path, text)
+    head, found, end = text.rpartition(_BEFORE_DIGEST)
+    if not found:
+        raise RunFolderError(f"{path} is damaged: its digest is missing")
+    if end != text_digest(path.name, head) + _AFTER_DIGEST:
+        raise RunFolderError(f"{path} is damaged: its digest is not that of its content")
+    value: dict[str, Any] = json.loads(text)
+    del value[DIGEST]
+    return value
 
 
 class LineFile:

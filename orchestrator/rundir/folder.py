@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.checksums import identity_in, with_identity
 from orchestrator.rundir.files import (
     PRIVATE,
     is_folder,
@@ -28,6 +27,7 @@ from orchestrator.rundir.files import (
     read_json,
     read_text,
     remove,
+    text_digest,
     write_atomically,
 )
 from orchestrator.rundir.program_link import STOP_AFTER, STOP_REQUESTED
@@ -36,19 +36,12 @@ RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
+LAST_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)
+"""Of config.yaml: the run's identity, and a digest of it and the text. A checkpoint's state.json
+names the same identity."""
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
 FAILURE = re.compile(r"failure-[0-9]+\.json")
-OWN_FOLDERS = (
-    "logs",
-    "checkpoints",
-    "attempts",
-    "tensorboard",
-    "mlruns",
-    "wandb",
-    "code",
-    "submitit",
-)
 
 
 def _below(*names: str) -> functools.cached_property[Path]:
@@ -260,8 +253,9 @@ class RunDir:
                 raise RunFolderError(
                     f"{self.path} is not a run folder: it has no {self.config.name}"
                 )
-            for name in OWN_FOLDERS:
-                is_folder(self.path / name)
+            written = (self.logs, self.checkpoints, self.tensorboard, self.mlflow, self.wandb)
+            for folder in (*written, self.attempts, self.code, self.submitit):
+                is_folder(folder)
             self.attempt_numbers()
         except OSError as error:
             raise RunFolderError(f"{self.path} cannot be read: {error.strerror}") from error
@@ -270,7 +264,9 @@ class RunDir:
     def write_config(self, text: str) -> None:
         """Write config.yaml with its checksum; the run keeps its identity, or gets one."""
         identity = self.identity if self.config.exists() else secrets.token_hex(16)
-        write_atomically(self.config, with_identity(text.rstrip("\n") + "\n", identity))
+        text = text.rstrip("\n") + "\n"
+        last_line = f"# run {identity}, sha256 {text_digest(identity, text)}\n"
+        write_atomically(self.config, text + last_line)
 
     def read_config(self) -> dict[str, Any]:
         """Return the plain values of config.yaml; `config.reading.read_config` makes a `Config`.
@@ -280,21 +276,27 @@ class RunDir:
         """
         import yaml  # `status` needs no YAML
 
-        text = self._config_text()
-        identity_in(self.config, text)
+        text, _ = self._checked_config()
         # libyaml's is ten times as fast; not every build of PyYAML has it
         return yaml.load(text, getattr(yaml, "CSafeLoader", yaml.SafeLoader))  # noqa: S506
 
-    def _config_text(self) -> str:
+    def _checked_config(self) -> tuple[str, str]:
+        """Return the text of config.yaml without its last line, and the identity in that line."""
         try:
-            return read_text(self.config)
+            found = LAST_LINE.match(read_text(self.config))
         except OSError as error:
             raise RunFolderError(f"{self.config} cannot be read: {error.strerror}") from error
+        if found is None:
+            raise RunFolderError(f"{self.config} is damaged: its digest is missing")
+        text, identity, digest = found.groups()
+        if digest != text_digest(identity, text):
+            raise RunFolderError(f"{self.config} is damaged: its digest is not that of its content")
+        return text, identity
 
     @functools.cached_property
     def identity(self) -> str:
         """The run's identity in config.yaml. Raises `RunFolderError` if that is damaged."""
-        return identity_in(self.config, self._config_text())
+        return self._checked_config()[1]
 
     def read_plan(self) -> dict[str, Any]:
         return read_json(self.plan) or {}

@@ -16,39 +16,28 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from orchestrator.rundir.checksums import to_json_text
-from orchestrator.rundir.files import create_once, read_json, write_atomically
+from orchestrator.rundir.files import create_once, read_json, to_json_text, write_atomically
 
-Lost = TypeVar("Lost")
-ROOM = bytes(4096)
-"""More than a generation needs that came after the first."""
+End = TypeVar("End")
 
 
-def to_blame(
-    ends: Iterable[Lost], ranks: Callable[[Lost], Iterable[int]], losses: Sequence[Iterable[int]]
-) -> list[Lost]:
-    """Return the losses that an attempt's end can be due to: those that were not survived.
+def to_blame(ends: Sequence[tuple[End, list[int]]], survived: Sequence[list[int]]) -> list[End]:
+    """Return the ends, each with its members, that an attempt's end can be due to: those that were
+    not survived, or the last ones if all were. One that was survived twice is never to blame.
 
-    If all were survived, the last ones. A loss that the others survived twice is never to blame.
-
-    Args:
-        ranks: returns the ranks of an end: one, or those of a node.
-        losses: see `GenerationRecord.losses`.
-
-    >>> to_blame([5, 3, 4], lambda rank: [rank], [[5], [3]])
-    [4]
-    >>> to_blame([5, 3], lambda rank: [rank], [[5], [3]]), to_blame([5], lambda r: [r], [[5], [3]])
-    ([3], [])
+    >>> to_blame([("a", [5]), ("b", [3]), ("c", [4])], [[5], [3]])
+    ['c']
+    >>> to_blame([("a", [5]), ("b", [3])], [[5], [3]]), to_blame([("a", [5])], [[5], [3]])
+    (['b'], [])
     """
-    of = [(end, set(ranks(end))) for end in ends]
-    survived = {rank for gone in losses for rank in gone}
-    last = set(losses[-1]) if losses else set[int]()
-    alone = [end for end, ranks in of if not ranks <= survived]
-    return alone or [end for end, ranks in of if ranks & last]
+    earlier = {member for gone in survived for member in gone}
+    last = set(survived[-1]) if survived else set[int]()
+    alone = [end for end, members in ends if not earlier.issuperset(members)]
+    return alone or [end for end, members in ends if last.intersection(members)]
 
 
 def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
@@ -57,11 +46,7 @@ def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class GenerationRecord:
-    """Members of each generation of an attempt.
-
-    Args:
-        folder: the attempt's, on storage that every rank sees.
-    """
+    """Members of each generation of an attempt, in the attempt's folder, which every rank sees."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -88,7 +73,7 @@ class GenerationRecord:
         """Return whether a generation could be written now; only a write can detect a quota."""
         own = self._folder / f".room.{secrets.token_hex(8)}"
         try:
-            write_atomically(own, ROOM)
+            write_atomically(own, bytes(4096))  # more than any generation after the first needs
         except OSError:
             return False
         own.unlink()

@@ -19,20 +19,20 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
 
-HOLDER_BYTES = 256
-LOCK_TRIES, LOCK_PAUSE_S = 10, 0.02
-
 
 @contextlib.contextmanager
 def locked(run: RunDir) -> Generator[None]:
     """Lock the run for this launcher. Raises `RunFolderError` while another one does."""
     descriptor = open_nofollow(run.lock, os.O_RDWR | os.O_CREAT)
-    if not _lock(descriptor):
-        holder = _read_holder(descriptor)
-        os.close(descriptor)
-        who = f"process {holder[0]} on {holder[1]}" if holder else "another process"
-        raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first")
     try:
+        for _ in range(10):  # `is_locked` holds it for a moment
+            if _try_lock(descriptor, fcntl.LOCK_EX):
+                break
+            time.sleep(0.02)
+        else:
+            holder = _read_holder(descriptor)
+            who = f"process {holder[0]} on {holder[1]}" if holder else "another process"
+            raise RunFolderError(f"{run.path} is in progress ({who}); stop that one first")
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"{os.getpid()} {os.uname().nodename}".encode())
         yield
@@ -40,26 +40,18 @@ def locked(run: RunDir) -> Generator[None]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int) -> bool:
-    """Lock a file, unless another process holds it for longer than `is_locked` does."""
-    for _ in range(LOCK_TRIES):
-        try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            time.sleep(LOCK_PAUSE_S)
-        except OSError as error:
-            raise _no_locks(error) from error
-        else:
-            return True
-    return False
-
-
-def _no_locks(error: OSError) -> RunFolderError:
-    """Return the error for a file system that cannot lock files, as Lustre without -o flock."""
-    return RunFolderError(
-        f"the file system of the run folder cannot lock files (flock: {error.strerror}); choose "
-        "another one: run.dir=/PATH"
-    )
+def _try_lock(descriptor: int, kind: int) -> bool:
+    """Lock a file until it is closed; return whether no other process holds it."""
+    try:
+        fcntl.flock(descriptor, kind | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:  # Lustre without -o flock, say
+        raise RunFolderError(
+            f"the file system of the run folder cannot lock files (flock: {error.strerror}); "
+            "choose another one: run.dir=/PATH"
+        ) from error
+    return True
 
 
 def is_locked(run: RunDir) -> bool:
@@ -69,25 +61,14 @@ def is_locked(run: RunDir) -> bool:
     except FileNotFoundError:
         return False
     try:
-        return _is_locked(descriptor)
+        return not _try_lock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
 
-def _is_locked(descriptor: int) -> bool:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return True
-    except OSError as error:
-        raise _no_locks(error) from error
-    fcntl.flock(descriptor, fcntl.LOCK_UN)
-    return False
-
-
 def _read_holder(descriptor: int) -> tuple[int, str] | None:
     """Return the holder's pid and host; None if the lock's file names none."""
-    text = os.pread(descriptor, HOLDER_BYTES, 0).decode("utf-8", errors="replace")
+    text = os.pread(descriptor, 256, 0).decode("utf-8", errors="replace")
     found = re.fullmatch(r"([0-9]+) (\S+)", text)
     return (int(found[1]), found[2]) if found else None
 
@@ -98,51 +79,45 @@ def signal_holder(run: RunDir, *numbers: signal.Signals) -> None:
     Raises:
         ClusterError: no process holds it, or the holder cannot be verified.
     """
+    nothing = ClusterError(f"{run.path} is not running; there is nothing to cancel")
     try:
-        descriptor = open_nofollow(run.lock)
+        lock = open_nofollow(run.lock)
     except FileNotFoundError:
-        raise _nothing_to_cancel(run) from None
+        raise nothing from None
     try:
-        if not _is_locked(descriptor):
-            raise _nothing_to_cancel(run)
-        process = _process_of(run, descriptor)
+        if _try_lock(lock, fcntl.LOCK_SH):
+            raise nothing
+        holder = _read_holder(lock)
+        if holder is None:
+            raise ClusterError(
+                f"{run.lock} does not say which process holds the run; nothing was sent"
+            )
+        pid, host = holder
+        if host != os.uname().nodename:
+            raise ClusterError(f"{run.path} is locked by process {pid} on {host}; cancel it there")
+        unsure = ClusterError(
+            f"process {pid}, which {run.lock} names, is not this run's launcher; nothing was sent"
+        )
         try:
+            process = os.pidfd_open(pid)  # from here on the pid cannot be reused
+        except (OSError, OverflowError) as error:
+            raise unsure from error
+        try:
+            if not _has_open(pid, lock):
+                raise unsure
             for number in numbers:
                 signal.pidfd_send_signal(process, number)
         finally:
             os.close(process)
     finally:
-        os.close(descriptor)
+        os.close(lock)
 
 
-def _nothing_to_cancel(run: RunDir) -> ClusterError:
-    return ClusterError(f"{run.path} is not running; there is nothing to cancel")
-
-
-def _process_of(run: RunDir, lock: int) -> int:
-    """Return a pidfd of the process that holds the lock: the one that its file names, if that has
-    the file open.
-    """
-    holder = _read_holder(lock)
-    if holder is None:
-        raise ClusterError(f"{run.lock} does not say which process holds the run; nothing was sent")
-    pid, host = holder
-    if host != os.uname().nodename:
-        raise ClusterError(f"{run.path} is locked by process {pid} on {host}; cancel it there")
-    unsure = ClusterError(
-        f"process {pid}, which {run.lock} names, is not this run's launcher; nothing was sent"
-    )
-    try:
-        process = os.pidfd_open(pid)  # from here on the pid cannot be reused
-    except (OSError, OverflowError) as error:
-        raise unsure from error
-    try:
+def _has_open(pid: int, descriptor: int) -> bool:
+    """Return whether a process has the file of this descriptor open, as far as we may know."""
+    with contextlib.suppress(OSError):
         for entry in Path(f"/proc/{pid}/fd").iterdir():
             with contextlib.suppress(FileNotFoundError):  # closed meanwhile
-                if os.path.samestat(entry.stat(), os.fstat(lock)):
-                    return process
-    except OSError as error:
-        os.close(process)
-        raise unsure from error
-    os.close(process)
-    raise unsure
+                if os.path.samestat(entry.stat(), os.fstat(descriptor)):
+                    return True
+    return False

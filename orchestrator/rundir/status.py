@@ -80,37 +80,17 @@ class RunStatus:
         return {**asdict(self), "folder": str(self.folder)}
 
 
-def kind_of(run: RunDir) -> str:
+def kind_of(run: RunDir, handle: dict[str, Any] | None = None) -> str:
     """Return the kind of cluster that a run was placed on; see `cluster.kind`."""
-    return _kind(run, run.read_handle() or {})
-
-
-def _kind(run: RunDir, handle: dict[str, Any]) -> str:
+    handle = handle or run.read_handle() or {}
     return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
 
 
 def from_folder(run: RunDir) -> RunStatus:
     """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
-    plan = run.read_plan()
-    result = run.read_result()
-    handle = run.read_handle() or {}
-    return RunStatus(
-        folder=run.path,
-        cluster=_kind(run, handle),
-        job_id=handle.get("job_id"),
-        program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
-        **_end(run, result),
-        **_progress(run, plan.get("updates"), result),
-        **_attempts(run),
-    )
-
-
-def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields that come from result.json."""
-    if result is None:
-        return {"state": "running"}
-    state, pruned = str(result["state"]), dict[str, Any]()
-    culprit: dict[str, Any] = result.get("culprit") or {}
+    plan, result, handle = run.read_plan(), run.read_result(), run.read_handle() or {}
+    state, pruned = "running" if result is None else str(result["state"]), dict[str, Any]()
+    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
     if state == "stopped":
         pruned = read_json(run.pruned) or {}
         if culprit:  # a stop with a culprit was not agreed: the job was cancelled
@@ -118,54 +98,48 @@ def _end(run: RunDir, result: dict[str, Any] | None) -> dict[str, Any]:
         elif pruned:
             state = "pruned"
     rank = culprit.get("rank")
-    return {
-        "state": state,
-        "reason": culprit.get("cause") or result.get("why") or pruned.get("why"),
-        "culprit": None if rank is None else f"rank {rank} on {culprit.get('node')}",
-    }
 
-
-def _progress(run: RunDir, total: int | None, result: dict[str, Any] | None) -> dict[str, Any]:
-    """Return the fields that come from the latest records of metrics.jsonl."""
     records = recent_records(run.metrics)
     updates = updates_of(records)
     last = updates[-1] if updates else {}
     evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
     samples = [r["samples"] for r in updates if r.get("samples")]
-    pace = seconds_per_update(updates)
+    pace, total = seconds_per_update(updates), plan.get("updates")
+    done = int(result["updates"]) if result else last.get("update", -1) + 1
     age_s: float | None = None
     if result is None:
         with suppress(FileNotFoundError):
             age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
-    done = int(result["updates"]) if result else (last["update"] + 1 if last else 0)
-    return {
-        "updates": done,
-        "total": total,
-        "loss": last.get("loss"),
-        "learning_rate": last.get("learning_rate"),
-        "evaluation": dict(evaluations[-1]) if evaluations else {},
-        "samples_per_second": sum(samples) / len(samples) / pace if samples and pace else None,
-        "seconds_left": (total - done) * pace if total and pace and not result else None,
-        "boundary_age_s": age_s,
-    }
 
-
-def _attempts(run: RunDir) -> dict[str, Any]:
-    """Return the fields about attempts, restarts and warnings."""
     made, notes = run.attempts_made(), run.restarts()
     resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
     resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
     generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
-    return {
-        "attempts": made,
+    return RunStatus(
+        folder=run.path,
+        state=state,
+        cluster=kind_of(run, handle),
+        job_id=handle.get("job_id"),
+        updates=done,
+        total=total,
+        loss=last.get("loss"),
+        learning_rate=last.get("learning_rate"),
+        evaluation=dict(evaluations[-1]) if evaluations else {},
+        samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
+        seconds_left=(total - done) * pace if total and pace and not result else None,
+        boundary_age_s=age_s,
+        attempts=made,
         # attempts that began by themselves: neither the first, nor one by `resume`
-        "restarts": max(0, made - 1 - len(resumed & set(range(1, made)))),
-        "survived": sum(1 for found in generations if found.get("gone")),
-        "came_back": sum(len(found.get("joined", ())) for found in generations),
-        "lost_updates": sum(int(note["lost_updates"]) for note in notes),
-        "why": next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
-        "warnings": [w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
-    }
+        restarts=max(0, made - 1 - len(resumed & set(range(1, made)))),
+        survived=sum(1 for found in generations if found.get("gone")),
+        came_back=sum(len(found.get("joined", ())) for found in generations),
+        lost_updates=sum(int(note["lost_updates"]) for note in notes),
+        why=next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
+        reason=culprit.get("cause") or (result or {}).get("why") or pruned.get("why"),
+        culprit=None if rank is None else f"rank {rank} on {culprit.get('node')}",
+        program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
+        warnings=[w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
+    )
 
 
 def unknown(run: RunDir, error: BaseException) -> RunStatus:

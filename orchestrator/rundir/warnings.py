@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import threading
 import time
@@ -22,6 +23,8 @@ from typing import Any
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.units import first_few
+
+log = logging.getLogger(__name__)
 
 PATTERN = "warnings-*.jsonl"
 MOST_KINDS = 50  # of one rank
@@ -95,8 +98,11 @@ def _append(path: Path, lines: deque[bytes]) -> None:
 
 
 def warn_of(path: Path, rank: int, sentence: str) -> None:
-    """Warn for a rank that cannot do so itself, into its node's file. Raises `OSError`."""
-    _append(path, deque([_line(rank, sentence, sentence)]))
+    """Warn for a rank that cannot do so itself, into its node's file."""
+    try:
+        _append(path, deque([_line(rank, sentence, sentence)]))
+    except OSError as error:  # a full disk
+        log.warning("%s (not shown elsewhere: %s)", sentence, error)
 
 
 _destination: _RankWarnings | None = None
@@ -159,7 +165,6 @@ class NewWarnings:
 
     Args:
         already: shown elsewhere, as those of the plan before anything starts.
-        clock: in seconds; the folder is read every `POLL_S` at the most.
     """
 
     def __init__(

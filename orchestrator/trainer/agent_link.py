@@ -71,8 +71,7 @@ class AgentLink:
 
     def __init__(self, log: Path, on_stop: Callable[[str], None]) -> None:
         self._log, self._on_stop = log, on_stop
-        folder = next(folder for folder in log.parents if folder.name == "logs")
-        self._shown_log = log.relative_to(folder.parent)
+        self._shown_log = Path(*log.parts[-2:])
         self._socket = socket.socket(fileno=int(os.environ.pop(LINK_VARIABLE)))
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self._socket.close)

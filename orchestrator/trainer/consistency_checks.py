@@ -250,11 +250,8 @@ _FIGURES = {"parameters", "dataset_samples", "bytes_on_wire_per_update", "schedu
 def compare_facts(
     facts: FactsConfig, planned: Plan, plan_with: Callable[[int | None, int | None], Plan]
 ) -> None:
-    """Compare `facts` with the true plan. Not collective; the same on all ranks.
-
-    Args:
-        planned: the true plan.
-        plan_with: gives the plan for a number of parameters and of samples.
+    """Compare `facts` with the true plan, given the plan for any number of parameters and samples.
+    Not collective; the same on all ranks.
 
     Raises:
         ConfigError: the plan would be another one.
@@ -347,11 +344,7 @@ PACKAGES = ("hydra-core", "omegaconf", "submitit", "numpy", "safetensors", "torc
 def describe_environment(
     framework_versions: Mapping[str, str], transport: str, code: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Describe code, packages and machine, without environment variables, which may be secret.
-
-    Args:
-        code: the `code_state` of what runs.
-    """
+    """Describe code, packages and machine, without environment variables, which may be secret."""
     versions: dict[str, str | None] = {}
     for name in PACKAGES:
         try:

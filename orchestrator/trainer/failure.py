@@ -1,4 +1,4 @@
-"""Remedies for errors of jobs, and the record of a failure.
+"""Descriptions of errors of jobs, with remedies.
 
 A job was mostly written for another loop, which began a process group, moved batches and called
 backward. The errors that remain of it are Python's and torch's, and lead nowhere in this one.
@@ -12,18 +12,9 @@ import sys
 import sysconfig
 import traceback
 from pathlib import Path
-from typing import Any
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
-from orchestrator.errors import (
-    OrchestratorError,
-    PeerLost,
-    RanksMissing,
-    ReplicasDiffer,
-    UsageError,
-    error_text,
-)
-from orchestrator.rundir.outcome import failure_record
+from orchestrator.errors import OrchestratorError, error_text
 from orchestrator.snapshot import PACKAGE
 
 NOT_USERS = (
@@ -77,7 +68,7 @@ def remedy(error: BaseException) -> str | None:
 
 
 # ----------------------------------------------------------------------
-# The record of a failure, from which the root cause of the run is found.
+# The cause of a failure, as its record has it (`rundir.outcome.failure_record`).
 
 
 def describe(error: BaseException) -> str:
@@ -121,7 +112,6 @@ def hide_own_frames(error: BaseException) -> None:
         error.__traceback__ = tb
 
 
-MOST_OF_TRACEBACK = 64 * 1024
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")
 _BY_SIGNAL = re.compile(r"killed by signal: (.*?)\.")
 _REMEDIES = {
@@ -149,16 +139,3 @@ def _loader_worker(error: BaseException) -> str | None:
             ended = f"{worker} {what.partition('.')[0]}; the log has what it said last"
         one = one.__cause__ or one.__context__
     return ended or None
-
-
-def failure_of(rank: int, node: str, error: BaseException) -> dict[str, Any]:
-    """Return the record of a rank's failure."""
-    others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
-    return failure_record(
-        rank,
-        node,
-        describe(error),
-        secondary=others or isinstance(error, PeerLost | RanksMissing),
-        usage=isinstance(error, UsageError),
-        traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
-    )

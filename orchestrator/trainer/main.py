@@ -20,7 +20,6 @@ from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PositionMarks
-from orchestrator.trainer.recorder import facts_of_ranks, result_of
 from orchestrator.trainer.setup import Training, set_up
 from orchestrator.trainer.stop import Follower, LeaveInTime, StopFlag, restart_note
 from orchestrator.trainer.worker import WorkerProcess, run_in_worker
@@ -41,13 +40,9 @@ def _train(worker: WorkerProcess) -> int:
         finished = not progress.stopped
         if training.recorder is not None:
             training.recorder.close(finished=finished)
-            if worker.topology.scheduled:
-                worker.fence.check()
+            worker.fence.check()
             if finished or not worker.depart(progress.updates):
-                result = result_of(
-                    worker.run, progress, training.engine, training.planned, seconds=seconds,
-                    attempt=worker.attempt, facts=facts,
-                )  # fmt: skip
+                result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
                     result["why"] = why
                 write_json(worker.run.result, result)
@@ -75,45 +70,43 @@ def _audited(rank: int) -> Generator[None]:
 
 
 def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any]:
-    """Train to the end, in as many groups as it takes; return `facts_of_ranks` of the last one.
+    """Train to the end, in as many groups as it takes; return the last one's `facts_of_ranks`.
     Collective.
 
     Raises:
         PeerLost: a rank is lost, and the others cannot continue.
     """
     membership, progress, engine = training.membership, training.progress, training.engine
-    rank, ranks, changes = training.group.rank, training.group.size, training.changes
+    group = training.group if membership is None else membership  # with the present rank and size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
     worker.link.send_event("trains")
     while True:
-        if membership is not None and changes is not None:  # in another group than before
+        if membership is not None and membership.changes:  # in another group than before
             progress.newcomers = False
-            rank, ranks = membership.rank, membership.size
-            training.checkpoints.rank = rank
-            if rank == 0:
-                training.take_over_record(changes)
+            training.checkpoints.rank = group.rank
+            if group.rank == 0:
+                training.take_over_record(membership.changes)
             if why := membership.too_few():
                 training.save()
                 raise why
-        if (rank == 0) != (training.recorder is not None):
-            raise RuntimeError(f"rank {rank} of a group, of which only rank 0 writes")
-        callbacks = _callbacks(worker, training)
+        if (group.rank == 0) != (training.recorder is not None):
+            raise RuntimeError(f"rank {group.rank} of a group, of which only rank 0 writes")
         loop = TrainingLoop(
             windows=RankWindows(
                 training.planned,
-                rank,
+                group.rank,
                 training.rates,
-                ranks=ranks,
+                ranks=group.size,
                 shard_ranks=engine.shard_ranks,
             ),
             updates=training.updates,
             checkpoints=training.checkpoints,
-            callbacks=callbacks if membership is None else [membership, *callbacks],
+            callbacks=_callbacks(worker, training),
             progress=progress,
             checkpoint_every=train.checkpoint_every,
             evaluate_every=train.evaluate_every,
             # A model in shards computes on all ranks of a copy together.
-            evaluate=engine.evaluate if rank == 0 or in_shards else None,
+            evaluate=engine.evaluate if group.rank == 0 or in_shards else None,
         )
         try:
             if in_shards:  # all evaluate together, though some may have before others were lost
@@ -122,19 +115,18 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             _compute(loop, engine, worker.stop)
             if membership is None or not progress.newcomers:
                 worker.link.mark("the end (result, goodbye to the others)")
-                return facts_of_ranks(engine)  # a rank may still be lost here
+                return training.facts_of_ranks()  # a rank may still be lost here
             training.checkpoints.complete_parts(wait=True)
-            changes = membership.grow(progress)
+            membership.grow(progress)
         except PeerLost as error:
             training.checkpoints.drop_parts()
             if membership is None:
-                if worker.topology.scheduled:
-                    worker.fence.check()
+                worker.fence.check()
                 checkpoints = training.checkpoints
                 if training.saves_on_failure and not checkpoints.has(progress.updates):
                     checkpoints.save_now(progress)
                 raise
-            changes = membership.go_on(error, progress)
+            membership.go_on(error, progress)
 
 
 def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
@@ -150,13 +142,14 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
 
 
 def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
-    """Return the callbacks of this rank's loop in a new group, but for `GroupMembership`."""
+    """Return the callbacks of this rank's loop in a new group."""
     run, attempt = worker.run, worker.attempt
     recorder, progress = training.recorder, training.progress
     # On devices this rank may be stuck in a collective that only a kill ends.
     leaves = training.group.transport not in ("nccl", "hccl")
     worker.link.saves_on_failure = training.saves_on_failure and leaves
-    found: list[Callback] = [PositionMarks(worker.link)]
+    found: list[Callback] = [] if training.membership is None else [training.membership]
+    found.append(PositionMarks(worker.link))
     if recorder is None:
         if worker.topology.scheduled:
             found.append(Follower(worker.stop, run.departure(attempt)))

@@ -41,11 +41,7 @@ def main(path: Path, attempt: int) -> int:
 
 
 def _execute(worker: WorkerProcess) -> NoReturn:
-    """Execute the program in this process.
-
-    Raises:
-        OrchestratorError: it cannot be started, or the run was asked to stop before.
-    """
+    """Execute the program in this process. Raises if it cannot be started, or is to stop before."""
     run, attempt, topology = worker.run, worker.attempt, worker.topology
     config = read_config(run.existing().read_config())
     program, cluster = program_of(config.job), config.cluster
@@ -72,7 +68,16 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     argv = command_line(program, run, copies, attempt)
     log.info("attempt %d: %s", attempt, shlex.join(argv))
     variables = environment(os.environ, start, copies)
-    _reset_process(program.stop_signal, scheduled=topology.scheduled)
+    # A shell gives a program these handlers and this umask.
+    for number in (*STOP_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the latter two
+        signal.signal(number, signal.SIG_DFL)
+    if topology.scheduled and program.stop_signal != "USR2":
+        # A scheduler signals all processes of a rank; the program expects its own signal only.
+        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
+    if umask := os.environ.get(OUTER_UMASK_VARIABLE):
+        os.umask(int(umask, 8))
+    sys.stdout.flush()
+    sys.stderr.flush()
     worker.link.become_program(
         stop_signal=program.stop_signal,
         rendezvous=rendezvous,
@@ -88,19 +93,6 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         raise OrchestratorError(named) from error
 
 
-def _reset_process(stop_signal: str, *, scheduled: bool) -> None:
-    """Give this process the umask and signal handlers that a shell would give a program."""
-    for number in (*STOP_SIGNALS, signal.SIGPIPE, signal.SIGXFSZ):  # Python ignores the latter two
-        signal.signal(number, signal.SIG_DFL)
-    if scheduled and stop_signal != "USR2":
-        # A scheduler signals all processes of a rank; the program expects its own signal only.
-        signal.signal(signal.SIGUSR2, signal.SIG_IGN)
-    if umask := os.environ.get(OUTER_UMASK_VARIABLE):
-        os.umask(int(umask, 8))
-    sys.stdout.flush()
-    sys.stderr.flush()
-
-
 class Rendezvous(NamedTuple):
     """Address and port at which the ranks of a program meet."""
 
@@ -109,12 +101,7 @@ class Rendezvous(NamedTuple):
 
 
 def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous:
-    """Wait until the first node's agent has published where the ranks meet.
-
-    Raises:
-        RanksMissing: it has not within `timeout_s`.
-        StopRequested: asked to stop meanwhile.
-    """
+    """Wait until the first node's agent has published where the ranks meet."""
     backoff, until = Backoff(), time.monotonic() + timeout_s
     while (found := read_json(path)) is None:
         if stop.requested:
@@ -137,7 +124,6 @@ HIDDEN = (
     "SLURM_STEP_TASKS_PER_NODE", "SLURM_GTIDS",
 )  # fmt: skip
 HIDDEN_FAMILIES = ("PMI_", "PMIX_", "OMPI_", "MV2_", "MPI_LOCAL", "SUBMITIT_")
-NCCL_ERRORS = "TORCH_NCCL_ASYNC_ERROR_HANDLING"  # torchrun sets it unless the user has
 OURS = "ORCHESTRATOR_"
 DEVICES = ("CUDA_VISIBLE_DEVICES", "ASCEND_RT_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
 
@@ -192,10 +178,7 @@ def in_copy(path: Path, copies: Mapping[Path, Path]) -> Path:
 def environment(
     env: Mapping[str, str], start: ProgramStart, copies: Mapping[Path, Path]
 ) -> dict[str, str]:
-    """Return all variables of the program.
-
-    Args:
-        env: of this rank.
+    """Return all variables of the program, given those of this rank.
 
     Raises:
         ClusterError: each rank is to see a device of its own, and the node has fewer.
@@ -219,7 +202,8 @@ def environment(
         RANK: str(topology.rank), WORLD: str(topology.size), SIGNAL: start.program.stop_signal,
         WARNINGS: str(start.run.warnings(start.attempt, topology.node_index)),
     }  # fmt: skip
-    return {NCCL_ERRORS: "1", **found, **set_by_launcher, **ours}
+    unless_set = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "1"}  # as torchrun does
+    return {**unless_set, **found, **set_by_launcher, **ours}
 
 
 def _search_path(

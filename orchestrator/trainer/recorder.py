@@ -1,4 +1,4 @@
-"""The record of a run: metrics.jsonl, lines in a log, trackers, the result."""
+"""The record of a run: metrics.jsonl, lines in a log, trackers."""
 
 from __future__ import annotations
 
@@ -10,45 +10,26 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, ClassVar
 
 from orchestrator.client.checkpoints import Checkpoints
-from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress, update_line
+from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine
 from orchestrator.errors import RunFolderError
-from orchestrator.plan.plan import Plan
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import (
-    CHANGES,
-    ProgressWriter,
-    read_metrics,
-    seconds_of_earlier_attempts,
-    total,
-)
-from orchestrator.rundir.outcome import State
+from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
-
-GroupChange = dict[str, Any]
-"""A line about a change of the group, with `survived` (lost ranks) and `joined` (replacements)."""
-
 
 # ----------------------------------------------------------------------
 # Lines about training in rank 0's log, which `logs RUN -f` shows.
 
-SHORTEST_S = 1.0
 LONGEST_S = 60.0
-LINES = 200  # about so many while the interval grows by a given factor
 
 
 class UpdateLines:
-    """Lines of the log on the updates of one attempt.
-
-    Args:
-        total: updates that are planned.
-        clock: in seconds.
-    """
+    """Lines of the log on the updates of one attempt, of `total` planned ones."""
 
     def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._clock = total, clock
@@ -58,7 +39,8 @@ class UpdateLines:
         self._evaluated = -LONGEST_S
 
     def _interval_s(self, now: float) -> float:
-        return min(LONGEST_S, max(SHORTEST_S, (now - self._began) / LINES))
+        # about 200 lines while the interval grows by a given factor
+        return min(LONGEST_S, max(1.0, (now - self._began) / 200))
 
     def update(self, update: int, *, loss: float, learning_rate: float, samples: int) -> None:
         """Log an update (from 0) now and then; always the first and the last one."""
@@ -90,64 +72,6 @@ def _log(line: str) -> None:
         print(line, flush=True)
     except OSError:  # a full disk, which the missing lines of metrics.jsonl are warned of
         return
-
-
-# ----------------------------------------------------------------------
-# The content of result.json, which rank 0 writes when a run ends well, or is stopped.
-
-
-def facts_of_ranks(engine: Engine) -> dict[str, Any]:
-    """Return values of result.json that all ranks know together. Collective.
-
-    `memory` has bytes by what they are for, and their peak, a number for each rank;
-    `weights_sha256` is among them if no rank holds all weights.
-    """
-    mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
-    rows = engine.gather([float(size) for size in mine.values()])
-    memory = {name: [int(row[column]) for row in rows] for column, name in enumerate(mine)}
-    if engine.part() is None:
-        return {"memory": memory}
-    return {"memory": memory, "weights_sha256": engine.weights_sha256()}
-
-
-def result_of(
-    run: RunDir,
-    progress: TrainingProgress,
-    engine: Engine,
-    planned: Plan,
-    *,
-    seconds: float,
-    attempt: int,
-    facts: dict[str, Any],
-) -> dict[str, Any]:
-    """Return the values of result.json.
-
-    Args:
-        seconds: of this attempt.
-        facts: of all ranks; `memory` in the result is that of the largest, in bytes.
-    """
-    recorded = read_metrics(run.metrics)
-    history = recorded.updates  # of all attempts
-    changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
-    return {
-        "state": (State.STOPPED if progress.stopped else State.FINISHED).value,
-        "updates": progress.updates,
-        "samples": progress.samples,
-        "loss": progress.loss,
-        "metrics": progress.evaluation,
-        "optimizer": engine.optimizer_used(),
-        "weights_sha256": facts.get("weights_sha256") or engine.weights_sha256(),
-        "peak_memory_bytes": facts["memory"]["peak"],
-        "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
-        "collectives": total(history, "collectives") or 0,
-        "bytes_on_wire": total(history, "bytes_on_wire") or 0,
-        "seconds": seconds + seconds_of_earlier_attempts(history, attempt),
-        "planned_updates": planned.updates,
-        "planned_collectives_per_update": planned.traffic.collectives,
-        "culprit": None,
-        "restarts": run.restarts(),
-        **{key: notes for key, notes in changes.items() if notes},
-    }
 
 
 # ----------------------------------------------------------------------
@@ -276,11 +200,9 @@ class Recorder(Callback):
             },
         )
 
-    def record_changes(self, changes: Iterable[GroupChange], updates: int) -> None:
-        """Write changes of the group that no line has, of which the last led to this group.
-
-        Args:
-            updates: completed before this group's first one.
+    def record_changes(self, changes: Iterable[Mapping[str, Any]], updates: int) -> None:
+        """Write changes of the group that no line has, of which the last led to this group, after
+        so many updates.
         """
         for change in changes:
             if change["generation"] > self.generation:

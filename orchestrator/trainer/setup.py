@@ -6,12 +6,11 @@ import importlib
 import inspect
 import os
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.topology import Topology, interface_variables
+from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
@@ -39,7 +38,13 @@ from orchestrator.report.compare import warnings_of
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.metrics import (
+    CHANGES,
+    read_metrics,
+    seconds_of_earlier_attempts,
+    total,
+)
+from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import code_state, folder_of, submitted
 from orchestrator.trainer.consistency_checks import (
@@ -51,8 +56,7 @@ from orchestrator.trainer.consistency_checks import (
     own_rates,
 )
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import GroupChange, Recorder
-from orchestrator.trainer.stop import StopFlag
+from orchestrator.trainer.recorder import Recorder
 from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
 
@@ -66,7 +70,6 @@ class Training:
         updates: of the whole run.
         rates: the job's own learning rates, if any.
         membership: None where losses are not survived.
-        changes: changes of the group that a newcomer has to record.
         recorder: on rank 0, the one that writes. If that rank dies, another makes its own.
     """
 
@@ -81,7 +84,6 @@ class Training:
     rates: Callable[[int], float] | None
     membership: GroupMembership | None = None
     progress: TrainingProgress = field(default_factory=TrainingProgress)
-    changes: list[GroupChange] | None = None
     recorder: Recorder | None = None
 
     def restore(self, rank: int) -> bool:
@@ -109,11 +111,7 @@ class Training:
         return able and isinstance(self.engine, Survives)
 
     def go_back(self, rank: int) -> int | None:
-        """Load the newest checkpoint; return how many updates that loses, None without one.
-
-        Args:
-            rank: this one's in the present group.
-        """
+        """Load the newest checkpoint; return how many updates that loses, None without one."""
         self.checkpoints.wait()  # one that is being written counts
         before = self.progress.updates
         if not self.restore(rank):
@@ -131,7 +129,7 @@ class Training:
         self.recorder.note["planned_collectives"] = self.planned.traffic.among(ranks)
         return self.recorder
 
-    def take_over_record(self, changes: list[GroupChange]) -> None:
+    def take_over_record(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
         progress, took_over = self.progress, self.recorder is None
         recorder = self.record()
@@ -151,6 +149,50 @@ class Training:
                 if record["update"] == progress.updates - 1:
                     progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
         recorder.record_changes(changes, progress.updates)
+
+    def facts_of_ranks(self) -> dict[str, Any]:
+        """Return values of result.json that all ranks know together. Collective.
+
+        `memory` has bytes by what they are for, and their peak, a number for each rank;
+        `weights_sha256` is among them if no rank holds all weights.
+        """
+        engine = self.engine
+        mine = {**engine.memory_bytes(), "peak": engine.peak_memory_bytes()}
+        rows = engine.gather([float(size) for size in mine.values()])
+        memory = {name: [int(row[column]) for row in rows] for column, name in enumerate(mine)}
+        if engine.part() is None:
+            return {"memory": memory}
+        return {"memory": memory, "weights_sha256": engine.weights_sha256()}
+
+    def result(self, facts: dict[str, Any], seconds: float) -> dict[str, Any]:
+        """Return the values of result.json, which rank 0 writes when a run ends well or is stopped.
+
+        Args:
+            facts: `facts_of_ranks`; `memory` in the result is that of the largest, in bytes.
+            seconds: of this attempt.
+        """
+        progress, recorded = self.progress, read_metrics(self.run.metrics)
+        history = recorded.updates  # of all attempts
+        changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
+        return {
+            "state": (State.STOPPED if progress.stopped else State.FINISHED).value,
+            "updates": progress.updates,
+            "samples": progress.samples,
+            "loss": progress.loss,
+            "metrics": progress.evaluation,
+            "optimizer": self.engine.optimizer_used(),
+            "weights_sha256": facts.get("weights_sha256") or self.engine.weights_sha256(),
+            "peak_memory_bytes": facts["memory"]["peak"],
+            "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
+            "collectives": total(history, "collectives") or 0,
+            "bytes_on_wire": total(history, "bytes_on_wire") or 0,
+            "seconds": seconds + seconds_of_earlier_attempts(history, self.attempt),
+            "planned_updates": self.planned.updates,
+            "planned_collectives_per_update": self.planned.traffic.collectives,
+            "culprit": None,
+            "restarts": self.run.restarts(),
+            **{key: notes for key, notes in changes.items() if notes},
+        }
 
 
 def set_up(worker: WorkerProcess) -> Training:
@@ -175,10 +217,29 @@ def _set_up(worker: WorkerProcess) -> Training:
     config = read_config(run.existing().read_config())
     worker.begin(config)
     samples_before = run.read_plan().get("dataset_samples")  # before rank 0 writes the next plan
-    spec = _group_spec(config, run.attempt(attempt), topology, stop)
+    spec = GroupSpec(
+        rank=topology.rank,
+        size=topology.size,
+        local_rank=topology.local_rank,
+        node=topology.node,
+        address=topology.address,
+        incarnation=topology.incarnation,
+        folder=run.attempt(attempt),
+        transport=config.transport,
+        timeout_s=config.cluster.rendezvous_timeout_s,
+        collective_timeout_s=config.cluster.collective_timeout_s,
+        survive=bool(config.run.survive),
+        ranks_per_node=topology.size // topology.nodes,
+        device_request=device_request(config.cluster, os.environ, scheduled=topology.scheduled),
+        stop_requested=lambda: stop.requested,
+    )
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
-    _start_ahead(config, spec)
+    named = check_target(config.job["_target_"]).framework  # as far as its source tells
+    check_installed(named)
+    check_tracker(config.tracker.kind)
+    if named is not None and FRAMEWORKS.refusal(named) is None:
+        FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
     job = build_job(with_run_folder(config.job, str(run.path)))
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
@@ -206,11 +267,18 @@ def _set_up(worker: WorkerProcess) -> Training:
             updates=training.updates, go_back=training.go_back,
         )  # fmt: skip
     if alone and training.membership is not None:
-        training.changes = training.membership.join(job, progress, lambda: stop.requested)
+        training.membership.join(job, progress, lambda: stop.requested)
         return training
     training.restore(topology.rank)
-    if progress.updates:
-        _check_length(run, samples_before, planned.length.dataset_samples)
+    samples = planned.length.dataset_samples
+    if progress.updates and samples_before not in (None, samples):
+        resumes = run.read_resumes()
+        if not (resumes and resumes[-1].get("changed_inputs")):
+            raise JobError(
+                f"the data set has {samples} samples, but had {samples_before} so far, so they "
+                f"would come in another order: bring it back, or start another run with "
+                f"train.initial_weights={run.path}"
+            )
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
     if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
@@ -224,25 +292,22 @@ def _set_up(worker: WorkerProcess) -> Training:
         copied = submitted(os.environ)
         code = copied["git"] if copied else code_state(folder_of(type(job)))
         environment = describe_environment(framework.versions(), group.transport, code)
-        _write_environment(run, environment, engine, planned)
+        environment["optimizer"] = engine.optimizer_used()
+        before: dict[str, Any] | None = None
+        try:
+            before = run.read_environment()
+        except RunFolderError as error:
+            warn(f"{error}; so whether this start computes with the same is unknown")
+        micro_batches = sum(map(len, planned.split.micro_batches))
+        changed = warnings_of(environment, before)
+        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+            warn(sentence)
+        write_json(run.environment, environment)
+        write_json(run.plan, planned.to_json())
         training.record()
     if training.membership is not None:
         training.membership.begin(job, group)
     return training
-
-
-def _check_length(run: RunDir, before: int | None, now: int | None) -> None:
-    """Raise `JobError` if the data set of a resumed run has another length than it had, unless a
-    `resume` accepted changed inputs: its samples would come in another order.
-    """
-    resumes = run.read_resumes()
-    accepted = bool(resumes and resumes[-1].get("changed_inputs"))
-    if before is not None and before != now and not accepted:
-        raise JobError(
-            f"the data set has {now} samples, but had {before} so far, so they would come in "
-            f"another order: bring it back, or start another run with "
-            f"train.initial_weights={run.path}"
-        )
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:
@@ -270,26 +335,21 @@ def build_job(settings: Mapping[str, Any]) -> Job:
             f"(see docs/tutorial/your-own-job.md)"
         )
     arguments = {key: value for key, value in settings.items() if key != "_target_"}
-    refuse_arguments(dotted, target, arguments)
-    return target(**arguments)
-
-
-def refuse_arguments(dotted: str, target: type, arguments: Mapping[str, Any]) -> None:
-    """Raise `JobError` for arguments that the constructor does not take, or lacks."""
     try:
         known = inspect.signature(target).parameters.values()
     except ValueError:  # a class implemented in C has none
-        return
+        return target(**arguments)
     names = [p.name for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    required = [p.name for p in known if p.name in names and p.default is p.empty]
     for key in arguments if all(p.kind is not p.VAR_KEYWORD for p in known) else ():
         if key not in names:
             raise JobError(
                 f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, names)}"
             )
-    for key in required:
-        if key not in arguments:
+    for parameter in known:
+        key = parameter.name
+        if key in names and parameter.default is parameter.empty and key not in arguments:
             raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    return target(**arguments)
 
 
 def framework_of(job: Job) -> str:
@@ -316,21 +376,6 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
         if hasattr(section, setting.name)
     }
     return EngineSettings(**same | own)
-
-
-def _group_spec(config: Config, folder: Path, topology: Topology, stop: StopFlag) -> GroupSpec:
-    shared = ("rank", "size", "local_rank", "node", "address", "incarnation")
-    return GroupSpec(
-        **{name: getattr(topology, name) for name in shared},
-        folder=folder,
-        transport=config.transport,
-        timeout_s=config.cluster.rendezvous_timeout_s,
-        collective_timeout_s=config.cluster.collective_timeout_s,
-        survive=bool(config.run.survive),
-        ranks_per_node=topology.size // topology.nodes,
-        device_request=device_request(config.cluster, os.environ, scheduled=topology.scheduled),
-        stop_requested=lambda: stop.requested,
-    )
 
 
 def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
@@ -360,33 +405,3 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     planned = plan_with(engine.parameter_count(), agreed_samples(engine, dataset))
     compare_facts(config.facts, planned, plan_with)
     return planned
-
-
-def _write_environment(
-    run: RunDir, environment: dict[str, Any], engine: Engine, planned: Plan
-) -> None:
-    """On rank 0, write the environment and the plan, and warn of what is unusual in them."""
-    environment["optimizer"] = engine.optimizer_used()
-    before: dict[str, Any] | None = None
-    try:
-        before = run.read_environment()
-    except RunFolderError as error:
-        warn(f"{error}; so whether this start computes with the same is unknown")
-    changed = warnings_of(environment, before)
-    micro_batches = sum(map(len, planned.split.micro_batches))
-    for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
-        warn(sentence)
-    write_json(run.environment, environment)
-    write_json(run.plan, planned.to_json())
-
-
-def _start_ahead(config: Config, spec: GroupSpec) -> None:
-    """Let the framework start slow parts before the job is imported, if its source names one.
-
-    Raises `JobError` if the framework, `ConfigError` if the tracker's package, is not installed.
-    """
-    named = check_target(config.job["_target_"]).framework
-    check_installed(named)
-    check_tracker(config.tracker.kind)
-    if named is not None and FRAMEWORKS.refusal(named) is None:
-        FRAMEWORKS.make(named, Framework).ahead(spec)

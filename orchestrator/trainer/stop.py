@@ -20,20 +20,17 @@ from typing import Any
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
-from orchestrator.errors import StopRequested, Unrecoverable
+from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.metrics import read_progress
-from orchestrator.rundir.outcome import note_departure, read_outcome
+from orchestrator.rundir.outcome import read_outcome
 from orchestrator.rundir.warnings import warn
 from orchestrator.slurm_client import node_failure
 
 KILL_WAIT_S = 30.0
-UNEXPLAINED = "it ended without a message: a node failed, or the time to stop was too short"
-RECENT = 5
 CANCEL_CHECK_S = 1.0
-SAVE_MARGIN = 1.5
 LEAST_SAVE_S = 0.5
 
 
@@ -114,7 +111,6 @@ class LeaveInTime(Callback):
     Args:
         grace: None if the run ends for good, so that there is nothing to save in time.
         cancelled: returns whether a person stopped the run for good; called once a second at most.
-        progress: the loop's progress.
     """
 
     def __init__(
@@ -132,7 +128,7 @@ class LeaveInTime(Callback):
         self._grace, self._cancelled, self._clock = grace, cancelled, clock
         self._progress = progress
         self._checked = -CANCEL_CHECK_S
-        self._recent: deque[float] = deque(maxlen=RECENT)
+        self._recent: deque[float] = deque(maxlen=5)
         self._began = clock()
         self._warned = False
 
@@ -174,7 +170,7 @@ class LeaveInTime(Callback):
         if not self._checkpoints.can_save():
             return now + step_s + LEAST_SAVE_S > deadline
         ends = self._began + max(self._recent, default=0.0)
-        save_s = SAVE_MARGIN * max(LEAST_SAVE_S, self._checkpoints.save_s)
+        save_s = 1.5 * max(LEAST_SAVE_S, self._checkpoints.save_s)
         return max(ends, now + step_s * (steps - done)) + save_s > deadline
 
     def before_record(self) -> None:
@@ -208,17 +204,6 @@ class Follower(Callback):
 # The departure of an attempt whose run continues.
 
 
-def note_lost_nodes(run: RunDir, attempt: int, error: Unrecoverable) -> None:
-    """Record that the remaining ranks end because whole nodes are lost."""
-    from submitit.slurm.slurm import SlurmJobEnvironment
-
-    hosts = list(SlurmJobEnvironment().hostnames)
-    names = [hosts[n] if n < len(hosts) else f"number {n}" for n in error.nodes]
-    note_departure(
-        run, attempt, f"node{'s' * (len(names) > 1)} {', '.join(names)} went away; {error}"
-    )
-
-
 def restart_reason(run: RunDir, attempt: int) -> str | None:
     """Return why the attempt before this one ended; None if it left no note."""
     before = [number for number in run.attempt_numbers() if number < attempt]
@@ -240,7 +225,9 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
     why = RESUMED
     in_place = run.srun_restarts(topology.job_id).exists()
     if topology.restarts or in_place or not queued:  # else a person submitted it again
-        why = restart_reason(run, attempt) or (UNEXPLAINED if queued else why)
+        if queued:
+            why = "it ended without a message: a node failed, or the time to stop was too short"
+        why = restart_reason(run, attempt) or why
     progress = read_progress(run.progress(attempt - 1))
     behind = progress is not None and progress.update >= updates
     return {

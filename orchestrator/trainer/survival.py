@@ -34,7 +34,6 @@ from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
-from orchestrator.trainer.recorder import GroupChange
 from orchestrator.trainer.worker import WorkerProcess
 
 log = logging.getLogger(__name__)
@@ -44,51 +43,12 @@ def describe_loss(gone: Sequence[int], update: int, why: Sequence[str], *, over:
     """Return which ranks were lost, when, and why.
 
     >>> describe_loss([3], 12, ["on node1: killed by signal 9 (SIGKILL)"], over=False)
-    'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL); '
+    'rank 3 went away in update 12, on node1: killed by signal 9 (SIGKILL)'
     >>> describe_loss([0, 1], 41, [], over=True)
-    'ranks 0-1 went away after the last update, 40; '
+    'ranks 0-1 went away after the last update, 40'
     """
     when = f"after the last update, {update - 1}" if over else f"in update {update}"
-    return ", ".join([f"{named_ranks(gone)} went away {when}", *why]) + "; "
-
-
-def describe_rest(count: int, *, over: bool) -> str:
-    """Return what the others do: redo the update or, if none was under way, end the run.
-
-    >>> describe_rest(5, over=False), describe_rest(1, over=True)
-    ('5 ranks redo it and go on', '1 rank ends the run')
-    """
-    if over:
-        return f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
-    return f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
-
-
-# ----------------------------------------------------------------------
-# The progress of the loop, which a rank that has done the last update sends to one that has not.
-
-
-def progress_to_json(progress: TrainingProgress) -> str:
-    """Return the last update and the samples so far as JSON."""
-    if progress.done is None:
-        return "null"
-    window = replace(progress.done.window, micro_batches=())
-    return json.dumps(
-        {
-            "window": asdict(window),
-            "report": asdict(progress.done.report),
-            "seconds": progress.done.seconds,
-            "samples": progress.samples,
-        }
-    )
-
-
-def load_progress(progress: TrainingProgress, text: str) -> None:
-    """Bring `progress` to where the sender of `text` is."""
-    found: dict[str, Any] = json.loads(text)
-    window = Window(**found["window"] | {"micro_batches": ()})
-    report = BoundaryReport(**found["report"])
-    progress.add(CompletedUpdate(window, report, found["seconds"]))
-    progress.samples = found["samples"]
+    return ", ".join([f"{named_ranks(gone)} went away {when}", *why])
 
 
 # ----------------------------------------------------------------------
@@ -114,57 +74,11 @@ def modules_of(job: Any) -> dict[str, str]:
     return found
 
 
-def changed_modules(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Return the modules that both have with different digests.
-
-    >>> changed_modules({"job": "a", "net": "b"}, {"job": "c", "net": "b", "late": "d"})
-    ['job']
-    """
-    return sorted(name for name in then.keys() & now.keys() if then[name] != now[name])
-
-
-# ----------------------------------------------------------------------
-# The group of the next generation, formed in a thread so that it can be abandoned.
-
-JOIN_S = 0.005
-
-
-def form_in_thread(framework: Framework, spec: GroupSpec) -> Any:
-    """Return the group. The thread that forms it stays behind if one more member dies: it would
-    wait for that member for ever.
-
-    Raises:
-        PeerLost: `spec.stop_requested()` meanwhile.
-    """
-    found: list[Any] = []
-
-    def form() -> None:
-        try:
-            found.append(framework.form_group(spec))
-        except Exception as error:  # noqa: BLE001  # raised again by the caller
-            found.append(error)
-
-    thread = threading.Thread(target=form, name="forming", daemon=True)
-    thread.start()
-    while not found:
-        thread.join(JOIN_S)
-        if not found and spec.stop_requested():
-            raise PeerLost("one more rank is gone")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
-
-
 # ----------------------------------------------------------------------
 # A worker's part in training on after losses, and with replacements.
 
-Members = tuple[int, ...]
 MARGIN_S = 3.0
 POLL_S = 0.2
-GOES_BACK = (
-    "no rank has its part of the optimizer's state, so the run goes back to its newest checkpoint, "
-    "after update {}; "
-)
 MOST_TRIES = 3
 """Losses in one update that are survived; one more is probably caused by the update itself."""
 
@@ -174,7 +88,7 @@ class Generation:
     """Members that train together. `noticed`: monotonic time at which this worker received it."""
 
     number: int
-    members: Members
+    members: tuple[int, ...]
     noticed: float
 
 
@@ -186,11 +100,12 @@ class GroupMembership(Callback):
 
     Args:
         spec: of the attempt's first group, also on a replacement.
-        updates: of the whole run.
         go_back: see `Training.go_back`.
 
     Attributes:
         rank, size: this worker's rank in the present group, and the group's size.
+        changes: a line for metrics.jsonl about each change of the group, with `survived` (lost
+            ranks) and `joined` (replacements).
 
     Raises:
         ConfigError: the framework's engine cannot continue in another group.
@@ -228,8 +143,8 @@ class GroupMembership(Callback):
         self._newcomers_wait = False
         self._interrupt: Callable[[], None] = lambda: None
         self._generation = self._waited_out = 0
-        self._members: Members = tuple(range(spec.size))
-        self._history: list[GroupChange] = []
+        self._members = tuple(range(spec.size))
+        self.changes: list[dict[str, Any]] = []
         self._tries = (-1, 0)
         self.rank, self.size = spec.rank, spec.size
         self._link = worker.link
@@ -285,11 +200,9 @@ class GroupMembership(Callback):
         with self._changed:
             self._changed.wait_for(lambda: self._latest.number >= 0)
 
-    def join(
-        self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]
-    ) -> list[GroupChange]:
+    def join(self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]) -> None:
         """Replace a lost rank: ask, wait until a boundary lets this worker in, and bring `progress`
-        to where the others are. Return the notes to record.
+        to where the others are.
 
         Raises:
             Evicted: the others' code differs from this worker's, or the run ends, or is asked to
@@ -297,7 +210,8 @@ class GroupMembership(Callback):
         """
         first = self._record.read(0)
         assert first is not None  # noqa: S101  # written before the first rank can be replaced
-        if odd := changed_modules(first["code"], modules_of(job)):
+        then, now = first["code"], modules_of(job)
+        if odd := sorted(name for name in then.keys() & now.keys() if then[name] != now[name]):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
         log.info("this rank asks to join the others")
         self._link.send_event("joins")
@@ -312,7 +226,7 @@ class GroupMembership(Callback):
         self._why.clear()
         self._members = tuple(one for one in newer.members if one != self._me)
         self._generation = newer.number - 1
-        return self.go_on(PeerLost("this rank takes its place again"), progress)
+        self.go_on(PeerLost("this rank takes its place again"), progress)
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         """Leave the window when there is a newer generation; before the boundary, which informs
@@ -320,7 +234,7 @@ class GroupMembership(Callback):
         """
         del update
         # The ranks of a copy in shards have to leave at the same place: each micro-step is theirs.
-        leaves = done == steps or not self._in_shards
+        leaves = done == steps or not self._engine.shard_ranks
         if leaves and self._latest.number > self._generation:
             raise PeerLost("another rank is gone")
         if done == steps:
@@ -332,35 +246,27 @@ class GroupMembership(Callback):
         """
         if self.rank != 0 or (newer := self._record.read(self._generation + 1)) is None:
             return
-        if not self._in_shards or self._me not in newer["members"]:
+        if not self._engine.shard_ranks or self._me not in newer["members"]:
             raise PeerLost("another rank is gone")
-
-    @property
-    def _in_shards(self) -> bool:
-        return bool(self._engine.shard_ranks)
 
     # ------------------------------------------------------------------ the next generation
 
-    def grow(self, progress: TrainingProgress) -> list[GroupChange]:
-        """Continue with newcomers, after a boundary that announced them to all ranks. Collective.
-
-        Returns and raises as `go_on`.
+    def grow(self, progress: TrainingProgress) -> None:
+        """Continue with newcomers, after a boundary that announced them to all ranks. Collective;
+        raises as `go_on`.
         """
         self._engine.before_growth()
         self._link.send_event("ready", generation=self._generation, updates=progress.updates)
         with for_others("newcomers to be let in"):
             self._await_newer(self._spec.collective_timeout_s)
-        return self.go_on(PeerLost("newcomers are let in"), progress)
+        self.go_on(PeerLost("newcomers are let in"), progress)
 
-    def go_on(self, error: PeerLost, progress: TrainingProgress) -> list[GroupChange]:
+    def go_on(self, error: PeerLost, progress: TrainingProgress) -> None:
         """Form the next group with the ranks that are left, and bring `progress` to where the most
         advanced of them is. Collective among these.
 
         Args:
             error: how this rank noticed the loss.
-
-        Returns:
-            Notes to record, of this change and of those before it.
 
         Raises:
             Evicted: the others continue without this rank.
@@ -371,7 +277,15 @@ class GroupMembership(Callback):
         noticed = 0.0
         with for_others("the next group to form"):
             while True:
-                newer = self._advance(error)
+                newer = self._await_newer(self._silence_s + MARGIN_S)
+                if newer.number <= self._generation:
+                    raise error
+                self._generation = newer.number
+                if self._me not in newer.members:
+                    raise Evicted(
+                        f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the "
+                        f"others have continued without it (generation {newer.number})"
+                    ) from error
                 noticed = noticed or newer.noticed
                 try:
                     lost = self._join(newer, progress)
@@ -381,7 +295,8 @@ class GroupMembership(Callback):
                     error = again if isinstance(again, PeerLost) else PeerLost(str(again))
                     log.info("%s", error)
                 else:
-                    return self._notes(newer, progress, time.monotonic() - noticed, lost)
+                    self._note_change(newer, progress, time.monotonic() - noticed, lost)
+                    return
 
     def _await_newer(self, timeout_s: float) -> Generation:
         """Wait for the next generation; return the latest at the timeout, or if none will come."""
@@ -392,19 +307,6 @@ class GroupMembership(Callback):
             )
             return self._latest
 
-    def _advance(self, error: PeerLost) -> Generation:
-        """Move to the next generation, and return it. Raises as `go_on` does if there is none."""
-        newer = self._await_newer(self._silence_s + MARGIN_S)
-        if newer.number <= self._generation:
-            raise error
-        self._generation = newer.number
-        if self._me not in newer.members:
-            raise Evicted(
-                f"rank {self._spec.rank} was silent for {self._silence_s:g} s, and the others "
-                f"have continued without it (generation {newer.number})"
-            ) from error
-        return newer
-
     def _join(self, newer: Generation, progress: TrainingProgress) -> int | None:
         """Join the group. Return how many updates a lost part of the state took back."""
 
@@ -412,32 +314,68 @@ class GroupMembership(Callback):
             return self._latest.number > newer.number
 
         rank, size = newer.members.index(self._me), len(newer.members)
-        spec = replace(
-            self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
+        group = self._form(
+            replace(
+                self._spec, rank=rank, size=size, generation=newer.number, stop_requested=given_up
+            )
         )
-        group = form_in_thread(self._framework, spec)
         self._interrupt = group.interrupt
         if given_up():  # before there was a group to interrupt
             raise PeerLost("one more rank is gone")
         self.rank, self.size = rank, size
+        mine = None
+        if (done := progress.done) is not None:
+            mine = {
+                "window": asdict(replace(done.window, micro_batches=())),
+                "report": asdict(done.report),
+                "seconds": done.seconds,
+                "samples": progress.samples,
+            }
         try:
-            newer_progress = self._engine.catch_up(
-                group, progress.updates, progress_to_json(progress)
-            )
+            theirs = self._engine.catch_up(group, progress.updates, json.dumps(mine))
         except StateLost as lost:
             self._engine.regroup(group)
             if (taken_back := self._go_back(rank)) is None:
                 raise self._unrecoverable(f"{lost}, and there is no checkpoint yet") from lost
             return taken_back
-        if newer_progress is not None:
-            load_progress(progress, newer_progress)
+        if theirs is not None:  # of a rank that has done the last update, and this one has not
+            found: dict[str, Any] = json.loads(theirs)
+            window = Window(**found["window"] | {"micro_batches": ()})
+            report = BoundaryReport(**found["report"])
+            progress.add(CompletedUpdate(window, report, found["seconds"]))
+            progress.samples = found["samples"]
         self._engine.regroup(group)
         return None
 
-    def _notes(
+    def _form(self, spec: GroupSpec) -> Any:
+        """Return a group, formed in a thread that stays behind if one more member dies: it would
+        wait for that member for ever.
+
+        Raises:
+            PeerLost: `spec.stop_requested()` meanwhile.
+        """
+        found: list[Any] = []
+
+        def form() -> None:
+            try:
+                found.append(self._framework.form_group(spec))
+            except Exception as error:  # noqa: BLE001  # raised again below
+                found.append(error)
+
+        thread = threading.Thread(target=form, name="forming", daemon=True)
+        thread.start()
+        while not found:
+            thread.join(0.005)
+            if not found and spec.stop_requested():
+                raise PeerLost("one more rank is gone")
+        if isinstance(found[0], Exception):
+            raise found[0]
+        return found[0]
+
+    def _note_change(
         self, newer: Generation, progress: TrainingProgress, seconds: float, lost: int | None
-    ) -> list[GroupChange]:
-        """Return the notes of all changes; raise `Unrecoverable` after too many in an update."""
+    ) -> None:
+        """Note the change of the group; raise `Unrecoverable` after too many in one update."""
         old, new = set(self._members), set(newer.members)
         self._members = newer.members
         gone, came = (
@@ -452,7 +390,7 @@ class GroupMembership(Callback):
             "seconds": round(seconds, 3),
         }  # fmt: skip
         over = lost is None and progress.over(self._updates)  # no update was under way
-        change: GroupChange = {"generation": newer.number}
+        change: dict[str, Any] = {"generation": newer.number}
         if came:
             change["joined"] = {**facts, "came": came}
             self._say(f"{named_ranks(came)} came back; {count} ranks go on with update {update}")
@@ -470,11 +408,16 @@ class GroupMembership(Callback):
                 )
             sentence = describe_loss(gone, update, why, over=over)
             if lost is not None:
-                sentence += GOES_BACK.format(progress.updates)
-            self._say(sentence + (self._node_shortage() or describe_rest(count, over=over)))
-        self._history.append(change)
+                sentence += (
+                    "; no rank has its part of the optimizer's state, so the run goes back to its "
+                    f"newest checkpoint, after update {progress.updates}"
+                )
+            rest = f"{count} ranks redo it and go on" if count > 1 else "1 rank redoes it, alone"
+            if over:
+                rest = f"{count} ranks end the run" if count > 1 else "1 rank ends the run"
+            self._say(f"{sentence}; {self._node_shortage() or rest}")
+        self.changes.append(change)
         log.info("generation %d after %.2f s", newer.number, seconds)
-        return list(self._history)
 
     def _say(self, sentence: str) -> None:
         """Print a sentence to this rank's log; on the first rank, also warn."""

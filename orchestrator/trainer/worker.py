@@ -24,17 +24,22 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     Evicted,
     OrchestratorError,
+    PeerLost,
+    RanksMissing,
+    ReplicasDiffer,
     StopRequested,
     Unrecoverable,
+    UsageError,
 )
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import note_departure, write_failure
+from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink
-from orchestrator.trainer.failure import failure_of, hide_own_frames
-from orchestrator.trainer.stop import GracePeriods, StopFlag, note_lost_nodes
+from orchestrator.trainer.failure import describe, hide_own_frames
+from orchestrator.trainer.stop import GracePeriods, StopFlag
 
+MOST_OF_TRACEBACK = 64 * 1024
 FINAL_STATES = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
 
 
@@ -64,13 +69,7 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
 
 
 class WorkerProcess:
-    """This process as its agent and the run folder see it.
-
-    Attributes:
-        stop: the request to stop, which the agent forwards.
-        fence: the right of this attempt to write.
-        failure: the record of this worker's failure, once it has failed.
-    """
+    """This process as its agent and the run folder see it."""
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
@@ -134,14 +133,28 @@ class WorkerProcess:
     def fail(self, error: BaseException) -> int:
         """Record what ended this worker, for people and other ranks; return the exit status."""
         if isinstance(error, Unrecoverable) and error.nodes and self.restarts:
-            note_lost_nodes(self.run, self.attempt, error)
+            from submitit.slurm.slurm import SlurmJobEnvironment
+
+            hosts = list(SlurmJobEnvironment().hostnames)
+            names = [hosts[n] if n < len(hosts) else f"number {n}" for n in error.nodes]
+            why = f"node{'s' * (len(names) > 1)} {', '.join(names)} went away; {error}"
+            note_departure(self.run, self.attempt, why)
             return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):
             hide_own_frames(error)
             traceback.print_exception(error)
         else:
             print(f"error: {error}", file=sys.stderr)
-        self.failure = failure_of(self.topology.rank, self.topology.node, error)
+        rank = self.topology.rank
+        others = isinstance(error, ReplicasDiffer) and rank not in error.ranks
+        self.failure = failure_record(
+            rank,
+            self.topology.node,
+            describe(error),
+            secondary=others or isinstance(error, PeerLost | RanksMissing),
+            usage=isinstance(error, UsageError),
+            traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
+        )
         if not isinstance(error, Evicted):  # the others go on
             write_failure(self.run, self.attempt, self.failure)
         return error.exit_code if isinstance(error, OrchestratorError) else EXIT_FAILED

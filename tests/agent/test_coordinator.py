@@ -335,7 +335,7 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("orchestrator.agent.coordinator.warn_of", full)
+    monkeypatch.setattr("orchestrator.rundir.warnings.open_nofollow", full)
     attempt.take("unresponsive", 1, **_silent("busy", 9.0))
     attempt.tick()
 

@@ -1,6 +1,7 @@
 """Connections between agents: the coordinator at the start, and relayed messages."""
 
 import json
+import signal
 import socket
 
 import pytest
@@ -8,6 +9,7 @@ import pytest
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.links import Peer, connect
 from orchestrator.agent.node_spec import publish_agent, secret_of
+from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.engine.common.rendezvous import listen
 from tests.agent.specs import node_spec
 
@@ -71,6 +73,21 @@ def test_an_agent_whose_link_breaks_follows_the_same_coordinator_if_that_has_spo
         agent._follow()
         assert (agent._coordinator_link is not None) is spoke
         assert (agent._coordinator is not None) is not spoke
+
+
+def test_of_signals_that_come_together_none_is_forgotten(agent):
+    """The one tells how long it is to the kill, whatever the other is."""
+    before = {number: signal.getsignal(number) for number in (*STOP_SIGNALS, signal.SIGCHLD)}
+    agent._handle_signals()
+    try:
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGUSR2)
+        agent._drain()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    assert list(agent._workers._stops) == ["SIGTERM", "SIGUSR2"]
 
 
 def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):

@@ -20,7 +20,7 @@ from tests.agent.specs import node_spec
 from tests.helpers import environment, until
 
 NODE = """
-import json, os, random, selectors, signal, sys, time
+import json, os, random, resource, selectors, signal, sys, time
 from pathlib import Path
 from orchestrator.agent.workers import BecomeWorker, Workers
 from orchestrator.agent.processes import exit_with
@@ -58,6 +58,11 @@ def tells(rank):
 def raises(rank):
     raise KeyError(rank)
 
+if "many" in sys.argv:
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    held = [os.open("/dev/null", os.O_RDONLY) for _ in range(1100)]
+
 if "unwritable" in sys.argv:
     def refuse(path, *_):
         raise PermissionError(13, "Permission denied", str(path))
@@ -83,7 +88,8 @@ def serve():
             workers.start(rank, 0)
         while workers.alive and not os.path.exists(sys.argv[-1] + ".end"):
             for key, _ in selector.select(0.05):
-                key.data()
+                if "many" not in sys.argv:  # there `reap` reads the final messages
+                    key.data()
             workers.reap()
             while restarts:
                 workers.start(restarts.pop(), 1)
@@ -140,22 +146,49 @@ def test_a_worker_has_nothing_of_its_agent_and_draws_numbers_of_its_own_started_
     assert len({number for one in reported for number in one["drawn"]}) == 12
 
 
-def test_a_worker_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the_nodes():
-    with node("raises", "", stderr=subprocess.PIPE) as process:
+@pytest.mark.parametrize("where", ["", "many", "unwritable"])
+def test_a_worker_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the_nodes(where):
+    """Where the agent has many descriptors too, and a container that forbids a new oom score."""
+    with node("raises", where, "", stderr=subprocess.PIPE) as process:
         events = events_of(process)
         log = process.stderr.read()
     ended = {event["rank"]: event["status"] for event in events if event["event"] == "exit"}
     assert ended == {4: 1, 5: 1}
     assert "KeyError: 4" in log
     assert "KeyError: 5" in log
+    refused = "rank 4 could not raise its oom_score_adj (Permission denied)" in log
+    assert refused == (where == "unwritable")
 
 
-def test_a_worker_starts_where_the_container_forbids_a_change_of_its_oom_score():
-    with node("raises", "unwritable", "", stderr=subprocess.PIPE) as process:
-        events_of(process)
-        log = process.stderr.read()
-    assert "rank 4 could not raise its oom_score_adj (Permission denied)" in log
-    assert "KeyError: 4" in log
+AGENT = """
+import resource, sys
+from pathlib import Path
+from orchestrator.agent.agent import Agent
+from orchestrator.agent.processes import exit_with
+from orchestrator.agent.workers import BecomeWorker
+from tests.agent.specs import node_spec
+
+def serve():
+    resource.setrlimit(resource.RLIMIT_NOFILE, (200, 300))
+    agent = Agent(node_spec(Path(sys.argv[1]), nodes=1, survive=False))
+    try:
+        agent.serve()
+    except BecomeWorker as worker:
+        print("worker", *resource.getrlimit(resource.RLIMIT_NOFILE), file=sys.stderr)
+        return 5
+    print("agent", *resource.getrlimit(resource.RLIMIT_NOFILE), file=sys.stderr)
+    return 0
+
+exit_with(serve)
+"""
+
+
+def test_an_agent_may_have_as_many_links_as_the_hard_limit_allows_and_workers_keep_the_soft(begun):
+    done = subprocess.run(
+        [sys.executable, "-c", AGENT, str(begun.path)],
+        stderr=subprocess.PIPE, env=environment(), text=True, timeout=60, check=True,
+    )  # fmt: skip
+    assert done.stderr.splitlines()[-2:] == ["worker 200 300", "agent 300 300"]
 
 
 # ------------------------------------------------------------------ Without room or processes

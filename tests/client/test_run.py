@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from orchestrator.agent.programs import SHOULD_STOP_S, RankProgram
+from orchestrator.client import framework_state
 from orchestrator.client.run import FEW, METRICS, Run
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
@@ -250,6 +251,21 @@ def test_a_note_that_something_was_saved_takes_no_update_out_of_the_record(ranks
     ranks[0].save_done(0)
     assert len(written(ranks[0])) == 2
     assert [r["loss"] for r in read_metrics(ranks[0].folder / METRICS).updates] == [0.5]
+
+
+def test_a_frameworks_checkpoint_is_resumed_from_once_it_is_marked(ranks, monkeypatch):
+    run = ranks[0]
+    monkeypatch.setattr(framework_state, "current_run", run)
+    first, last = (run.checkpoint_dir / f"lightning-{number}" for number in (3, 10))
+    for folder in (first, last):
+        folder.mkdir(parents=True)
+    assert framework_state.newest("lightning-") is None
+    framework_state.mark(first, 2, marks=True)
+    framework_state.mark(last, 9, marks=False)  # of another rank than that which marks
+    assert framework_state.newest("lightning-") == (3, first)
+    framework_state.mark(last, 9, marks=True)
+    assert framework_state.newest("lightning-") == (10, last)
+    assert [line["saved"] for line in written(run)] == [2, 9, 9]
 
 
 def test_updates_that_begin_anew_are_recorded_and_warned_of_once(ranks):

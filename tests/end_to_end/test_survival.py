@@ -81,6 +81,8 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     assert any("on node2: it was frozen (SIGSTOP) for 4 s" in reason for reason in why), why
     log = (run / "logs" / "rank-00003.log").read_text()
     assert f"rank {frozen} went away in update 9, on node2: it was frozen (SIGSTOP)" in log
+    rest = "1 rank redoes it, alone" if len(left) == 1 else f"{len(left)} ranks redo it and go on"
+    assert rest in log
     assert helpers.result(run)["survived"] == notes
     seen = f"rank {frozen}: it was frozen (SIGSTOP) for 4 s (cluster.heartbeat_timeout_s); it was"
     assert seen in said

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 from collections.abc import Sequence
 from dataclasses import replace
@@ -23,7 +22,7 @@ from orchestrator.agent.local_nodes import (
     spawn_nodes,
 )
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import fork
+from orchestrator.agent.processes import fork, wait_readable
 from orchestrator.agent.root_cause import tail
 from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Request, Share, State
 from orchestrator.clusters.machine import (
@@ -160,7 +159,7 @@ class LocalHandle(Handle):
     def poll(self, timeout_s: float) -> State:
         if self._state.ended:
             return self._state
-        if select.select([self._ended], [], [], timeout_s)[0]:
+        if wait_readable([self._ended], timeout_s):
             self._finish()
         return self._state
 
