@@ -37,11 +37,11 @@ from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
+from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.start_checks import check_same_traits
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, parameters_of
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError

@@ -150,35 +150,30 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
             "divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
             "weight=len(wanted)); from orchestrator import Loss"
         )
-    if not isinstance(loss.total, tensor) or not _is_real_number(loss.total, tensor):
-        wrong = _describe_value(loss.total, tensor)
+    total: Any = loss.total
+    if not isinstance(total, tensor) or math.prod(total.shape) != 1 or total.is_complex():
+        wrong = _describe_value(total, tensor)
         raise JobError(
             f"Loss.total must be a real scalar tensor, but is {wrong}; use reduction='sum'"
         )
-    _check_number("weight", loss.weight, tensor)
     metrics: Any = loss.metrics
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
         wrong = _describe_value(metrics, tensor)
         raise JobError(f"Loss.metrics must be a dictionary, but is {wrong}")
+    for name, value in (("weight", loss.weight), *metrics.items()):
+        if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
+            continue
+        if isinstance(value, tensor):
+            number: Any = value
+            valid = math.prod(number.shape) == 1 and not number.is_complex()
+        else:
+            valid = isinstance(value, Real)
+        if not valid:
+            what = "weight" if value is loss.weight else f"metrics['{name}']"
+            wrong = _describe_value(value, tensor)
+            raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
     if metrics or names:
         check_metric_names(metrics, names)
-    for name, value in metrics.items():
-        _check_number(f"metrics['{name}']", value, tensor)
-
-
-def _check_number(what: str, value: Any, tensor: type) -> None:
-    if not _is_real_number(value, tensor):
-        wrong = _describe_value(value, tensor)
-        raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
-
-
-def _is_real_number(value: Any, tensor: type) -> bool:
-    if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
-        return True
-    if isinstance(value, tensor):
-        one: Any = value
-        return math.prod(one.shape) == 1 and not one.is_complex()
-    return isinstance(value, Real)
 
 
 def _describe_value(value: Any, tensor: type) -> str:

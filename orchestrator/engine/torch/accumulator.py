@@ -52,21 +52,21 @@ from orchestrator.engine.torch.buffers import (
     bucket_slices,
     real_numbers,
 )
+from orchestrator.engine.torch.checks import (
+    check_arguments,
+    check_supported,
+    checked_loss,
+    finite_float,
+    is_fully_sharded,
+)
+from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
 from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
-from orchestrator.engine.torch.start_checks import (
-    check_arguments,
-    check_same_start,
-    check_supported,
-    finite_float,
-    is_fully_sharded,
-)
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
-from orchestrator.engine.torch.window_checks import checked_loss, replica_checker
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss

@@ -24,6 +24,8 @@ from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import local_part
+from orchestrator.engine.torch.checks import check_samples
+from orchestrator.engine.torch.consistency_checks import machine_digest, machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
@@ -45,8 +47,6 @@ from orchestrator.engine.torch.model import (
     with_norms,
 )
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.sample_checks import check_samples
-from orchestrator.engine.torch.start_checks import machine_digest, machine_warning
 from orchestrator.engine.torch.state import (
     Snapshot,
     load_model,

@@ -26,11 +26,10 @@ from torch.nn import Module
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.checks import checked_loss
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, seed_everything
+from orchestrator.engine.torch.model import in_evaluation, kept_buffers, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.sample_checks import kept_buffers
-from orchestrator.engine.torch.window_checks import checked_loss
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 

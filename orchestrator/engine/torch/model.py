@@ -117,6 +117,17 @@ def in_evaluation(model: Module) -> Generator[None]:
             layer.training = training
 
 
+@contextmanager
+def kept_buffers(model: Module) -> Generator[None]:
+    """Give the model's buffers their values back, which a loss may change."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.detach().copy_(before)
+
+
 # ------------------------------------------------------------------ Precision
 
 

@@ -12,7 +12,7 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MAX_PARTITIONS, WeightRange, partition_weights
 from orchestrator.engine.torch import Accumulator, TorchEngine
-from orchestrator.engine.torch.window_checks import digests_of
+from orchestrator.engine.torch.consistency_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
 from orchestrator.testing.threads import run_in_threads

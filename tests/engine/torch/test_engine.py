@@ -12,8 +12,8 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch.consistency_checks import machine_warning, versions
 from orchestrator.engine.torch.model import moved
-from orchestrator.engine.torch.start_checks import machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.testing.threads import run_in_threads

@@ -9,7 +9,7 @@ from torch import nn
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchGroup, sample_checks
+from orchestrator.engine.torch import TorchGroup, checks
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import JobError
 from tests.engine.windows import compute, make_window
@@ -106,9 +106,9 @@ def checked(monkeypatch):
 
     def check(job, samples=6, precision="float32"):
         found = []
-        monkeypatch.setattr(sample_checks, "warn", found.append)
+        monkeypatch.setattr(checks, "warn", found.append)
         model = job.model()
-        sample_checks.check_samples(
+        checks.check_samples(
             job, model, range(samples), lambda batch: job.loss(model, batch),
             precision=precision, seed=3,
         )  # fmt: skip
