@@ -193,7 +193,8 @@ class WindowState:
         Raises:
             JobError: the last one was there already, or one failed.
         """
-        self._refuse_broken()
+        if self._broken is not None:
+            raise self._broken_error()
         if not self._settings:
             self._settings = self._settings_now()
         if self._last_done and not recorded:
@@ -239,7 +240,8 @@ class WindowState:
                 f"a backward reached {self._names[self._undeclared]} without the accumulator's "
                 f"knowledge, {_REMEDY}"
             )
-        self._refuse_broken()
+        if self._broken is not None:
+            raise self._broken_error()
         self.open, self._undeclared, self.error_breaks = False, None, "accumulator"
         self._group.silence = None
         self._group.open_windows.discard(self)
@@ -299,13 +301,12 @@ class WindowState:
         """Refuse all further calls."""
         self._unusable = "this accumulator was closed; build another one for the model"
 
-    def _refuse_broken(self) -> None:
-        if self._broken is not None:
-            raise JobError(
-                f"update {self.update} cannot be ended, since its gradients on this rank are not "
-                f"those of its micro-steps: {self._broken}. begin_window() begins it anew, with "
-                "all of this rank's micro-steps"
-            )
+    def _broken_error(self) -> JobError:
+        return JobError(
+            f"update {self.update} cannot be ended, since its gradients on this rank are not "
+            f"those of its micro-steps: {self._broken}. begin_window() begins it anew, with "
+            "all of this rank's micro-steps"
+        )
 
 
 # ------------------------------------------------------------------ Windows of `run.windows`
