@@ -6,8 +6,8 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -170,8 +170,7 @@ class TorchEngine(Engine):
                 self.model,
                 self._settings,
                 accumulator,
-                prepare=self._prepared,
-                leaves=self._leaves,
+                self._leaves,
             )
 
     @property
@@ -181,9 +180,6 @@ class TorchEngine(Engine):
     @property
     def shard_ranks(self) -> tuple[int, ...]:
         return () if self._sharded is None else self._sharded.shard_ranks
-
-    def _prepared(self, batch: Any) -> Any:
-        return moved(batch, self._group.device, double=self._settings.precision == "float64")
 
     # ------------------------------------------------------------------ an update
 
@@ -242,17 +238,14 @@ class TorchEngine(Engine):
                     seed=self._settings.seed,
                 )
 
-    @contextmanager
-    def _translated_errors(self, what: str) -> Generator[None]:
+    def _translated_errors(self, what: str) -> AbstractContextManager[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
         if not self.shard_ranks:
-            yield
-            return
-        with peer_lost_during(f"{what} of a model in shards", self._group.rank):
-            yield
+            return nullcontext()
+        return peer_lost_during(f"{what} of a model in shards", self._group.rank)
 
     def _loss(self, batch: Any) -> Any:
-        batch = self._prepared(batch)
+        batch = moved(batch, self._group.device, double=self._settings.precision == "float64")
         try:
             with self.accumulator.precision.forward():
                 return self._job.loss(self.model, batch)

@@ -388,8 +388,6 @@ def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[st
 SMALL = 4096
 """Numbers of a tensor that is copied at once."""
 
-_PINNED_BYTES = 2**26
-
 
 class Snapshot:
     """A checkpoint's tensors, and the rest of it as what JSON holds. Until `keep` the tensors are
@@ -447,10 +445,7 @@ class Snapshot:
     def take(self) -> None:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
-            devices = [tensors[key].device for tensors, key in self._later if tensors[key].is_cuda][
-                :1
-            ]
-            with _copy_in_background(self._computed, *devices) as copy:
+            with _copy_in_background(self._computed) as copy:
                 for tensors, key in self._later:
                     tensors[key] = copy(tensors[key])
         finally:
@@ -476,9 +471,7 @@ def _copy(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _copy_in_background(
-    computed: Any, device: torch.device | None = None
-) -> Generator[Callable[[Tensor], Tensor]]:
+def _copy_in_background(computed: Any) -> Generator[Callable[[Tensor], Tensor]]:
     """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.
 
     A plain copy would queue up in the stream of the training, and pageable memory makes it slow. So
@@ -488,13 +481,14 @@ def _copy_in_background(
     if computed is None:
         yield _copy
         return
-    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(device)
+    piece_bytes = 2**26
+    pinned = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
+    stream = torch.cuda.Stream(computed.device)
 
     def copy(tensor: Tensor) -> Tensor:
         whole = torch.empty(tensor.shape, dtype=tensor.dtype)
         parts = zip(
-            bytes_of(tensor).split(_PINNED_BYTES), bytes_of(whole).split(_PINNED_BYTES), strict=True
+            bytes_of(tensor).split(piece_bytes), bytes_of(whole).split(piece_bytes), strict=True
         )
         for source, target in parts:
             pinned[: len(source)].copy_(source, non_blocking=True)
