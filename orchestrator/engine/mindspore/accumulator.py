@@ -39,23 +39,16 @@ from orchestrator.plan.wire import bucket_count
 # them with the framework in graph mode globally. The time of first calls is kept apart.
 
 
-CUT = 1200
-CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
-TRACE = "The Traceback of Net Construct Code:"
-NOT_THE_USERS = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
-
-
 def explain(error: Exception, what: str) -> str:
     """Return the compiler's message, cut to its first part and the lines of the user's own code."""
-    text = str(error)
-    head, _, trace = text.partition(TRACE)
-    for stack in CALL_STACKS:
+    head, _, trace = str(error).partition("The Traceback of Net Construct Code:")
+    for stack in ("- The Function Call Stack", "- C++ Call Stack"):
         head = head.partition(stack)[0]
-    said = [line for line in head.splitlines() if line.strip(" -")]
-    lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
+    said = "\n".join(line for line in head.splitlines() if line.strip(" -"))
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
-    own = [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
-    return "\n".join([*lines, *(f"in {frame}" for frame in own[-2:])])
+    not_the_users = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
+    own = [f"in {frame.rstrip()}" for frame in frames if not frame.startswith(not_the_users)]
+    return "\n".join([f"{what} does not compile: {said[:1200]}", *own[-2:]])
 
 
 class Compiled:
@@ -157,7 +150,6 @@ def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
 
 framework: Any = ms  # its annotations are not those of its behaviour
 BLOCK = 4096
-PLAIN_STEPS = 3
 
 
 class Accumulator:
@@ -351,7 +343,7 @@ class Accumulator:
             return 0.0
         sample, self._sample = self._sample, None
         taken: list[float] = []
-        for _ in range(PLAIN_STEPS):
+        for _ in range(3):
             began = time.perf_counter()
             self._reference_gradient(*sample)
             taken.append(time.perf_counter() - began)

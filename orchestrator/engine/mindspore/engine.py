@@ -57,9 +57,6 @@ from orchestrator.rundir.checkpoints import WEIGHTS
 # may be MindSpore's own pipeline, read into something indexable.
 
 
-AHEAD_PER_WORKER = 2
-
-
 def stack(samples: Sequence[Any], floats: Any = None) -> Any:
     """Stack samples along a new axis 0, the structure kept.
 
@@ -121,7 +118,7 @@ class Loader:
             waiting: deque[Future[Any]] = deque()
             for micro_batch in micro_batches:
                 waiting.append(pool.submit(self._fetch, micro_batch))
-                if len(waiting) > self._workers * AHEAD_PER_WORKER:
+                if len(waiting) > 2 * self._workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()

@@ -41,10 +41,6 @@ from orchestrator.errors import (
 # seconds, and therefore starts before the ranks do.
 
 
-SCRIPT = Path(__file__).with_name("scheduler_process.py")
-PATIENCE = 2
-"""It waits so many times as long as the ranks: it is there first, and they say who is missing."""
-
 _started: dict[Path, Scheduler] = {}
 
 
@@ -98,11 +94,13 @@ class Scheduler:
             "MS_WORKER_NUM": str(workers),
             "MS_SCHED_HOST": address,
             "MS_SCHED_PORT": str(self.port),
-            "MS_TOPO_TIMEOUT": str(max(1, round(PATIENCE * timeout_s))),
+            # Twice that of the ranks: it is there first, and they say who is missing.
+            "MS_TOPO_TIMEOUT": str(max(1, round(2 * timeout_s))),
         }
         environment.pop("MS_NODE_ID", None)
+        script = Path(__file__).with_name("scheduler_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(os.getpid())],
+            [sys.executable, str(script), str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a share of the processor of its own while both import
@@ -154,9 +152,6 @@ class Scheduler:
 # Every rank leaves an arrival file; rank 0 alone decides (go, stop or missing) and publishes the
 # verdict; the others wait for it.
 
-
-LINGER_S = 5.0
-"""Additional time that the other ranks wait, since rank 0 decides."""
 
 Endpoint = dict[str, Any]
 
@@ -235,7 +230,7 @@ def await_verdict(spec: GroupSpec) -> Endpoint:
         late = time.monotonic() - until
         if late > 0 and not arrival_file(spec, 0).exists():
             raise RanksMissing(f"rank 0 of {spec.size} did not come within {spec.timeout_s:g} s")
-        if late > LINGER_S:
+        if late > 5.0:  # more than rank 0, which decides
             raise RendezvousError(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                 f"rank 0, which came but does not answer"
