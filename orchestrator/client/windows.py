@@ -177,15 +177,13 @@ class Windows:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
 
     def _begin(self, given: Window) -> UserWindow:
-        leaves = self._leaves.of_update(given.samples)
-        mine = [self._leaves.leaf_of(one) for one in given.micro_batches]
         for one in self._all:
             one.begin_tracked(
                 given.update,
-                micro_batches=len(given.micro_batches),
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
-                leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
+                leaves=self._leaves.of_update(given.samples),
+                own_leaves=[self._leaves.leaf_of(one) for one in given.micro_batches],
             )
         return UserWindow(given, self)
 

@@ -260,20 +260,19 @@ class Accumulator:
         self,
         update: int,
         *,
-        micro_batches: int,
         expected_weight: float | None,
-        leaves: tuple[int, Sequence[int]] | None,
+        leaves: int | None,
+        own_leaves: Sequence[int | None],
     ) -> None:
-        """Start an update of `run.windows`; see `MicroBatchTracker.begin`. Not collective.
+        """Start an update of `run.windows`; see `begin_window`. Not collective.
 
         Args:
-            leaves: how many the update has over all ranks, and the numbers of this rank's.
+            own_leaves: the leaf that each of this rank's micro-batches is, or None.
         """
-        of_all, mine = leaves or (None, ())
         with self._window.within("run.windows()"):
-            self._begin(update, None, of_all, expected_weight)
+            self._begin(update, None, leaves, expected_weight)
             if self._tracker is not None:
-                self._tracker.begin(update, micro_batches, mine)
+                self._tracker.begin(update, own_leaves)
 
     def _begin(
         self,

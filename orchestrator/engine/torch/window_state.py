@@ -331,11 +331,12 @@ class MicroBatchTracker:
         self.taken = self.computed = 0
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one
-        self._update, self._leaves, self._total = -1, (), 0
+        self._update, self._total = -1, 0
+        self._leaves: Sequence[int | None] = ()
 
-    def begin(self, update: int, micro_batches: int, leaves: Sequence[int]) -> None:
-        """Begin a window with this rank's number of micro-batches, and its leaves if any."""
-        self._where, self._update, self._total = None, update, micro_batches
+    def begin(self, update: int, leaves: Sequence[int | None]) -> None:
+        """Begin a window with one leaf, or None, for each of this rank's micro-batches."""
+        self._where, self._update, self._total = None, update, len(leaves)
         self.taken = self.computed = 0
         self._leaves = leaves
 
@@ -352,7 +353,7 @@ class MicroBatchTracker:
                 f"{self.taken} of its {self._total} micro-batches were taken: take each from the "
                 "window, and compute it once"
             )
-        its_leaf = self._leaves[self.computed] if self._leaves else None
+        its_leaf = self._leaves[self.computed]
         is_last = self.taken == self._total
         if (last and not is_last) or leaf not in (None, its_leaf):
             raise JobError(
