@@ -42,7 +42,7 @@ from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, parameters_of
+from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -345,7 +345,7 @@ class AccumulatorState:
             )
         load_model(self._model, folder, extra["model"])
         optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
-        load_optimizer(folder, extra["optimizer"], self._restore, parameters_of(optimizers))
+        load_optimizer(folder, extra["optimizer"], self._restore, optimizers)
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
 

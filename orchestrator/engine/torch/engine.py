@@ -53,7 +53,6 @@ from orchestrator.engine.torch.state import (
     load_optimizer,
     load_weights,
     pack,
-    parameters_of,
     unpack,
     weights_sha256,
 )
@@ -340,7 +339,7 @@ class TorchEngine(Engine):
             folder,
             extra["optimizer"],
             self.accumulator.load_optimizer_state,
-            parameters_of({"": self.accumulator.optimizer}),
+            {"": self.accumulator.optimizer},
         )
         self.accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()

@@ -128,42 +128,33 @@ def load_optimizer(
     folder: Path,
     packed: Any,
     restore: Callable[[dict[str, Any]], None],
-    parameters: Held = lambda _: None,
+    optimizers: Mapping[str, Optimizer],
 ) -> None:
     """Read the optimizer's state that a `Snapshot` wrote, and have `restore` take it.
+
+    Args:
+        optimizers: by the names under which their states were packed, "" for the only one.
 
     Raises:
         RunFolderError: it is another optimizer's state.
     """
-    saved = unpack(packed, _read_saved(folder, OPTIMIZER, parameters))
-    try:
-        restore(saved)
-    except (ValueError, KeyError) as error:
-        raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
-
-
-def parameters_of(optimizers: Mapping[str, Optimizer]) -> Held:
-    """Return a function that finds the parameter to which a tensor of an optimizer's state belongs.
-
-    Args:
-        optimizers: by the names under which their states were packed.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> parameters_of({"": torch.optim.SGD([weight])})("state.0.momentum_buffer") is weight
-    True
-    """
-    lists = {
+    parameters = {
         name: [p for group in optimizer.param_groups for p in group["params"]]
         for name, optimizer in optimizers.items()
     }
 
-    def parameter(path: str) -> Tensor | None:
+    def held(path: str) -> Tensor | None:
+        """Return the parameter that state belongs to, from a path as in state.0.exp_avg."""
         found = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
-        known = lists.get(found[1] or "", []) if found else []
+        known = parameters.get(found[1] or "", []) if found else []
         number = int(found[2]) if found else 0
         return known[number] if number < len(known) else None
 
-    return parameter
+    saved = unpack(packed, _read_saved(folder, OPTIMIZER, held))
+    try:
+        restore(saved)
+    except (ValueError, KeyError) as error:
+        raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
 
 
 MASTER = "master"

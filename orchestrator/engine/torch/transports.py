@@ -306,7 +306,7 @@ class TorchGroup(BaseGroup):
     def _start(self, operation: str, call: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Work:
         if self.aborted:
             raise self.aborted_error(operation)
-        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `TransportWork`
+        views = list(map(Tensor.detach, tensors))  # of this call's own: see `TransportWork`
         with peer_lost_during(operation, self.rank):
             work = call(views)
         return TransportWork(work, operation, self, views)
