@@ -86,7 +86,6 @@ class WindowState:
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
         self.overlaps = False  # another accumulator's window was open on this group meanwhile
-        self._warn_about_layers()
 
     @contextmanager
     def within(self, call: str) -> Generator[None]:
@@ -152,8 +151,14 @@ class WindowState:
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._undeclared = None, None
-        if self._norms:
-            self._warn_about_layers()
+        if any(layer.training for layer in self._norms.values()):
+            warnings.warn(
+                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
+                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
+                "optimizer is built",
+                stacklevel=4,  # of who calls backward() or begin_window()
+            )
+            self._norms = {}
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {
@@ -170,16 +175,6 @@ class WindowState:
         self._transport_mark = self._group.transport_collectives() or 0
         if self._silent:
             self._group.silence = f"in mid-window of update {self.update}"
-
-    def _warn_about_layers(self) -> None:
-        if any(layer.training for layer in self._norms.values()):
-            warnings.warn(
-                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
-                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
-                "optimizer is built",
-                stacklevel=5,
-            )
-            self._norms = {}
 
     def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
         """Begin a backward of the accumulator, or note one of other code.

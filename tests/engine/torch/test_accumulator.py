@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 import weakref
 
 import pytest
@@ -306,6 +307,17 @@ def test_every_way_to_step_takes_the_step_of_a_plain_loop(kind, way):
         return _bits(model)
 
     torch.testing.assert_close(train(accumulates=True), train(accumulates=False))
+
+
+def test_batch_norm_is_warned_of_once_in_the_line_that_begins_a_window():
+    model = _model(nn.BatchNorm1d(1))
+    ours, _ = _accumulator(TorchGroup.alone(), model)
+    for update in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ours.backward(_loss(model))
+        ours.boundary()
+        assert [one.filename for one in found] == [__file__] * (update == 0)
 
 
 def test_an_expected_weight_that_cannot_be_one_is_refused():
