@@ -11,17 +11,20 @@ It is all that a training loop of your own needs:
 
 Ranks may have different numbers of micro-steps, and none at all.
 
-The path of a gradient:
+The path of a gradient, from `backward` to `step`, with the class that does each part:
 
-1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count gradients. In the last backward of a window they
-   also pass each one to the reduction (`before_backward` returns its function), which sends a
-   bucket to the other ranks once it is complete.
-2. `boundary` checks that only backwards wrote (`GradientBuffers.complete`). The reduction sends
-   the rest, with a trailer of sums and flags, and waits (`reduce`): afterwards the buffers hold the
-   sum over ranks, and all ranks know the same totals and norm.
-3. `_step` decides from these (`UpdatePolicy.decide`), multiplies the buffers once by (clip
-   factor / weight), and lets the optimizer step on them (`stepping`).
+    backward     autograd adds to `.grad` in place, a view into the flat buffers   GradientBuffers
+                 hooks count each gradient                                         GradHooks
+                 in a window's last backward, complete buckets are sent            FastReduction
+    boundary     only backwards wrote, and which parameters they reached           GradientBuffers
+                 weights and losses are summed, with flags, in a few numbers       Trailer
+                 these travel with the rest of the gradient; wait for the sums     FastReduction
+                 all ranks hold the same weights                                   ReplicaChecker
+      _step      from the sums: refuse, skip, or one factor, clip factor / weight  UpdatePolicy
+                 the buffers are multiplied by it
+                 the optimizer steps; unused parameters have no gradient           GradientBuffers
+
+Around it, `WindowState` refuses calls that would lose a gradient or count one twice.
 
 With a sharded optimizer, `reduce` leaves each rank with the sum of its segments of the buckets
 alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
