@@ -123,7 +123,6 @@ def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
 
     Args:
         groups: the optimizer's; both frameworks' schedulers leave their mark in them.
-        job: its `optimizer` built it.
     """
     if any("initial_lr" in group for group in groups):
         raise JobError(

@@ -82,7 +82,6 @@ class ReplicaChecker:
     """Detects weights that differ between ranks.
 
     Args:
-        names: of the parameters.
         sizes, itemsizes: see `partition_weights`.
         digests: gives a number of up to 64 bits for each of some pieces, of the weights as they
             are now; any change of a piece changes its number.
@@ -119,8 +118,6 @@ class ReplicaChecker:
         """Put this rank's digest of the update's partition into what travels. Not collective.
 
         Args:
-            trailer: that of this rank.
-            update: its number.
             agreed: further numbers of this window that have to be the same on all ranks, by what
                 they are: the same names on all of them.
         """

@@ -159,7 +159,6 @@ class Accumulator:
         model: the network; its trainable parameters are the ones accumulated.
         loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
             pynative.
-        group: who the sums are reduced with.
         settings: which metrics to keep, in order; how to compile (see `Compiled`); the size of a
             bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared

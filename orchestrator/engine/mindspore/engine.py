@@ -183,13 +183,7 @@ def as_float(value: Any) -> float:
 
 
 class MindSporeEngine(Engine):
-    """An `Engine`; see there for the methods.
-
-    Args:
-        job: what to train.
-        settings: checked already.
-        group: the ranks.
-    """
+    """An `Engine`; see there for the methods."""
 
     def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
         self._job, self._settings, self._group = job, settings, group

@@ -343,7 +343,6 @@ class AllGather(_Collective):
     """y = [x_0, ..., x_{R-1}] along axis 0 on every rank; backward: block r of sum_q g_q.
 
     Args:
-        group: the ranks.
         sizes: leading sizes n_0..n_{R-1}, each at least 1; equal on all ranks.
 
     The input's shape is (n_r, ...), the output's (sum of sizes, ...). Uneven blocks travel padded.

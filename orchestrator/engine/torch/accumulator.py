@@ -525,7 +525,7 @@ class Accumulator:
         if self._shard is None:
             restore_optimizer(self.optimizer, state)
         else:
-            self._shard.load(state, restore_optimizer)
+            self._shard.load(state)
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not. Collective, for between windows.

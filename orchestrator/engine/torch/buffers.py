@@ -381,7 +381,6 @@ class GradHooks:
     Args:
         parameters: the trained ones.
         counts: `GradientBuffers.hook_counts`; one is added for each gradient.
-        on_gradient: see the attribute.
 
     Attributes:
         on_gradient: called with the parameter's number for each gradient that has come, unless it

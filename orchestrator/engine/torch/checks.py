@@ -31,11 +31,7 @@ from orchestrator.units import first_few
 
 
 def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> list[Any] | Module:
-    """Return the model; parameters become a list. Raises `ConfigError` for anything else.
-
-    Args:
-        model, group, options: see `Accumulator`.
-    """
+    """Return the model; parameters become a list. Raises `ConfigError` for anything else."""
     if not isinstance(group, BaseGroup):
         raise ConfigError(
             "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
@@ -69,8 +65,6 @@ def finite_float(name: str, value: Any, *, least: str = "0 or more") -> float:
     """Return `value` as a finite float.
 
     Args:
-        name: the argument's.
-        value: the number, or a tensor of one.
         least: "0 or more", or "above 0".
 
     Raises:
@@ -206,10 +200,6 @@ def averaged_by(node: Any, depth: int = 8) -> str | None:
     """Return the operation that made a tensor a mean; None if it is none, or unknown.
 
     A mean that was multiplied afterwards is ignored: it may be a sum again.
-
-    Args:
-        node: the tensor's `grad_fn`.
-        depth: how many operations are looked at.
 
     >>> x = torch.ones(4, requires_grad=True)
     >>> [averaged_by(y.grad_fn) for y in (x.mean() / 2, x.mean() * 4, x.sum())]

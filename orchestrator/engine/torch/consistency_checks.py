@@ -117,12 +117,9 @@ def check_same_start(
     """Check that all ranks begin with the same. Collective.
 
     Args:
-        group: the ranks; alone, nothing is done.
         replicate_group: those whose numbers are the same: all, unless the model is sharded.
         replicate_ranks: their numbers in `group`.
-        model: its buffers are looked at, too, where it is a module.
         named: its parameters, trained or not.
-        optimizer: with its groups and its state.
         options: of the accumulator. With `broadcast` all ranks are first given rank 0's parameters
             and buffers.
 

@@ -88,13 +88,7 @@ class TorchEngine(Engine):
     trains it.
 
     Args:
-        job: what to train.
-        settings: checked already.
         group: the ranks; its device is where the model lives.
-
-    Attributes:
-        model: the model that is trained.
-        accumulator: of its gradients.
 
     Raises:
         JobError: `model()` or `dataset()` give what they must not, a scheduler hangs on the job's

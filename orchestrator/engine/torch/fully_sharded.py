@@ -108,9 +108,6 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
 def form_replicate_group(group: BaseGroup, over: str) -> None:
     """Set a new group's `shard_ranks`, the ranks that hold this rank's copy of the model, and
     `replicate_group`, those that hold the same shards, one of each copy. Collective.
-
-    Args:
-        over: see `shard_model`.
     """
     spec = cast("GroupSpec", group.spec)
     nodes = gather_texts(group, spec.node if over == "node" else "all")
@@ -149,7 +146,6 @@ class FullySharded:
 
     Args:
         model: with FSDP modules; every trained parameter is in one.
-        group: all ranks.
 
     Attributes:
         shard_ranks: numbers in `group` of the ranks that hold this rank's copy.

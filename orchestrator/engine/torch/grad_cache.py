@@ -42,7 +42,6 @@ class Layout:
     Attributes:
         single: the job gives a tensor, not a tuple of them.
         shapes: of one sample's part of each tensor.
-        dtypes: of each tensor.
     """
 
     single: bool
@@ -88,7 +87,6 @@ class CoupledWindows:
 
     Args:
         job: has `embed` and `loss_of_embeddings`.
-        model, settings: of the engine.
         accumulator: takes the gradients; the engine begins and ends its windows.
         leaves: numbers micro-batches as `Accumulator.backward` wants them.
     """

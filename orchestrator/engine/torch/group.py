@@ -86,7 +86,6 @@ class BaseGroup(Group):
     """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
 
     Args:
-        rank, size, generation: see `Group`.
         transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
         device: where the transport takes its tensors from.
     """

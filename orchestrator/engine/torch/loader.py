@@ -95,7 +95,6 @@ def batches(
         dataset: anything with `len()` and `[index]`; `__getitems__(indices)` is used where it has
             one.
         job: its `collate` and `augments` are honoured.
-        seed: of the run.
         workers: processes that fetch ahead; 0 fetches in this process.
         pin_memory: put batches in page-locked memory, for a GPU.
 

@@ -62,7 +62,6 @@ class FastReduction:
 
     Args:
         buffers: whose payloads are summed over ranks, in place.
-        group: the ranks.
         slices: the buckets, as `bucket_slices` cuts them.
         owned: the part of each bucket that this rank gets the sum of; by default all of it.
         overlap: False sends everything at the boundary.

@@ -40,7 +40,7 @@ from orchestrator.engine.torch.group import (
     gather_texts,
 )
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
-from orchestrator.engine.torch.state import MASTER
+from orchestrator.engine.torch.state import MASTER, restore_optimizer
 from orchestrator.errors import ConfigError, JobError, StateLost
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in SHARDABLE)
@@ -57,7 +57,6 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
 
     Args:
         optimizer: over the `parameters`, and perhaps some that are not trained.
-        parameters: the trained ones, with names.
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
@@ -97,7 +96,6 @@ class RowReduction(FastReduction):
     """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
     Args:
-        buffers, group, slices, owned, overlap: see `FastReduction`.
         all_ranks: the ranks that exchange rows.
         counts_in_norm: no other rank has this one's part as well.
     """
@@ -356,11 +354,8 @@ class OptimizerShard:
                     held[start : start + len(bucket)] = bucket
         return self._assemble(layout, whole) if is_kept else None
 
-    def load(self, saved: Mapping[str, Any], restore: Any) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of a whole optimizer. Not collective.
-
-        Args:
-            restore: called with the optimizer and this part.
 
         Raises:
             ValueError: it is the state of other parameters.
@@ -394,7 +389,7 @@ class OptimizerShard:
             parts.append({**group, "params": list(range(first, index))})
         self._loads = True
         try:
-            restore(self._optimizer, {"state": states, "param_groups": parts})
+            restore_optimizer(self._optimizer, {"state": states, "param_groups": parts})
         finally:
             self._loads = False
 

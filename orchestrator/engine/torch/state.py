@@ -385,7 +385,6 @@ class Snapshot:
     the live ones.
 
     Args:
-        model: its weights and buffers are saved.
         optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
         extra: further entries of the rest.
         part: the number of this rank's part of the checkpoint where ranks save it in parts, -1 on

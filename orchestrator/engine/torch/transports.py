@@ -183,7 +183,6 @@ class TorchGroup(BaseGroup):
             time-out NCCL blocks this thread too, aborts the communicator when the time is up, and
             raises here. Without one its watchdog would end the process with SIGABRT, on every rank
             that only waited.
-        base: arguments of `BaseGroup`.
     """
 
     def __init__(
@@ -449,7 +448,6 @@ class RankCapabilities:
     """Report of a rank at its arrival.
 
     Attributes:
-        node: name of its node.
         transport: the one that it was configured with.
         gpu: identity of its own GPU, unique in the world, or "" when it has none. As for NCCL,
             ranks with different NCCL_HOSTID have different ones.

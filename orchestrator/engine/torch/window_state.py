@@ -41,7 +41,6 @@ class WindowState:
     """State of one accumulator's window.
 
     Args:
-        model: what the accumulator was given.
         named: all parameters of the model, trained or not.
         trained: those that are.
         optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
@@ -51,7 +50,6 @@ class WindowState:
     Attributes:
         update: the number of the window's update; -1 before the first.
         mark: of the group's traffic at the window's start.
-        micro_steps: since the window began.
         open: a window has begun and not ended.
         error_breaks: what becomes unusable on this rank if the current call raises: "window",
             "accumulator", or "" where all ranks fail alike.
@@ -317,8 +315,6 @@ class MicroBatchTracker:
 
     Attributes:
         taken: micro-batches of this window that were handed out so far, in this pass over them.
-        computed: micro-steps of this window.
-        report: of the latest boundary.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
