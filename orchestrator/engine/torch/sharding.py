@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -195,21 +195,9 @@ class Piece:
     rounded: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Kind:
-    """State of one name and dtype, over the parameters of one buffer."""
-
-    buffer: int
-    key: str
-    dtype: str
-
-    def zeros(self, numbers: int, device: torch.device | str = "cpu") -> Tensor:
-        return torch.zeros(numbers, dtype=getattr(torch, self.dtype), device=device)
-
-
-Layout = dict[int, dict[str, Any]]
-"""By the parameter's number what an optimizer keeps of it: a value, or the `_Kind` of state that
-has the parameter's shape."""
+Layout = dict[int, dict[str, tuple[str, Any]]]
+"""By parameter and name what an optimizer keeps: the dtype of a tensor, "" for what is none, and
+the value, None for a tensor of the parameter's shape."""
 
 
 class OptimizerShard:
@@ -340,18 +328,36 @@ class OptimizerShard:
             sources = [ranks.index(rank) for rank in range(self._group.size)]
             group, is_kept = left, True
         layout = self._gather_layout(group)
-        kinds = {v for held in layout.values() for v in held.values() if isinstance(v, _Kind)}
-        whole: dict[_Kind, Tensor] = {}
+        # State of one name and dtype, over the parameters of one buffer, lies as their weights do.
+        kinds = {
+            (self._slots[number].buffer, key, dtype)
+            for number, held in layout.items()
+            for key, (dtype, value) in held.items()
+            if dtype and value is None
+        }
+        whole: dict[tuple[int, str, str], Tensor] = {}
         for kind in sorted(kinds):  # in the same order on all ranks
-            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel() if is_kept else 0)
-            for start, bucket in self._buckets(kind):
+            buffer, key, dtype = kind
+            flat, dtype = self._flats[buffer], getattr(torch, dtype)
+            whole[kind] = torch.zeros(flat.numel() if is_kept else 0, dtype=dtype)
+            own: list[tuple[int, Tensor]] = []
+            for slot, pieces in zip(self._slots, self._pieces, strict=True):
+                for piece in pieces if slot.buffer == buffer else ():
+                    value = self._state_of(piece).get(key)
+                    if isinstance(value, Tensor) and value.dtype == dtype:
+                        own.append((slot.start + piece.start, value))
+            for start, end in [(start, end) for b, start, end in self._slices if b == buffer]:
+                bucket = torch.zeros(end - start, dtype=dtype, device=flat.device)
+                for at, value in own:
+                    if start <= at < end:
+                        bucket[at - start : at - start + value.numel()] = value
                 if left is None:
                     group.gather_in_place_async(bucket).wait()
                 else:
                     for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
                         broadcast_tensors(left, [segment], source)
                 if is_kept:
-                    held[start : start + len(bucket)] = bucket
+                    whole[kind][start:end] = bucket
         return self._assemble(layout, whole) if is_kept else None
 
     def load(self, saved: Mapping[str, Any]) -> None:
@@ -398,7 +404,7 @@ class OptimizerShard:
 
         Every rank that has a piece of a parameter keeps the same, so the first one counts.
         """
-        mine: dict[int, dict[str, tuple[str, Any]]] = {}  # (dtype, value); no value: elementwise
+        mine: Layout = {}
         for number, pieces in enumerate(self._pieces):
             for key, value in self._state_of(pieces[0]).items() if pieces else ():
                 said = "", value
@@ -409,16 +415,7 @@ class OptimizerShard:
         layout: Layout = {}
         for text in gather_texts(group, json.dumps(mine)):
             for number, held in json.loads(text).items():
-                buffer = self._slots[int(number)].buffer
-                kept: dict[str, Any] = {}
-                for key, (dtype, value) in held.items():
-                    if not dtype:
-                        kept[key] = value
-                    elif value is None:
-                        kept[key] = _Kind(buffer, key, dtype)
-                    else:
-                        kept[key] = torch.tensor(value, dtype=getattr(torch, dtype))
-                layout.setdefault(int(number), kept)
+                layout.setdefault(int(number), held)
         return layout
 
     def _state_of(self, piece: Piece) -> Mapping[str, Any]:
@@ -426,36 +423,28 @@ class OptimizerShard:
         state = self._optimizer.state.get(piece.weight, {})
         return state if piece.rounded is None else {**state, MASTER: piece.weight}
 
-    def _buckets(self, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
-        held: list[tuple[int, Tensor]] = []
-        for slot, pieces in zip(self._slots, self._pieces, strict=True):
-            for piece in pieces if slot.buffer == kind.buffer else ():
-                value = self._state_of(piece).get(kind.key)
-                if isinstance(value, Tensor) and value.dtype == getattr(torch, kind.dtype):
-                    held.append((slot.start + piece.start, value))
-        for buffer, start, end in self._slices:
-            if buffer == kind.buffer:
-                bucket = kind.zeros(end - start, self._flats[buffer].device)
-                for at, value in held:
-                    if start <= at < end:
-                        bucket[at - start : at - start + value.numel()] = value
-                yield start, bucket
-
-    def _assemble(self, layout: Layout, whole: Mapping[_Kind, Tensor]) -> dict[str, Any]:
+    def _assemble(
+        self, layout: Layout, whole: Mapping[tuple[int, str, str], Tensor]
+    ) -> dict[str, Any]:
         """Return a `state_dict()` as that of an optimizer that is not sharded."""
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        index = 0
+        first = 0
         for numbers, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            groups.append({**group, "params": list(range(index, index + len(numbers)))})
-            for number in numbers:
-                if number in layout:
-                    states[index] = {
-                        key: self._slots[number].view(whole[v]) if isinstance(v, _Kind) else v
-                        for key, v in layout[number].items()
-                    }
-                index += 1
+            indices = range(first, first + len(numbers))
+            groups.append({**group, "params": list(indices)})
+            first = indices.stop
+            for index, number in zip(indices, numbers, strict=True):
+                if number is None or number not in layout:
+                    continue
+                slot, state = self._slots[number], dict[str, Any]()
+                for key, (dtype, value) in layout[number].items():
+                    state[key] = value
+                    if dtype and value is None:
+                        state[key] = slot.view(whole[slot.buffer, key, dtype])
+                    elif dtype:
+                        state[key] = torch.tensor(value, dtype=getattr(torch, dtype))
+                states[index] = state
         return {"state": states, "param_groups": groups}
 
 
