@@ -407,8 +407,9 @@ class Snapshot:
         states: dict[str, Tensor] = {}
         packed = pack(optimizer, states, "")
         self._extra = {"model": rest, "optimizer": packed, **extra}
-        self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
-        if part is not None:
+        if part is None:
+            self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
+        else:
             both = {_PREFIXES[WEIGHTS] + name: tensor for name, tensor in weights.items()}
             both |= {_PREFIXES[OPTIMIZER] + name: tensor for name, tensor in states.items()}
             shards = _prepared_shards(both, with_whole=part == 0)
@@ -435,11 +436,35 @@ class Snapshot:
     def take(self) -> None:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
-            with _copy_in_background(self._computed) as copy:
+            if self._computed is not None:
+                self._take_from_gpu()
+            else:
                 for tensors, key in self._later:
-                    tensors[key] = copy(tensors[key])
+                    tensors[key] = _copy(tensors[key])
         finally:
             self.taken.set()
+
+    def _take_from_gpu(self) -> None:
+        """Copy the rest without holding up the training's kernels.
+
+        A plain copy would queue up in the stream of the training, and pageable memory makes it
+        slow. So this one has a stream of its own, which first waits for `_computed`, and pinned
+        memory. Other accelerators take the plain one.
+        """
+        piece_bytes = 2**26
+        pinned = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
+        stream = torch.cuda.Stream(self._computed.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._computed)
+            for tensors, key in self._later:
+                whole = torch.empty(tensors[key].shape, dtype=tensors[key].dtype)
+                sources = bytes_of(tensors[key]).split(piece_bytes)
+                targets = bytes_of(whole).split(piece_bytes)
+                for source, target in zip(sources, targets, strict=True):
+                    pinned[: len(source)].copy_(source, non_blocking=True)
+                    stream.synchronize()
+                    target.copy_(pinned[: len(source)])
+                tensors[key] = whole
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the tensors as safetensors; give the rest as what JSON can hold."""
@@ -458,34 +483,3 @@ class Snapshot:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy in the host's memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-@contextmanager
-def _copy_in_background(computed: Any) -> Generator[Callable[[Tensor], Tensor]]:
-    """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.
-
-    A plain copy would queue up in the stream of the training, and pageable memory makes it slow. So
-    this one has a stream of its own, which first waits for `computed`, and pinned memory. Other
-    accelerators take the plain one.
-    """
-    if computed is None:
-        yield _copy
-        return
-    piece_bytes = 2**26
-    pinned = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(computed.device)
-
-    def copy(tensor: Tensor) -> Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        parts = zip(
-            bytes_of(tensor).split(piece_bytes), bytes_of(whole).split(piece_bytes), strict=True
-        )
-        for source, target in parts:
-            pinned[: len(source)].copy_(source, non_blocking=True)
-            stream.synchronize()
-            target.copy_(pinned[: len(source)])
-        return whole
-
-    with torch.cuda.stream(stream):
-        stream.wait_event(computed)
-        yield copy
