@@ -2,7 +2,8 @@
 
 Usable without the rest of this package, from a loop of your own:
 
-    accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
+    loss = lambda model, batch: (total, weight, {})
+    accumulator = Accumulator(model, loss, group, EngineSettings())
     for batch in micro_batches:
         accumulator.add(batch)          # forward, backward, add up; nothing is sent
     gradients, trailer = accumulator.reduce(trailer)  # collective; `Trailer` holds the ranks' sums
@@ -159,11 +160,10 @@ class Accumulator:
         model: the network; its trainable parameters are the ones accumulated.
         loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
             pynative.
-        settings: which metrics to keep, in order; how to compile (see `Compiled`); the size of a
-            bucket of the flat buffer (see `plan.wire.bucket_count`).
+        settings: which metrics to keep, in order; the format to compute in; how to compile (see
+            `Compiled`); the size of a bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
             with its, because a graph may cut a gradient silently. None skips that.
-        precision: the format to compute in; the sums are those of the scaled losses.
         trailer_numbers: how many numbers ride along.
 
     Attributes:
@@ -175,21 +175,17 @@ class Accumulator:
         model: nn.Cell,
         loss: Callable[[Any, Any], Sums],
         group: MindSporeGroup,
-        settings: EngineSettings | None = None,
+        settings: EngineSettings,
         *,
         reference: Callable[[Any, Any], Sums] | None = None,
-        precision: Precision | None = None,
         trailer_numbers: int = 0,
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
-        if not self.parameters:
-            raise JobError("the model has no trainable parameters")
         self.dtype: Any = self.parameters[0].dtype
-        settings = settings or EngineSettings()
         self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
         self._mode, self._jit_level = settings.mode, settings.jit_level
-        self.precision = precision or Precision()
+        self.precision = Precision(settings.precision)  # sums are those of the scaled losses
         self._sample: tuple[Any, Sequence[Tensor]] | None = None
         self.sums: tuple[Parameter, ...] = tuple(
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)

@@ -35,7 +35,6 @@ from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compile
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import (
     RANDOM,
-    Precision,
     advice,
     build_model,
     build_optimizer,
@@ -200,7 +199,6 @@ class MindSporeEngine(Engine):
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
-        precision = Precision(settings.precision)
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
@@ -208,11 +206,10 @@ class MindSporeEngine(Engine):
             settings,
             # Two random draws cannot be compared.
             reference=None if draws else python_loss(job),
-            precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         self._replica_checker = replica_checker(self._model, self.gather, group.size)
-        self._policy = UpdatePolicy(settings, precision, self.gather)
+        self._policy = UpdatePolicy(settings, self._accumulator.precision, self.gather)
         self._step = self._accumulator.step_with(self._optimizer)
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)

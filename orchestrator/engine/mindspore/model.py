@@ -162,7 +162,7 @@ class Precision(LossScale):
         tolerance: how far two ways to compute a gradient may differ, relative to its largest part.
     """
 
-    def __init__(self, name: str = "float32") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(scales=name == "float16")
         self._half: Any = {"float16": ms.float16, "bfloat16": ms.bfloat16}.get(name)
         self.tolerance = 1e-3 if self._half is None else 5e-2

@@ -141,7 +141,31 @@ def decide(
     spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
 ) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
-    verdict = _verdict(spec, store, me, until)
+    names = [f"rank-{rank}" for rank in range(1, spec.size)]
+    backoff, look = Backoff(), 0.0
+    verdict: dict[str, Any] | None = None
+    while verdict is None:
+        now = time.monotonic()
+        stopped = spec.stop_requested()
+        if now >= look:
+            look = now + backoff.next()
+            stopped = stopped or os.path.lexists(_stop_file(spec))
+        if stopped:
+            verdict = {"verdict": "stop"}
+        # The count is unsigned, so it only says when it is worth reading all notes.
+        elif store.count("arrived") >= len(names) or now > until:
+            notes = [store.get(name) for name in names]
+            there = [RankCapabilities(**note) for note in notes if note is not None]
+            if len(there) == len(names):
+                try:
+                    verdict = {"verdict": "go", "transport": choose([me, *there])}
+                except TransportError as error:
+                    verdict = {"verdict": "transport", "message": str(error)}
+            elif now > until:
+                missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
+                verdict = {"verdict": "missing", "ranks": missing}
+        if verdict is None:
+            time.sleep(POLL_S)
     good = verdict["verdict"] == "go"
     if not good:  # ranks that come later still, read it here
         publish(rendezvous_file(spec), {"generation": spec.generation, **verdict})
@@ -150,34 +174,6 @@ def decide(
     while not good and store.count("read") < store.count("arrived") and time.monotonic() < give_up:
         time.sleep(POLL_S)
     return verdict
-
-
-def _verdict(
-    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
-) -> dict[str, Any]:
-    names = [f"rank-{rank}" for rank in range(1, spec.size)]
-    backoff, look = Backoff(), 0.0
-    while True:
-        now = time.monotonic()
-        stopped = spec.stop_requested()
-        if now >= look:
-            look = now + backoff.next()
-            stopped = stopped or os.path.lexists(_stop_file(spec))
-        if stopped:
-            return {"verdict": "stop"}
-        # The count is unsigned, so it only says when it is worth reading all notes.
-        if store.count("arrived") >= len(names) or now > until:
-            notes = [store.get(name) for name in names]
-            there = [RankCapabilities(**note) for note in notes if note is not None]
-            if len(there) == len(names):
-                try:
-                    return {"verdict": "go", "transport": choose([me, *there])}
-                except TransportError as error:
-                    return {"verdict": "transport", "message": str(error)}
-            if now > until:
-                missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
-                return {"verdict": "missing", "ranks": missing}
-        time.sleep(POLL_S)
 
 
 def join(spec: GroupSpec, until: float) -> SecretStore:
