@@ -21,7 +21,7 @@ import psutil
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import (
-    Backoff,
+    backoff,
     keep_port,
     publish,
     raise_for_verdict,
@@ -187,9 +187,9 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
         StopRequested, RendezvousError: on all ranks alike.
     """
     _write_arrival(spec)
-    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    pauses, until = backoff(), time.monotonic() + spec.timeout_s
     while (verdict := _verdict(spec, ready, late=time.monotonic() > until)) is None:
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
     publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
     return verdict
@@ -220,7 +220,7 @@ def _verdict(
 def await_verdict(spec: GroupSpec) -> Endpoint:
     """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks."""
     _write_arrival(spec)
-    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    pauses, until = backoff(), time.monotonic() + spec.timeout_s
     while (verdict := read_published(_verdict_file(spec))) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()
@@ -235,7 +235,7 @@ def await_verdict(spec: GroupSpec) -> Endpoint:
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                 f"rank 0, which came but does not answer"
             )
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
     raise_for_verdict(spec, verdict)
     return verdict
 
@@ -247,7 +247,7 @@ def leave_together(spec: GroupSpec) -> None:
     Raises:
         PeerLost: some ranks do not call within the time-out of a collective.
     """
-    folder, backoff = _folder(spec), Backoff()
+    folder, pauses = _folder(spec), backoff()
     until = time.monotonic() + spec.collective_timeout_s
     publish(folder / f"left-{spec.rank:05d}.json", {})
     all_left = folder / "all-left.json"
@@ -260,4 +260,4 @@ def leave_together(spec: GroupSpec) -> None:
                 f"{spec.collective_timeout_s:g} s"
             )
         else:
-            time.sleep(backoff.next())
+            time.sleep(next(pauses))

@@ -26,7 +26,7 @@ from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import (
-    Backoff,
+    backoff,
     listen,
     publish,
     raise_for_verdict,
@@ -142,13 +142,13 @@ def decide(
 ) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
     names = [f"rank-{rank}" for rank in range(1, spec.size)]
-    backoff, look = Backoff(), 0.0
+    pauses, look = backoff(), 0.0
     verdict: dict[str, Any] | None = None
     while verdict is None:
         now = time.monotonic()
         stopped = spec.stop_requested()
         if now >= look:
-            look = now + backoff.next()
+            look = now + next(pauses)
             stopped = stopped or os.path.lexists(_stop_file(spec))
         if stopped:
             verdict = {"verdict": "stop"}
@@ -178,7 +178,7 @@ def decide(
 
 def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is published and it answers."""
-    path, backoff = rendezvous_file(spec), Backoff()
+    path, pauses = rendezvous_file(spec), backoff()
     while True:
         content = read_published(path)
         if content is not None:
@@ -200,7 +200,7 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
                     "cluster.interface=eth0, say, chooses the network that nodes meet on"
                 )
             )
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
 
 
 def _connect(content: dict[str, Any]) -> SecretStore | None:
@@ -226,7 +226,7 @@ def await_verdict(
     try:
         store.set(f"rank-{me.rank}", asdict(me))
         store.count("arrived", 1)
-        stopped, backoff = False, Backoff()
+        stopped, pauses = False, backoff()
         while (verdict := store.get("verdict")) is None:
             if not stopped and spec.stop_requested():
                 _ask_to_stop(spec)
@@ -236,7 +236,7 @@ def await_verdict(
                     f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                     "rank 0, which is there but does not answer"
                 )
-            time.sleep(backoff.next())
+            time.sleep(next(pauses))
         store.count("read", 1)
     except DistError as error:
         published = read_published(rendezvous_file(spec)) or {}
