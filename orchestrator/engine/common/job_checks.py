@@ -236,12 +236,9 @@ def optimizer_class(
 # ------------------------------------------------------------------ Batch norm
 
 
-_SHOWN = 5
-
-
 def name_layers(layers: Collection[str]) -> str:
     """Return the first few of some layers' names, as text."""
-    return first_few([name or "the model itself" for name in layers], _SHOWN)
+    return first_few([name or "the model itself" for name in layers], 5)
 
 
 def norm_advice(layers: Collection[str], *, apart: bool) -> str:
@@ -279,7 +276,6 @@ def norm_groups(channels: int, *, vectors: bool) -> int:
 
 
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
-MOST_NAMED = 5
 
 
 def check_fits(found: Kinds, wanted: Kinds) -> None:
@@ -304,12 +300,10 @@ def misfits(found: Kinds, wanted: Kinds) -> str:
         elif name not in wanted:
             wrong.append(f"the model has no {name}")
         elif found[name] != wanted[name]:
-            wrong.append(
-                f"{name} is {_describe(*found[name])}, but must be {_describe(*wanted[name])}"
+            is_now, due = (
+                f"{dtype}[{', '.join(map(str, shape))}]"
+                for dtype, shape in (found[name], wanted[name])
             )
-    more = len(wrong) - MOST_NAMED
-    return "; ".join(wrong[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _describe(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
+            wrong.append(f"{name} is {is_now}, but must be {due}")
+    more = len(wrong) - 5
+    return "; ".join(wrong[:5]) + (f"; and {more} more" if more > 0 else "")

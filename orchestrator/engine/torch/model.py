@@ -130,7 +130,6 @@ def kept_buffers(model: Module) -> Generator[None]:
 # ------------------------------------------------------------------ Precision
 
 
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 NAMES = ("float32", "bfloat16", "float16", "float64")
 
 
@@ -146,11 +145,13 @@ class Precision(LossScale):
             raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, NAMES)}")
         super().__init__(scales=name == "float16")
         self.name, self._device = name, device
+        self._dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
 
     def forward(self) -> AbstractContextManager[Any]:
         """Within it, forward computations run in the format."""
-        dtype = _AUTOCAST.get(self.name)
-        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
 
 
 # ------------------------------------------------------------------ Batch norm (`engine.norm`)
