@@ -146,7 +146,6 @@ class MindSporeGroup(Group):
     # ------------------------------------------------------------------ collectives
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
         for total in self.sums([tensor]):
             tensor.assign_value(total)
 
@@ -162,7 +161,6 @@ class MindSporeGroup(Group):
         return totals
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         every = self._leading_sizes(tensor.shape, sizes)
         size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
         self._admit("all_gather", (self.size - 1) * size)
@@ -174,7 +172,6 @@ class MindSporeGroup(Group):
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place."""
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
         self._admit("broadcast", (self.size - 1) * _bytes(tensor))
@@ -188,7 +185,6 @@ class MindSporeGroup(Group):
         tensor.assign_value(back(result).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        """Return once every rank has called."""
         self._admit("barrier", 0)
         if self.size == 1:
             return
