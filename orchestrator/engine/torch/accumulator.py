@@ -35,6 +35,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -212,7 +213,7 @@ class Accumulator:
             self._replica_checker = replica_checker(named, replicate_group, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
         silent = options.silent and (not self.fully_sharded or replicate_group.size > 1)
-        options = options.with_options({"silent": silent})
+        options = replace(options, silent=silent)
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None

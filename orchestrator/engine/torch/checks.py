@@ -55,7 +55,8 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
         raise ConfigError(f"{expected}; but it is {_describe(model)}")
     items: list[Any] = list(cast("Iterable[Any]", model))
     for item in items:
-        named = isinstance(item, tuple) and isinstance(cast("tuple[Any, ...]", item)[-1], Tensor)
+        pair: Any = item
+        named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
         if not (named or isinstance(item, Tensor)):
             raise ConfigError(f"{expected}; but it holds {_describe(item)}")
     return items

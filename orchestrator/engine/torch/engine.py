@@ -126,9 +126,6 @@ class TorchEngine(Engine):
 
             shard_model(job, self.model, group, settings.shard_model)
             form_replicate_group(group, settings.shard_model)
-        # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
-        # warns for the run.
-        how = {"overlap": not talks, "silent": not talks, "warn_about_layers": False}
         optimizer = getattr(job, "optimizer", lambda _: None)(self.model)
         check_builder(settings.optimizer, type(job).__name__, own=optimizer is not None)
         if optimizer is None:
@@ -136,7 +133,16 @@ class TorchEngine(Engine):
         else:
             check_optimizer(optimizer, f"{type(job).__name__}.optimizer")
             refuse_scheduler(optimizer.param_groups, job)
-        self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
+        accumulator = Accumulator(
+            self.model,
+            optimizer,
+            group,
+            settings,
+            overlap=not talks,  # else the job's collectives and the buckets' could pair up wrongly
+            silent=not talks,
+            warn_about_layers=False,  # `warnings` does, for the run
+        )
+        self._accumulate(accumulator)
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
         self._window: Window | None = None  # until its boundary is over
