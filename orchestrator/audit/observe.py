@@ -295,23 +295,16 @@ class Observer:
         tracked.window = ObservedWindow()
         tracked.updates += 1
         self.forwards, self.collectives = [], []
-        if self.updates is None:
-            self.updates = self._enough(len(steps))
+        if self.updates is None:  # up to the end of the first epoch, if that is near
+            self.updates = UPDATES_BY_DEFAULT
+            if self.loaders and steps:
+                epoch = -(-self.loaders[0]["length"] // len(steps))
+                if epoch <= MOST_UPDATES:
+                    self.updates = max(UPDATES_BY_DEFAULT, epoch + 1)
         stepped = [one.updates for one in self.optimizers.values() if one.updates]
         if self.ends_process and (min(stepped) >= self.updates or max(stepped) > self.updates):
             self.finish("as many updates as were asked for")
             self._leave()
-
-    def _enough(self, steps: int) -> int:
-        """Return how many updates to observe: up to the end of the first epoch, if that is near.
-
-        Args:
-            steps: the number of micro-steps of the first window.
-        """
-        if not self.loaders or not steps:
-            return UPDATES_BY_DEFAULT
-        epoch = -(-self.loaders[0]["length"] // steps)
-        return max(UPDATES_BY_DEFAULT, epoch + 1) if epoch <= MOST_UPDATES else UPDATES_BY_DEFAULT
 
     def skip(self, tracked: TrackedOptimizer) -> None:
         """Forget a window whose update a loss scaler has skipped."""

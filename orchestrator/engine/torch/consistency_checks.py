@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -70,14 +70,17 @@ def versions() -> dict[str, str]:
     return found
 
 
-def machine_digest() -> float:
-    """Digest what decides the bits of a kernel: versions, threads, kind of processor."""
-    return float(folded(sorted({**versions(), "machine": platform.machine()}.items())))
+def machine_warning(
+    gather: Callable[[Sequence[float]], list[list[float]]], reduction: str
+) -> list[str]:
+    """Return a sentence when ranks compute with different versions, threads or devices, which
+    decide the bits of a kernel. Collective.
 
-
-def machine_warning(rows: Sequence[Sequence[float]], reduction: str) -> list[str]:
-    """Return a sentence when ranks compute with different versions, threads or devices."""
-    odd = minority_ranks(rows)
+    Args:
+        gather: every rank's numbers, a row for each rank; collective.
+    """
+    facts = {**versions(), "machine": platform.machine()}
+    odd = minority_ranks(gather([float(folded(sorted(facts.items())))]))
     if not odd:
         return []
     price = (
@@ -210,7 +213,12 @@ def _digest(value: Any) -> str:
     """Return a tensor's digest; a function's name; anything else as Python's repr."""
     if callable(value):  # whose repr holds an address
         return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
-    return f"{tensor_digest(local_part(value)):x}" if isinstance(value, Tensor) else repr(value)
+    if not isinstance(value, Tensor):
+        return repr(value)
+    tensor = local_part(value)
+    partitions = partition_weights([tensor.numel()], [tensor.element_size()])
+    pieces = [piece for partition in partitions for piece in partition]
+    return f"{folded(digests_of([tensor], pieces)):x}"
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -271,12 +279,6 @@ def digests_of(
     if len(devices) == 1:
         return torch.stack(sums).tolist()  # one wait for the device, not one a piece
     return list(map(int, sums))
-
-
-def tensor_digest(tensor: Tensor) -> int:
-    """Return a digest of all numbers of a tensor of any dtype, by one wait for its device."""
-    whole = partition_weights([tensor.numel()], [tensor.element_size()])
-    return folded(digests_of([tensor], [piece for partition in whole for piece in partition]))
 
 
 def replica_checker(

@@ -25,7 +25,7 @@ from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import local_part
 from orchestrator.engine.torch.checks import check_samples
-from orchestrator.engine.torch.consistency_checks import machine_digest, machine_warning
+from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
@@ -153,8 +153,7 @@ class TorchEngine(Engine):
         self._scale_before: dict[str, float] = {}
         # The tensors of a window's start with their versions, and copies.
         self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
-        rows = self.gather([machine_digest()])
-        self._warnings = norms + machine_warning(rows, settings.reduction)
+        self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Make this the engine's accumulator, and rebuild what depends on it."""
