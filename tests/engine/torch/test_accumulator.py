@@ -330,6 +330,19 @@ def test_an_expected_weight_that_cannot_be_one_is_refused():
         ours.record(_loss(model))
 
 
+def test_a_window_that_could_not_begin_keeps_nothing_of_the_one_before():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.backward(_loss(model))
+    ours.boundary()
+    with pytest.raises(ValueError, match="learning_rate"):
+        ours.begin_window(learning_rate=-1.0)
+    with pytest.raises(JobError, match="begins it anew"):
+        ours.backward(_loss(model))
+    ours.begin_window(learning_rate=0.1)
+    ours.backward(_loss(model))
+    assert ours.boundary().micro_steps == 1
+
+
 def test_a_recorded_backward_under_float16_is_refused_as_it_was_not_scaled():
     ours, model = _accumulator(TorchGroup.alone(), precision="float16")
     ours.begin_window()
