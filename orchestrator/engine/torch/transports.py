@@ -276,8 +276,8 @@ class TorchGroup(BaseGroup):
         for peer in range(self.size) if self.transport == "gloo" and self.size > 1 else ():
             try:
                 if peer != self.rank:
-                    never_sent = group.recv([torch.empty(1)], peer, 99)  # a tag of its own
-                    never_sent.wait(timedelta(milliseconds=1))
+                    nothing = [torch.empty(1)]  # is never sent with this tag
+                    group.recv(nothing, peer, 99).wait(timedelta(milliseconds=1))
             except RuntimeError as error:  # this one, or what was wrong with that peer already
                 if "Timed out" in str(error):
                     return
