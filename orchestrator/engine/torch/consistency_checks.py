@@ -122,7 +122,7 @@ def check_same_start(
     Args:
         replicate_group: those whose numbers are the same: all, unless the model is sharded.
         replicate_ranks: their numbers in `group`.
-        named: its parameters, trained or not.
+        named: the parameters of the model, trained or not.
         options: of the accumulator. With `broadcast` all ranks are first given rank 0's parameters
             and buffers.
 
