@@ -230,6 +230,7 @@ class MindSporeEngine(Engine):
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
         self._losses.clear()
         self._accumulator.clear()
+        self._accumulator.precision.begin_window()
         self._hyperparameters.check(f"before update {window.update}")
         set_rate(self._optimizer, window.learning_rate)
         self._hyperparameters.keep()

@@ -197,19 +197,8 @@ class Precision(LossScale):
 
         return plain if held is None else scaled
 
-    def overflowed(self) -> None:
-        super().overflowed()
-        self._hold()
-
-    def succeeded(self) -> None:
-        super().succeeded()
-        self._hold()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self._hold()
-
-    def _hold(self) -> None:
+    def begin_window(self) -> None:
+        """Let graphs see the scale, which changes between windows."""
         if self._held is not None:
             ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `set_rate`
 
