@@ -86,9 +86,6 @@ if TYPE_CHECKING:
 # attributes `buffers`, `buffers_made` and `replicate_traffic`.
 
 
-_REDUCTIONS = ("fast", "reproducible")
-
-
 def _fully_sharded(
     model: Any, trained: Named, group: BaseGroup, options: AccumulationOptions
 ) -> FullySharded | None:
@@ -117,9 +114,10 @@ def _reduction_for(
     One rank is sharded for the sake of float32 masters only.
     """
     reduction, sharded = options.reduction, options.shard_optimizer
-    if reduction not in _REDUCTIONS:
+    known = ("fast", "reproducible")
+    if reduction not in known:
         raise ConfigError(
-            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
+            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, known)}"
         )
     if reduction != "fast" and sharded:
         raise ConfigError(

@@ -130,9 +130,6 @@ def kept_buffers(model: Module) -> Generator[None]:
 # ------------------------------------------------------------------ Precision
 
 
-NAMES = ("float32", "bfloat16", "float16", "float64")
-
-
 class Precision(LossScale):
     """Number formats of a run. See `EngineSettings.precision` for the names.
 
@@ -141,8 +138,9 @@ class Precision(LossScale):
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in NAMES:
-            raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, NAMES)}")
+        known = ("float32", "bfloat16", "float16", "float64")
+        if name not in known:
+            raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, known)}")
         super().__init__(scales=name == "float16")
         self.name, self._device = name, device
         self._dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
@@ -158,9 +156,6 @@ class Precision(LossScale):
 # The output of a batch norm depends on which samples share its micro-batch, so no split but the
 # trivial one gives the update of one big batch. With `frozen` or `group` the output of a sample
 # depends on that sample alone.
-
-
-CHOICES = ("warn", "frozen", "group")
 
 
 class FrozenBatchNorm(Module):
@@ -206,8 +201,9 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
         ConfigError: there is no such choice.
         JobError: a layer that cannot be frozen or replaced.
     """
-    if choice not in CHOICES:
-        raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, CHOICES)}")
+    known = ("warn", "frozen", "group")
+    if choice not in known:
+        raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, known)}")
     norms = batch_norms_of(model)
     if choice == "warn" or not norms:
         return model, []
