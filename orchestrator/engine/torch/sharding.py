@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -95,24 +95,11 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
 class RowReduction(FastReduction):
     """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
-    Args:
-        all_ranks: the ranks that exchange rows.
-        counts_in_norm: no other rank has this one's part as well.
+    A subclass sets `_all_ranks`, which exchange rows.
     """
 
-    def __init__(
-        self,
-        buffers: GradientBuffers,
-        group: BaseGroup,
-        slices: Sequence[Slice],
-        *,
-        all_ranks: BaseGroup,
-        owned: Sequence[Slice] | None = None,
-        overlap: bool = False,
-        counts_in_norm: bool = True,
-    ) -> None:
-        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
-        self._all_ranks, self._counts_in_norm = all_ranks, counts_in_norm
+    _all_ranks: BaseGroup
+    _counts_in_norm = True  # no other rank has this one's part as well
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         """Send the rest, wait for this rank's sums, exchange rows. Collective."""
@@ -164,7 +151,8 @@ class ShardedReduction(RowReduction):
             length = (end - start) // group.size
             first = start + group.rank * length
             owned.append((buffer, first, first + length))
-        super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
+        self._all_ranks = group
 
     def _send_next(self) -> None:
         number = len(self._in_flight)
