@@ -98,11 +98,10 @@ class Loader:
 
     def _fetch(self, micro_batch: MicroBatch) -> Any:
         samples: list[Any] = []
-        for place, index in enumerate(micro_batch.indices):
-            if self._augments:
-                seed = derived_seed(
-                    "data", self._seed, micro_batch.update, micro_batch.start + place
-                )
+        for place, index in enumerate(micro_batch.indices, micro_batch.start):
+            # Without `augments` once a micro-batch. Threads share the generators, so not in them.
+            if self._augments or (place == micro_batch.start and not self._workers):
+                seed = derived_seed("data", self._seed, micro_batch.update, place)
                 random.seed(seed)
                 np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
             samples.append(self._dataset[index])
