@@ -149,7 +149,7 @@ class WindowState:
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._undeclared = None, None
-        if any(layer.training for layer in self._norms.values()):
+        if any(map(_TRAINING, self._norms.values())):
             warnings.warn(
                 f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
                 "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
