@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import sys
 
-
-def run() -> None:
-    """Run the command line."""
+if __name__ == "__main__":
     if not sys.flags.safe_path:
         # The current folder, which `python train.py` does not search: a file in it that is named
         # like a module of torch must not be imported in its place.
@@ -14,7 +12,3 @@ def run() -> None:
     from orchestrator.audit.observe import main
 
     main(sys.argv[1:])
-
-
-if __name__ == "__main__":
-    run()

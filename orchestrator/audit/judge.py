@@ -42,8 +42,6 @@ TOLERANCE = {
     "torch.float16": 5e-3,
 }
 REDUCING = ("ddp", "allreduce", "reduce", "reduce_scatter", "_reduce_scatter_base")
-MOSTLY_SHARED = 0.5
-"""Share of an epoch's samples from which on ranks that share them are not a sampler's padding."""
 OF_GRADIENT = 0.9
 """Share of a gradient's bytes from which on a collective, or all of a micro-step, reduce it."""
 
@@ -778,7 +776,8 @@ def _judge_epochs(made: Judgement, ranks: Sequence[list[list[str]]]) -> None:
         shared = sum(count > 1 for count in counts.values()) / len(counts)
         distinct_within = all(len(set(rank)) == len(rank) for rank in rows)
         computed = sum(map(len, rows))
-        if len(rows) > 1 and distinct_within and shared >= MOSTLY_SHARED:
+        # Ranks that share few samples have those by which a sampler pads.
+        if len(rows) > 1 and distinct_within and shared >= 0.5:
             text = f"in epoch {epoch} ranks go through the same {len(counts)} samples"
             made.say("data", WRONG, text, "same-data")
         elif computed > len(counts):

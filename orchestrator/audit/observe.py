@@ -39,12 +39,8 @@ from orchestrator.audit.loss_graph import LossGraph, mixes_samples, read_loss
 
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
-LEAST_OF_PARAMETER = 16
-OTHERS_S = 20.0
-"""How long a rank that is done waits for the others, which may need it in a collective."""
 UPDATES_BY_DEFAULT, MOST_UPDATES = 8, 64
 PROBED_MICRO_STEPS = 2
-ROWS_KEPT = 4096
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
 COLLECTIVES = (
@@ -87,7 +83,7 @@ class TrackedOptimizer:
         begin, self.positions = 0, []
         for p in self.parameters:
             share = p.numel() * MOST_VALUES // max(total, 1)
-            wanted = min(p.numel(), max(LEAST_OF_PARAMETER, share))
+            wanted = min(p.numel(), max(16, share))
             step = -(-p.numel() // max(wanted, 1)) | 1 if total > MOST_VALUES else 1
             values = -(-p.numel() // max(step, 1))
             self.positions.append((step, slice(begin, begin + values)))
@@ -299,23 +295,16 @@ class Observer:
         tracked.window = ObservedWindow()
         tracked.updates += 1
         self.forwards, self.collectives = [], []
-        if self.updates is None:
-            self.updates = self._enough(len(steps))
+        if self.updates is None:  # up to the end of the first epoch, if that is near
+            self.updates = UPDATES_BY_DEFAULT
+            if self.loaders and steps:
+                epoch = -(-self.loaders[0]["length"] // len(steps))
+                if epoch <= MOST_UPDATES:
+                    self.updates = max(UPDATES_BY_DEFAULT, epoch + 1)
         stepped = [one.updates for one in self.optimizers.values() if one.updates]
         if self.ends_process and (min(stepped) >= self.updates or max(stepped) > self.updates):
             self.finish("as many updates as were asked for")
             self._leave()
-
-    def _enough(self, steps: int) -> int:
-        """Return how many updates to observe: up to the end of the first epoch, if that is near.
-
-        Args:
-            steps: the number of micro-steps of the first window.
-        """
-        if not self.loaders or not steps:
-            return UPDATES_BY_DEFAULT
-        epoch = -(-self.loaders[0]["length"] // steps)
-        return max(UPDATES_BY_DEFAULT, epoch + 1) if epoch <= MOST_UPDATES else UPDATES_BY_DEFAULT
 
     def skip(self, tracked: TrackedOptimizer) -> None:
         """Forget a window whose update a loss scaler has skipped."""
@@ -372,7 +361,7 @@ class Observer:
             return
         for tensor in _tensors(inputs):
             if not tensor.requires_grad and tensor.dim() >= 1 and tensor.shape[0]:
-                rows = tensor.detach()[:ROWS_KEPT].cpu().contiguous()
+                rows = tensor.detach()[:4096].cpu().contiguous()
                 as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
                 self.forwards[-1]["rows"] = [
                     hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in as_bytes
@@ -442,8 +431,10 @@ class Observer:
         (self.folder / f"done-{self.rank:05d}").touch()
 
     def _leave(self) -> None:
-        """End this process, once the others are done or have had time to be."""
-        until = time.monotonic() + OTHERS_S
+        """End this process, once the others are done or have had time to be: they may need it in a
+        collective.
+        """
+        until = time.monotonic() + 20.0
         size = int(os.environ.get("WORLD_SIZE", "1"))
         while len(list(self.folder.glob("done-*"))) < size and time.monotonic() < until:
             time.sleep(0.02)

@@ -37,12 +37,12 @@ from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
+from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.start_checks import check_same_traits
-from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, parameters_of
+from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -177,15 +177,13 @@ class Windows:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
 
     def _begin(self, given: Window) -> UserWindow:
-        leaves = self._leaves.of_update(given.samples)
-        mine = [self._leaves.leaf_of(one) for one in given.micro_batches]
         for one in self._all:
             one.begin_tracked(
                 given.update,
-                micro_batches=len(given.micro_batches),
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
-                leaves=None if leaves is None else (leaves, [n for n in mine if n is not None]),
+                leaves=self._leaves.of_update(given.samples),
+                own_leaves=[self._leaves.leaf_of(one) for one in given.micro_batches],
             )
         return UserWindow(given, self)
 
@@ -351,7 +349,7 @@ class AccumulatorState:
             for name, part in self._others.items():
                 part.load_state_dict(saved[f"state {name}"])
 
-        load_optimizer(folder, extra["optimizer"], restore, parameters_of(optimizers))
+        load_optimizer(folder, extra["optimizer"], restore, optimizers)
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
 

@@ -164,11 +164,17 @@ class Group(ABC):
         Args:
             tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
             sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
+
+        Returns:
+            A new tensor of shape (sum of sizes, ...), the same on all ranks.
+
+        Raises:
+            ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
         """
 
     @abstractmethod
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place."""
+        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks."""
 
     @abstractmethod
     def barrier(self) -> None:

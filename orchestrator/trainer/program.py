@@ -22,7 +22,7 @@ from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import read_config, with_run_folder
-from orchestrator.engine.common.rendezvous import Backoff
+from orchestrator.engine.common.rendezvous import backoff
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, StopRequested
 from orchestrator.rundir.files import read_json, write_json
@@ -102,7 +102,7 @@ class Rendezvous(NamedTuple):
 
 def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous:
     """Wait until the first node's agent has published where the ranks meet."""
-    backoff, until = Backoff(), time.monotonic() + timeout_s
+    pauses, until = backoff(), time.monotonic() + timeout_s
     while (found := read_json(path)) is None:
         if stop.requested:
             raise StopRequested("asked to stop before the program began")
@@ -111,7 +111,7 @@ def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous
                 f"the first node did not begin within {timeout_s:g} s "
                 "(cluster.rendezvous_timeout_s)"
             )
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
     return Rendezvous(str(found["address"]), int(found["port"]))
 
 

@@ -1,4 +1,4 @@
-"""Update policy, loss scale, evaluation figures, time accounting, options and published files."""
+"""Update policy, loss scale, evaluation figures, time accounting, options, polls and ports."""
 
 import math
 import socket
@@ -22,7 +22,7 @@ from orchestrator.engine.common.boundary import (
 )
 from orchestrator.engine.common.job_checks import check_fits, checked_figures
 from orchestrator.engine.common.micro_steps import Clock
-from orchestrator.engine.common.rendezvous import Backoff, keep_port, publish, read_published
+from orchestrator.engine.common.rendezvous import backoff, keep_port
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
@@ -256,26 +256,19 @@ def test_every_setting_reaches_the_engine():
     assert settings == wanted
 
 
-# ------------------------------------------------------------------ Published files
+# ------------------------------------------------------------------ Polls
 
 
 def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
     now = [0.0]
     monkeypatch.setattr(rendezvous.time, "monotonic", lambda: now[0])
-    backoff, polls = Backoff(), []
+    pauses, polls = backoff(), []
     while now[0] < 60:
         polls.append(now[0])
-        now[0] += backoff.next()
+        now[0] += next(pauses)
     assert sum(poll < 2 for poll in polls) < 25
     assert sum(poll >= 2 for poll in polls) < 45
     assert polls[1] < 0.1
-
-
-def test_a_published_file_is_read_back_and_nothing_before(tmp_path):
-    path = tmp_path / "published.json"
-    assert read_published(path) is None
-    publish(path, {"port": 7})
-    assert read_published(path) == {"port": 7}
 
 
 # ------------------------------------------------------------------ Reserved ports

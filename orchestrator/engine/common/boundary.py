@@ -274,7 +274,6 @@ class UpdatePolicy:
         """Return the averaged gradient's norm, and the factor for the summed one; None skips.
 
         Args:
-            update: its number.
             totals: of all ranks.
             mine: of this rank; it knows where its micro-steps went wrong.
             norm: of the summed gradient.

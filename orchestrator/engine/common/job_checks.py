@@ -123,7 +123,6 @@ def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
 
     Args:
         groups: the optimizer's; both frameworks' schedulers leave their mark in them.
-        job: its `optimizer` built it.
     """
     if any("initial_lr" in group for group in groups):
         raise JobError(
@@ -150,35 +149,30 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
             "divide it by, as in Loss(cross_entropy(scores, wanted, reduction='sum'), "
             "weight=len(wanted)); from orchestrator import Loss"
         )
-    if not isinstance(loss.total, tensor) or not _is_real_number(loss.total, tensor):
-        wrong = _describe_value(loss.total, tensor)
+    total: Any = loss.total
+    if not isinstance(total, tensor) or math.prod(total.shape) != 1 or total.is_complex():
+        wrong = _describe_value(total, tensor)
         raise JobError(
             f"Loss.total must be a real scalar tensor, but is {wrong}; use reduction='sum'"
         )
-    _check_number("weight", loss.weight, tensor)
     metrics: Any = loss.metrics
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
         wrong = _describe_value(metrics, tensor)
         raise JobError(f"Loss.metrics must be a dictionary, but is {wrong}")
+    for name, value in (("weight", loss.weight), *metrics.items()):
+        if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
+            continue
+        if isinstance(value, tensor):
+            number: Any = value
+            valid = math.prod(number.shape) == 1 and not number.is_complex()
+        else:
+            valid = isinstance(value, Real)
+        if not valid:
+            what = "weight" if value is loss.weight else f"metrics['{name}']"
+            wrong = _describe_value(value, tensor)
+            raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
     if metrics or names:
         check_metric_names(metrics, names)
-    for name, value in metrics.items():
-        _check_number(f"metrics['{name}']", value, tensor)
-
-
-def _check_number(what: str, value: Any, tensor: type) -> None:
-    if not _is_real_number(value, tensor):
-        wrong = _describe_value(value, tensor)
-        raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
-
-
-def _is_real_number(value: Any, tensor: type) -> bool:
-    if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
-        return True
-    if isinstance(value, tensor):
-        one: Any = value
-        return math.prod(one.shape) == 1 and not one.is_complex()
-    return isinstance(value, Real)
 
 
 def _describe_value(value: Any, tensor: type) -> str:
@@ -242,12 +236,9 @@ def optimizer_class(
 # ------------------------------------------------------------------ Batch norm
 
 
-_SHOWN = 5
-
-
 def name_layers(layers: Collection[str]) -> str:
     """Return the first few of some layers' names, as text."""
-    return first_few([name or "the model itself" for name in layers], _SHOWN)
+    return first_few([name or "the model itself" for name in layers], 5)
 
 
 def norm_advice(layers: Collection[str], *, apart: bool) -> str:
@@ -285,7 +276,6 @@ def norm_groups(channels: int, *, vectors: bool) -> int:
 
 
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
-MOST_NAMED = 5
 
 
 def check_fits(found: Kinds, wanted: Kinds) -> None:
@@ -310,12 +300,10 @@ def misfits(found: Kinds, wanted: Kinds) -> str:
         elif name not in wanted:
             wrong.append(f"the model has no {name}")
         elif found[name] != wanted[name]:
-            wrong.append(
-                f"{name} is {_describe(*found[name])}, but must be {_describe(*wanted[name])}"
+            is_now, due = (
+                f"{dtype}[{', '.join(map(str, shape))}]"
+                for dtype, shape in (found[name], wanted[name])
             )
-    more = len(wrong) - MOST_NAMED
-    return "; ".join(wrong[:MOST_NAMED]) + (f"; and {more} more" if more > 0 else "")
-
-
-def _describe(dtype: str, shape: tuple[int, ...]) -> str:
-    return f"{dtype}[{', '.join(map(str, shape))}]"
+            wrong.append(f"{name} is {is_now}, but must be {due}")
+    more = len(wrong) - 5
+    return "; ".join(wrong[:5]) + (f"; and {more} more" if more > 0 else "")

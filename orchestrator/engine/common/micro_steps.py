@@ -14,7 +14,6 @@ def derived_seed(purpose: str, seed: int, *position: int) -> int:
 
     Args:
         purpose: keeps uses apart ("step", "data", ...); at most 16 ASCII letters.
-        seed: the run's.
         position: where in the run, say update and start; each below 2**63.
 
     >>> derived_seed("step", 0, 1, 2) == derived_seed("step", 0, 1, 2)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import socket
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -75,18 +76,11 @@ def keep_port(address: str) -> socket.socket:
 # One rank publishes a file in the run folder, and all others poll for it, ever more rarely.
 
 
-FIRST_S, RARE_S = 0.05, 2.0
-
-
-class Backoff:
-    """Pauses between polls: an eighth of the wait so far, within `FIRST_S` and `RARE_S`."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def next(self) -> float:
-        """Return the next pause in seconds."""
-        return min(max(FIRST_S, (time.monotonic() - self._began) / 8), RARE_S)
+def backoff() -> Iterator[float]:
+    """Yield pauses between polls, in seconds: an eighth of the wait so far, within bounds."""
+    began = time.monotonic()
+    while True:
+        yield min(max(0.05, (time.monotonic() - began) / 8), 2.0)
 
 
 def publish(path: Path, content: Any) -> None:

@@ -82,7 +82,6 @@ class ReplicaChecker:
     """Detects weights that differ between ranks.
 
     Args:
-        names: of the parameters.
         sizes, itemsizes: see `partition_weights`.
         digests: gives a number of up to 64 bits for each of some pieces, of the weights as they
             are now; any change of a piece changes its number.
@@ -119,8 +118,6 @@ class ReplicaChecker:
         """Put this rank's digest of the update's partition into what travels. Not collective.
 
         Args:
-            trailer: that of this rank.
-            update: its number.
             agreed: further numbers of this window that have to be the same on all ranks, by what
                 they are: the same names on all of them.
         """
@@ -142,8 +139,19 @@ class ReplicaChecker:
         if totals.digests_agree(self._ranks):
             self._alike[index] = update
             return
-        if self._agreed:
-            self._check_agreed(update)
+        # Digests differ as well where what is agreed does; that says more.
+        rows = self._gather(list(self._agreed.values())) if self._agreed else [[]]
+        if odd := minority_ranks(rows):
+            usual = next(row for rank, row in enumerate(rows) if rank not in odd)
+            name, theirs, ours = next(
+                (name, theirs, ours)
+                for name, theirs, ours in zip(self._agreed, rows[odd[0]], usual, strict=True)
+                if theirs != ours
+            )
+            raise JobError(
+                f"ranks do not agree on update {update}: {name} is {theirs:.17g} on "
+                f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
+            )
         raise self._error(
             self._partitions[index], self._alike[index], f"the step of update {update}"
         )
@@ -164,21 +172,6 @@ class ReplicaChecker:
                     partition, self._alike[index], f"the end of update {self._update}"
                 )
         self._alike = [self._update + 1] * len(self._partitions)
-
-    def _check_agreed(self, update: int) -> None:
-        rows = self._gather(list(self._agreed.values()))
-        odd = minority_ranks(rows)
-        if odd:
-            usual = next(row for rank, row in enumerate(rows) if rank not in odd)
-            name, theirs, ours = next(
-                (name, theirs, ours)
-                for name, theirs, ours in zip(self._agreed, rows[odd[0]], usual, strict=True)
-                if theirs != ours
-            )
-            raise JobError(
-                f"ranks do not agree on update {update}: {name} is {theirs:.17g} on "
-                f"{named_ranks(odd)}, and {ours:.17g} on others; it has to be the same on all ranks"
-            )
 
     def _error(
         self, pieces: Sequence[WeightRange], since: int | None, until: str

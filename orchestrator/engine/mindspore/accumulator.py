@@ -2,7 +2,8 @@
 
 Usable without the rest of this package, from a loop of your own:
 
-    accumulator = Accumulator(model, loss=lambda model, batch: (total, weight, {}), group=group)
+    loss = lambda model, batch: (total, weight, {})
+    accumulator = Accumulator(model, loss, group, EngineSettings())
     for batch in micro_batches:
         accumulator.add(batch)          # forward, backward, add up; nothing is sent
     gradients, trailer = accumulator.reduce(trailer)  # collective; `Trailer` holds the ranks' sums
@@ -39,23 +40,16 @@ from orchestrator.plan.wire import bucket_count
 # them with the framework in graph mode globally. The time of first calls is kept apart.
 
 
-CUT = 1200
-CALL_STACKS = ("- The Function Call Stack", "- C++ Call Stack")
-TRACE = "The Traceback of Net Construct Code:"
-NOT_THE_USERS = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
-
-
 def explain(error: Exception, what: str) -> str:
     """Return the compiler's message, cut to its first part and the lines of the user's own code."""
-    text = str(error)
-    head, _, trace = text.partition(TRACE)
-    for stack in CALL_STACKS:
+    head, _, trace = str(error).partition("The Traceback of Net Construct Code:")
+    for stack in ("- The Function Call Stack", "- C++ Call Stack"):
         head = head.partition(stack)[0]
-    said = [line for line in head.splitlines() if line.strip(" -")]
-    lines = [f"{what} does not compile: " + "\n".join(said)[:CUT]]
+    said = "\n".join(line for line in head.splitlines() if line.strip(" -"))
     frames = re.split(r"^# \d+ In file ", trace.partition("(See file")[0], flags=re.MULTILINE)[1:]
-    own = [frame.rstrip() for frame in frames if not frame.startswith(NOT_THE_USERS)]
-    return "\n".join([*lines, *(f"in {frame}" for frame in own[-2:])])
+    not_the_users = (str(Path(ms.__file__).parent), str(Path(__file__).parent))
+    own = [f"in {frame.rstrip()}" for frame in frames if not frame.startswith(not_the_users)]
+    return "\n".join([f"{what} does not compile: {said[:1200]}", *own[-2:]])
 
 
 class Compiled:
@@ -157,7 +151,6 @@ def compiled_loss(job: Job) -> Callable[[Any, Any], Sums]:
 
 framework: Any = ms  # its annotations are not those of its behaviour
 BLOCK = 4096
-PLAIN_STEPS = 3
 
 
 class Accumulator:
@@ -167,12 +160,10 @@ class Accumulator:
         model: the network; its trainable parameters are the ones accumulated.
         loss: (model, batch) -> (total, weight, metrics), all sums; compiled unless mode is
             pynative.
-        group: who the sums are reduced with.
-        settings: which metrics to keep, in order; how to compile (see `Compiled`); the size of a
-            bucket of the flat buffer (see `plan.wire.bucket_count`).
+        settings: which metrics to keep, in order; the format to compute in; how to compile (see
+            `Compiled`); the size of a bucket of the flat buffer (see `plan.wire.bucket_count`).
         reference: the same loss for PyNative mode: the first micro-batch's gradient is compared
             with its, because a graph may cut a gradient silently. None skips that.
-        precision: the format to compute in; the sums are those of the scaled losses.
         trailer_numbers: how many numbers ride along.
 
     Attributes:
@@ -184,21 +175,17 @@ class Accumulator:
         model: nn.Cell,
         loss: Callable[[Any, Any], Sums],
         group: MindSporeGroup,
-        settings: EngineSettings | None = None,
+        settings: EngineSettings,
         *,
         reference: Callable[[Any, Any], Sums] | None = None,
-        precision: Precision | None = None,
         trailer_numbers: int = 0,
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
-        if not self.parameters:
-            raise JobError("the model has no trainable parameters")
         self.dtype: Any = self.parameters[0].dtype
-        settings = settings or EngineSettings()
         self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
         self._mode, self._jit_level = settings.mode, settings.jit_level
-        self.precision = precision or Precision()
+        self.precision = Precision(settings.precision)  # sums are those of the scaled losses
         self._sample: tuple[Any, Sequence[Tensor]] | None = None
         self.sums: tuple[Parameter, ...] = tuple(
             Parameter(ops.zeros_like(p), name=f"sum.{p.name}", requires_grad=False)
@@ -351,7 +338,7 @@ class Accumulator:
             return 0.0
         sample, self._sample = self._sample, None
         taken: list[float] = []
-        for _ in range(PLAIN_STEPS):
+        for _ in range(3):
             began = time.perf_counter()
             self._reference_gradient(*sample)
             taken.append(time.perf_counter() - began)

@@ -35,7 +35,6 @@ from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compile
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import (
     RANDOM,
-    Precision,
     advice,
     build_model,
     build_optimizer,
@@ -55,9 +54,6 @@ from orchestrator.rundir.checkpoints import WEIGHTS
 # One for each micro-batch, in order, fetched ahead by threads. Samples are numpy arrays or numbers
 # (or tuples, or dictionaries of them); they are stacked and become MindSpore tensors. The data set
 # may be MindSpore's own pipeline, read into something indexable.
-
-
-AHEAD_PER_WORKER = 2
 
 
 def stack(samples: Sequence[Any], floats: Any = None) -> Any:
@@ -102,11 +98,10 @@ class Loader:
 
     def _fetch(self, micro_batch: MicroBatch) -> Any:
         samples: list[Any] = []
-        for place, index in enumerate(micro_batch.indices):
-            if self._augments:
-                seed = derived_seed(
-                    "data", self._seed, micro_batch.update, micro_batch.start + place
-                )
+        for place, index in enumerate(micro_batch.indices, micro_batch.start):
+            # Without `augments` once a micro-batch. Threads share the generators, so not in them.
+            if self._augments or (place == micro_batch.start and not self._workers):
+                seed = derived_seed("data", self._seed, micro_batch.update, place)
                 random.seed(seed)
                 np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
             samples.append(self._dataset[index])
@@ -121,7 +116,7 @@ class Loader:
             waiting: deque[Future[Any]] = deque()
             for micro_batch in micro_batches:
                 waiting.append(pool.submit(self._fetch, micro_batch))
-                if len(waiting) > self._workers * AHEAD_PER_WORKER:
+                if len(waiting) > 2 * self._workers:
                     yield waiting.popleft().result()
             while waiting:
                 yield waiting.popleft().result()
@@ -186,13 +181,7 @@ def as_float(value: Any) -> float:
 
 
 class MindSporeEngine(Engine):
-    """An `Engine`; see there for the methods.
-
-    Args:
-        job: what to train.
-        settings: checked already.
-        group: the ranks.
-    """
+    """An `Engine`; see there for the methods."""
 
     def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
         self._job, self._settings, self._group = job, settings, group
@@ -209,7 +198,6 @@ class MindSporeEngine(Engine):
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
-        precision = Precision(settings.precision)
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
@@ -217,11 +205,10 @@ class MindSporeEngine(Engine):
             settings,
             # Two random draws cannot be compared.
             reference=None if draws else python_loss(job),
-            precision=precision,
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         self._replica_checker = replica_checker(self._model, self.gather, group.size)
-        self._policy = UpdatePolicy(settings, precision, self.gather)
+        self._policy = UpdatePolicy(settings, self._accumulator.precision, self.gather)
         self._step = self._accumulator.step_with(self._optimizer)
         floats = np.float64 if settings.precision == "float64" else None
         self._loader = Loader(job, settings.seed, settings.loader_workers, floats)
@@ -242,6 +229,7 @@ class MindSporeEngine(Engine):
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
         self._losses.clear()
         self._accumulator.clear()
+        self._accumulator.precision.begin_window()
         self._hyperparameters.check(f"before update {window.update}")
         set_rate(self._optimizer, window.learning_rate)
         self._hyperparameters.keep()

@@ -26,11 +26,6 @@ from orchestrator.engine.mindspore.rendezvous import (
 from orchestrator.errors import PeerLost, RendezvousError, TransportError
 
 DEVICE_OF = {"mccl": "CPU", "nccl": "GPU", "hccl": "Ascend"}
-VISIBLE = {"nccl": "CUDA_VISIBLE_DEVICES", "hccl": "ASCEND_RT_VISIBLE_DEVICES"}
-COLLECTIVE_TIMEOUT = {"mccl": "MS_CPU_COMM_OP_TIMEOUT", "hccl": "HCCL_EXEC_TIMEOUT"}
-CONNECT_TIMEOUT = "HCCL_CONNECT_TIMEOUT"
-CONNECT_LIMITS_S = (120, 7200)
-"""Limits of HCCL, by its manual."""
 
 
 def available(device: str) -> bool:
@@ -77,7 +72,8 @@ def device_index(transport: str, local_rank: int, environment: Mapping[str, str]
     Raises:
         TransportError: there are fewer than the ranks of the node need.
     """
-    variable = VISIBLE[transport]
+    visible = {"nccl": "CUDA_VISIBLE_DEVICES", "hccl": "ASCEND_RT_VISIBLE_DEVICES"}
+    variable = visible[transport]
     listed = environment.get(variable)
     if listed is None:
         return local_rank
@@ -109,25 +105,21 @@ def variables(
         "MS_SCHED_PORT": str(scheduler[1]),
         "MS_TOPO_TIMEOUT": str(max(1, round(spec.timeout_s))),
     }
-    if transport in COLLECTIVE_TIMEOUT:
-        seconds = str(max(1, round(spec.collective_timeout_s)))
-        found[COLLECTIVE_TIMEOUT[transport]] = seconds
+    collective_timeout = str(max(1, round(spec.collective_timeout_s)))
+    if transport == "mccl":
+        found["MS_CPU_COMM_OP_TIMEOUT"] = collective_timeout
     if transport == "hccl":
-        least, most = CONNECT_LIMITS_S
-        found[CONNECT_TIMEOUT] = str(min(most, max(least, round(spec.timeout_s))))
-        found.update(
-            {k: present[k] for k in (CONNECT_TIMEOUT, "HCCL_EXEC_TIMEOUT") if k in present}
-        )
+        connect_timeout = min(7200, max(120, round(spec.timeout_s)))  # HCCL's limits, by its manual
+        for name, seconds in (
+            ("HCCL_EXEC_TIMEOUT", collective_timeout),
+            ("HCCL_CONNECT_TIMEOUT", str(connect_timeout)),
+        ):
+            found[name] = present.get(name, seconds)
     return found
 
 
 # ------------------------------------------------------------------ MindSporeGroup
 # MindSpore knows one world per process, so an attempt has one generation.
-
-
-REDUCED_BY_MCCL = (ms.float32, ms.float16)
-GATHERED_BY_MCCL = (ms.float32, ms.int32)
-TIMED_OUT = ("timeout", "timed out", "time out")
 
 
 class MindSporeGroup(Group):
@@ -154,7 +146,6 @@ class MindSporeGroup(Group):
     # ------------------------------------------------------------------ collectives
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
         for total in self.sums([tensor]):
             tensor.assign_value(total)
 
@@ -170,7 +161,6 @@ class MindSporeGroup(Group):
         return totals
 
     def all_gather(self, tensor: Tensor, sizes: Sequence[int] | None = None) -> Tensor:
-        """Concatenate the ranks' tensors along axis 0; see `Group.all_gather`."""
         every = self._leading_sizes(tensor.shape, sizes)
         size = sum(every) * math.prod(tensor.shape[1:]) * tensor.itemsize
         self._admit("all_gather", (self.size - 1) * size)
@@ -182,7 +172,6 @@ class MindSporeGroup(Group):
         return gathered
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place."""
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
         self._admit("broadcast", (self.size - 1) * _bytes(tensor))
@@ -196,7 +185,6 @@ class MindSporeGroup(Group):
         tensor.assign_value(back(result).reshape(tensor.shape))
 
     def barrier(self) -> None:
-        """Return once every rank has called."""
         self._admit("barrier", 0)
         if self.size == 1:
             return
@@ -218,7 +206,7 @@ class MindSporeGroup(Group):
         (last if self.transport == "mccl" else last.reshape(-1)[:1]).asnumpy()
 
     def _launch_sum(self, flat: Tensor) -> Tensor:
-        if self.transport != "mccl" or flat.dtype in REDUCED_BY_MCCL:
+        if self.transport != "mccl" or flat.dtype in (ms.float32, ms.float16):
             reduce: Any = ops.AllReduce()
             return reduce(flat)
         if flat.dtype not in self._noted:
@@ -252,7 +240,7 @@ class MindSporeGroup(Group):
     def _as_carried(self, tensor: Tensor) -> tuple[Tensor, Any]:
         """`tensor` in a type that the transport carries, and the way back."""
         dtype = tensor.dtype
-        if self.transport != "mccl" or dtype in GATHERED_BY_MCCL:
+        if self.transport != "mccl" or dtype in (ms.float32, ms.int32):
             return tensor, lambda result: result
         if dtype in (ms.float64, ms.int64):
             # MCCL takes these, but a float64 keeps a float32's digits only and an int64 its lower
@@ -280,7 +268,7 @@ class MindSporeGroup(Group):
                 yield
         except RuntimeError as error:
             text = str(error).strip()
-            if not any(words in text.lower() for words in TIMED_OUT):
+            if not any(one in text.lower() for one in ("timeout", "timed out", "time out")):
                 raise
             first = text.splitlines()[0]
             raise PeerLost(f"rank {self.rank}: {operation} did not end: {first}") from error
@@ -351,7 +339,6 @@ class AllGather(_Collective):
     """y = [x_0, ..., x_{R-1}] along axis 0 on every rank; backward: block r of sum_q g_q.
 
     Args:
-        group: the ranks.
         sizes: leading sizes n_0..n_{R-1}, each at least 1; equal on all ranks.
 
     The input's shape is (n_r, ...), the output's (sum of sizes, ...). Uneven blocks travel padded.
@@ -395,9 +382,6 @@ class AllGather(_Collective):
 # scheduler process, which rank 0 starts, and environment variables remain.
 
 
-RANK_TABLE = "RANK_TABLE_FILE"
-
-
 def form_group(spec: GroupSpec) -> MindSporeGroup:
     """Meet all ranks. Collective; to be called before any tensor is made.
 
@@ -433,9 +417,10 @@ def form_group(spec: GroupSpec) -> MindSporeGroup:
         scheduler, verdict = None, await_verdict(spec)
     else:
         scheduler, verdict = _host(spec)
-    if os.environ.pop(RANK_TABLE, None):
+    if os.environ.pop("RANK_TABLE_FILE", None):
         print(
-            f"note: {RANK_TABLE} is not used; ranks meet in MindSpore's dynamic cluster", flush=True
+            "note: RANK_TABLE_FILE is not used; ranks meet in MindSpore's dynamic cluster",
+            flush=True,
         )
     host, port = verdict["scheduler"]
     os.environ.update(variables(spec, transport, (host, port), os.environ))

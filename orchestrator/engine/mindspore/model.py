@@ -84,7 +84,13 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
         for layer in found.values():
             layer.use_batch_statistics = False
         return model, [replaced_norms(choice, found)]
-    made = {id(layer): _grouped(layer) for layer in found.values()}
+    made: dict[int, nn.Cell] = {}
+    for layer in found.values():
+        channels = int(layer.num_features)
+        groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
+        grouped: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
+        grouped.gamma, grouped.beta = layer.gamma, layer.beta
+        made[id(layer)] = grouped
     names = [(parameter, parameter.name) for parameter in model.get_parameters()]
     for _, parent in list(model.cells_and_names()):
         held: Any = parent
@@ -100,25 +106,13 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
     return made.get(id(model), model), [replaced_norms(choice, found)]
 
 
-def _grouped(layer: Any) -> nn.Cell:
-    """Return a group norm with the batch norm's own weight and bias."""
-    channels = int(layer.num_features)
-    groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
-    made: Any = nn.GroupNorm(groups, channels, eps=layer.eps)
-    made.gamma, made.beta = layer.gamma, layer.beta
-    return made
-
-
 # ------------------------------------------------------------------ Building
-
-
-SEED_BITS = 0x7FFFFFFF
 
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and MindSpore's generators."""
     random.seed(seed)
-    ms.set_seed(seed & SEED_BITS)
+    ms.set_seed(seed & 0x7FFFFFFF)  # takes 31 bits
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
 
 
@@ -161,10 +155,6 @@ def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[lis
 # (matrix products, convolutions) compute in the half format, those of its black list do not.
 
 
-HALVES = {"float16": ms.float16, "bfloat16": ms.bfloat16}
-CHECK_TOLERANCE, HALF_TOLERANCE = 1e-3, 5e-2
-
-
 class Precision(LossScale):
     """Number formats of a run. See `EngineSettings.precision` for the names.
 
@@ -172,10 +162,10 @@ class Precision(LossScale):
         tolerance: how far two ways to compute a gradient may differ, relative to its largest part.
     """
 
-    def __init__(self, name: str = "float32") -> None:
+    def __init__(self, name: str) -> None:
         super().__init__(scales=name == "float16")
-        self._half: Any = HALVES.get(name)
-        self.tolerance = CHECK_TOLERANCE if self._half is None else HALF_TOLERANCE
+        self._half: Any = {"float16": ms.float16, "bfloat16": ms.bfloat16}.get(name)
+        self.tolerance = 1e-3 if self._half is None else 5e-2
         # A parameter, so that graphs read its value and need no compiling when it changes.
         self._held: Any = None
         if name == "float16":
@@ -207,19 +197,8 @@ class Precision(LossScale):
 
         return plain if held is None else scaled
 
-    def overflowed(self) -> None:
-        super().overflowed()
-        self._hold()
-
-    def succeeded(self) -> None:
-        super().succeeded()
-        self._hold()
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        super().load(state)
-        self._hold()
-
-    def _hold(self) -> None:
+    def begin_window(self) -> None:
+        """Let graphs see the scale, which changes between windows."""
         if self._held is not None:
             ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `set_rate`
 

@@ -21,7 +21,7 @@ import psutil
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import (
-    Backoff,
+    backoff,
     keep_port,
     publish,
     raise_for_verdict,
@@ -40,10 +40,6 @@ from orchestrator.errors import (
 # for it, and the child is watched until it listens there. It imports MindSpore, which takes
 # seconds, and therefore starts before the ranks do.
 
-
-SCRIPT = Path(__file__).with_name("scheduler_process.py")
-PATIENCE = 2
-"""It waits so many times as long as the ranks: it is there first, and they say who is missing."""
 
 _started: dict[Path, Scheduler] = {}
 
@@ -98,11 +94,13 @@ class Scheduler:
             "MS_WORKER_NUM": str(workers),
             "MS_SCHED_HOST": address,
             "MS_SCHED_PORT": str(self.port),
-            "MS_TOPO_TIMEOUT": str(max(1, round(PATIENCE * timeout_s))),
+            # Twice that of the ranks: it is there first, and they say who is missing.
+            "MS_TOPO_TIMEOUT": str(max(1, round(2 * timeout_s))),
         }
         environment.pop("MS_NODE_ID", None)
+        script = Path(__file__).with_name("scheduler_process.py")
         self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), str(os.getpid())],
+            [sys.executable, str(script), str(os.getpid())],
             env=environment,
             stdin=subprocess.DEVNULL,
             start_new_session=True,  # a share of the processor of its own while both import
@@ -155,9 +153,6 @@ class Scheduler:
 # verdict; the others wait for it.
 
 
-LINGER_S = 5.0
-"""Additional time that the other ranks wait, since rank 0 decides."""
-
 Endpoint = dict[str, Any]
 
 
@@ -192,9 +187,9 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
         StopRequested, RendezvousError: on all ranks alike.
     """
     _write_arrival(spec)
-    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    pauses, until = backoff(), time.monotonic() + spec.timeout_s
     while (verdict := _verdict(spec, ready, late=time.monotonic() > until)) is None:
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
     publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
     return verdict
@@ -225,7 +220,7 @@ def _verdict(
 def await_verdict(spec: GroupSpec) -> Endpoint:
     """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks."""
     _write_arrival(spec)
-    backoff, until = Backoff(), time.monotonic() + spec.timeout_s
+    pauses, until = backoff(), time.monotonic() + spec.timeout_s
     while (verdict := read_published(_verdict_file(spec))) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()
@@ -235,12 +230,12 @@ def await_verdict(spec: GroupSpec) -> Endpoint:
         late = time.monotonic() - until
         if late > 0 and not arrival_file(spec, 0).exists():
             raise RanksMissing(f"rank 0 of {spec.size} did not come within {spec.timeout_s:g} s")
-        if late > LINGER_S:
+        if late > 5.0:  # more than rank 0, which decides
             raise RendezvousError(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                 f"rank 0, which came but does not answer"
             )
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
     raise_for_verdict(spec, verdict)
     return verdict
 
@@ -252,7 +247,7 @@ def leave_together(spec: GroupSpec) -> None:
     Raises:
         PeerLost: some ranks do not call within the time-out of a collective.
     """
-    folder, backoff = _folder(spec), Backoff()
+    folder, pauses = _folder(spec), backoff()
     until = time.monotonic() + spec.collective_timeout_s
     publish(folder / f"left-{spec.rank:05d}.json", {})
     all_left = folder / "all-left.json"
@@ -265,4 +260,4 @@ def leave_together(spec: GroupSpec) -> None:
                 f"{spec.collective_timeout_s:g} s"
             )
         else:
-            time.sleep(backoff.next())
+            time.sleep(next(pauses))

@@ -7,7 +7,8 @@
 | `buffers` | flat gradient buffers, hooks that fill them, unused parameters |
 | `reducer`, `sharding`, `reproducible` | the three ways to sum buffers over ranks |
 | `fully_sharded` | models of FSDP2, whose shards are summed over copies of the model |
-| `start_checks`, `window_checks` | what is refused at the start, and in each window |
+| `checks` | what a rank refuses: arguments, models, losses, samples |
+| `consistency_checks` | what has to be the same on all ranks: versions, models, weights |
 | `group`, `collectives` | groups of ranks; collectives inside a model, with their gradients |
 | `transports`, `rendezvous` | process groups (gloo, NCCL, HCCL), and how ranks meet |
 | `engine` | a job's model, data and optimizer on an accumulator; other groups |
@@ -26,11 +27,11 @@ from orchestrator.engine.torch.collectives import (
     all_reduce_mean,
     all_reduce_sum,
 )
+from orchestrator.engine.torch.consistency_checks import versions
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.model import with_norms
 from orchestrator.engine.torch.rendezvous import form_group
-from orchestrator.engine.torch.start_checks import versions
 from orchestrator.engine.torch.transports import TorchGroup
 from orchestrator.job import Loss
 

@@ -11,17 +11,20 @@ It is all that a training loop of your own needs:
 
 Ranks may have different numbers of micro-steps, and none at all.
 
-The path of a gradient:
+The path of a gradient, from `backward` to `step`, with the class that does each part:
 
-1. `backward` runs autograd, which adds to `.grad` in place: a view into the flat buffers
-   (`GradientBuffers`). Hooks (`GradHooks`) count gradients. In the last backward of a window they
-   also pass each one to the reduction (`before_backward` returns its function), which sends a
-   bucket to the other ranks once it is complete.
-2. `boundary` checks that only backwards wrote (`GradientBuffers.complete`). The reduction sends
-   the rest, with a trailer of sums and flags, and waits (`reduce`): afterwards the buffers hold the
-   sum over ranks, and all ranks know the same totals and norm.
-3. `_step` decides from these (`UpdatePolicy.decide`), multiplies the buffers once by (clip
-   factor / weight), and lets the optimizer step on them (`stepping`).
+    backward     autograd adds to `.grad` in place, a view into the flat buffers   GradientBuffers
+                 hooks count each gradient                                         GradHooks
+                 in a window's last backward, complete buckets are sent            FastReduction
+    boundary     only backwards wrote, and which parameters they reached           GradientBuffers
+                 weights and losses are summed, with flags, in a few numbers       Trailer
+                 these travel with the rest of the gradient; wait for the sums     FastReduction
+                 all ranks hold the same weights                                   ReplicaChecker
+      _step      from the sums: refuse, skip, or one factor, clip factor / weight  UpdatePolicy
+                 the buffers are multiplied by it
+                 the optimizer steps; unused parameters have no gradient           GradientBuffers
+
+Around it, `WindowState` refuses calls that would lose a gradient or count one twice.
 
 With a sharded optimizer, `reduce` leaves each rank with the sum of its segments of the buckets
 alone. It steps its pieces of the weights in there (`OptimizerShard`), and gathers those of others.
@@ -32,6 +35,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -52,21 +56,21 @@ from orchestrator.engine.torch.buffers import (
     bucket_slices,
     real_numbers,
 )
+from orchestrator.engine.torch.checks import (
+    check_arguments,
+    check_supported,
+    checked_loss,
+    finite_float,
+    is_fully_sharded,
+)
+from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
 from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
 from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
-from orchestrator.engine.torch.start_checks import (
-    check_arguments,
-    check_same_start,
-    check_supported,
-    finite_float,
-    is_fully_sharded,
-)
 from orchestrator.engine.torch.state import restore_optimizer
 from orchestrator.engine.torch.transports import group_of_torch
-from orchestrator.engine.torch.window_checks import checked_loss, replica_checker
 from orchestrator.engine.torch.window_state import MicroBatchTracker, WindowState
 from orchestrator.errors import ConfigError, JobError, ReplicasDiffer, did_you_mean
 from orchestrator.job import Loss
@@ -80,9 +84,6 @@ if TYPE_CHECKING:
 # a window, `before_backward`, `after_backward`, and at the boundary `reduce` and, where the norm is
 # not finite, `non_finite`. Another one is a class with these five methods and the
 # attributes `buffers`, `buffers_made` and `replicate_traffic`.
-
-
-_REDUCTIONS = ("fast", "reproducible")
 
 
 def _fully_sharded(
@@ -113,9 +114,10 @@ def _reduction_for(
     One rank is sharded for the sake of float32 masters only.
     """
     reduction, sharded = options.reduction, options.shard_optimizer
-    if reduction not in _REDUCTIONS:
+    known = ("fast", "reproducible")
+    if reduction not in known:
         raise ConfigError(
-            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, _REDUCTIONS)}"
+            f"there is no accumulation.reduction={reduction}{did_you_mean(reduction, known)}"
         )
     if reduction != "fast" and sharded:
         raise ConfigError(
@@ -209,7 +211,7 @@ class Accumulator:
             self._replica_checker = replica_checker(named, replicate_group, ranks)
         # If one copy spans all ranks, FSDP uses this group in each micro-step: it is not silent.
         silent = options.silent and (not self.fully_sharded or replicate_group.size > 1)
-        options = options.with_options({"silent": silent})
+        options = replace(options, silent=silent)
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
@@ -260,20 +262,19 @@ class Accumulator:
         self,
         update: int,
         *,
-        micro_batches: int,
         expected_weight: float | None,
-        leaves: tuple[int, Sequence[int]] | None,
+        leaves: int | None,
+        own_leaves: Sequence[int | None],
     ) -> None:
-        """Start an update of `run.windows`; see `MicroBatchTracker.begin`. Not collective.
+        """Start an update of `run.windows`; see `begin_window`. Not collective.
 
         Args:
-            leaves: how many the update has over all ranks, and the numbers of this rank's.
+            own_leaves: the leaf that each of this rank's micro-batches is, or None.
         """
-        of_all, mine = leaves or (None, ())
         with self._window.within("run.windows()"):
-            self._begin(update, None, of_all, expected_weight)
+            self._begin(update, None, leaves, expected_weight)
             if self._tracker is not None:
-                self._tracker.begin(update, micro_batches, mine)
+                self._tracker.begin(update, own_leaves)
 
     def _begin(
         self,
@@ -289,6 +290,7 @@ class Accumulator:
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected_weight = float(expected_weight or 1.0) if early else 1.0
         self._window.begin(update, implied_by=implied_by)
+        self._window.error_breaks = "window"  # its buffers may hold the gradient of the last one
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
@@ -296,6 +298,7 @@ class Accumulator:
         self.padding = False
         self._used.mine[:] = bytes(len(self._used.mine))  # no parameter is used yet
         self.clock.begin()
+        self._window.error_breaks = ""
 
     def backward(self, loss: Loss, *, last: bool = False, leaf: int | None = None) -> None:
         """Back-propagate one micro-step's sum. Silent, but for finished buckets in the last one.
@@ -523,7 +526,7 @@ class Accumulator:
         if self._shard is None:
             restore_optimizer(self.optimizer, state)
         else:
-            self._shard.load(state, restore_optimizer)
+            self._shard.load(state)
 
     def check_replicas(self) -> None:
         """Compare all parameters of all ranks, trained or not. Collective, for between windows.

@@ -26,9 +26,9 @@ Named = Sequence[tuple[str, Tensor]]
 Slice = tuple[int, int, int]
 """Part of a buffer: (buffer, start, end), in numbers."""
 
-_ALIGNED = 16
 HALVES = (torch.float16, torch.bfloat16)
-_SUMMED = (torch.float32, torch.float64)  # dtypes of sums, which hold a trailer's limbs exactly
+"""Dtypes of parameters whose gradients are accumulated and reduced in float32: sums of 256
+micro-steps in bfloat16 would be off by a percent or two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,16 +71,6 @@ def real_numbers(tensor: Tensor) -> int:
     return tensor.numel() * (2 if tensor.is_complex() else 1)
 
 
-def gradient_dtype(parameter: Tensor) -> torch.dtype:
-    """Return the dtype in which a parameter's gradient is accumulated and reduced.
-
-    float32 for float16 and bfloat16: sums of 256 micro-steps in bfloat16 would be off by a percent
-    or two.
-    """
-    dtype = parameter.real.dtype
-    return torch.float32 if dtype in HALVES else dtype
-
-
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)
@@ -116,30 +106,30 @@ def as_sharded(view: Tensor, parameter: Tensor) -> Tensor:
     )  # fmt: skip
 
 
-def _buffer_plans(parameters: Named) -> list[tuple[torch.device, torch.dtype, list[int]]]:
-    """Return device, gradients' dtype and parameters' numbers of each buffer, whose parameters are
-    of one dtype.
+def _parameters_of_buffers(
+    parameters: Named,
+) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the numbers of the parameters in each buffer, which are of one device and dtype.
 
     They are in reverse, an order that a backward comes near to, but those of odd sizes come last:
     so all others begin at multiples of 16 numbers, as vectorized kernels want them, although
     nothing is put between them.
     """
     order = reversed(range(len(parameters)))
-    plans: dict[tuple[torch.device, torch.dtype], list[int]] = {}
-    for number in sorted(order, key=lambda n: real_numbers(parameters[n][1]) % _ALIGNED != 0):
+    found: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for number in sorted(order, key=lambda n: real_numbers(parameters[n][1]) % 16 != 0):
         name, parameter = parameters[number]
-        if gradient_dtype(parameter) not in _SUMMED:
+        kind = parameter.real.dtype
+        # Sums are float32 or float64, which hold a trailer's limbs exactly.
+        if kind not in (*HALVES, torch.float32, torch.float64):
             raise JobError(
                 f"parameter {name} is {parameter.dtype}; gradients need a floating dtype of 16 "
                 "bits or more"
             )
-        plans.setdefault((parameter.device, parameter.real.dtype), []).append(number)
-    for members in plans.values():  # pairs of reals have to begin at even places
+        found.setdefault((parameter.device, kind), []).append(number)
+    for members in found.values():  # pairs of reals have to begin at even places
         members.sort(key=lambda number: not parameters[number][1].is_complex())
-    return [
-        (device, gradient_dtype(parameters[members[0]][1]), members)
-        for (device, _), members in plans.items()
-    ]
+    return found
 
 
 def bucket_slices(
@@ -220,29 +210,29 @@ class GradientBuffers:
     ) -> None:
         trailer = 0 if metric_count is None else trailer_numbers(metric_count)
         local = [(name, local_part(parameter)) for name, parameter in parameters]
-        plans = _buffer_plans(local)
+        numbers_in = _parameters_of_buffers(local)
         self.flats: list[Tensor] = []
         self.weights: list[Tensor] = []
         self._ends: list[tuple[int, int]] = []  # of each one's gradients, and of its payload
         slots: dict[int, GradientSlot] = {}
-        for buffer, (device, dtype, members) in enumerate(plans):
+        for buffer, ((device, kind), members) in enumerate(numbers_in.items()):
             start = 0
             for number in members:
                 name, parameter = local[number]
                 count = real_numbers(parameter)
                 slots[number] = GradientSlot(name, parameter, buffer, start, count)
                 start += count
-            length = start + (trailer if buffer == len(plans) - 1 else 0)
+            length = start + (trailer if buffer == len(numbers_in) - 1 else 0)
             self._ends.append((start, length))
             length = -(-length // pad_to) * pad_to
             if move_weights:  # first, so that the old ones are freed before gradients take memory
-                kind = local[members[0]][1].real.dtype
                 weights = torch.zeros(length, dtype=kind, device=device)
                 for number in members:
                     view, parameter = slots[number].view(weights), slots[number].parameter
                     view.copy_(parameter.detach())
                     parameter.data = view
                 self.weights.append(weights)
+            dtype = torch.float32 if kind in HALVES else kind
             self.flats.append(torch.zeros(length, dtype=dtype, device=device))
         self.slots = [slots[number] for number in range(len(parameters))]
         self.parameters = [parameter for _, parameter in parameters]
@@ -250,11 +240,7 @@ class GradientBuffers:
         self.hook_counts = [0] * len(parameters)
         self.used = bytearray(len(parameters))
         self._at_begin: list[int] = []
-        self._narrow = [
-            number
-            for number, (_, parameter) in enumerate(local)
-            if gradient_dtype(parameter) not in (parameter.dtype, parameter.real.dtype)
-        ]
+        self._narrow = [n for n, (_, one) in enumerate(local) if one.real.dtype in HALVES]
         for number in self._narrow:
             self.parameters[number].grad_dtype = None  # any: a backward's is added to float32
 
@@ -381,7 +367,6 @@ class GradHooks:
     Args:
         parameters: the trained ones.
         counts: `GradientBuffers.hook_counts`; one is added for each gradient.
-        on_gradient: see the attribute.
 
     Attributes:
         on_gradient: called with the parameter's number for each gradient that has come, unless it

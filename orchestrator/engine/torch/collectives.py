@@ -127,7 +127,6 @@ def all_gather(x: Tensor, group: BaseGroup, sizes: Sequence[int] | None = None) 
 
     Args:
         x: this rank's block; all axes but the first agree between ranks.
-        group: the ranks.
         sizes: the R leading sizes where they differ; None when all are equal.
 
     Raises:

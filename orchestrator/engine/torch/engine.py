@@ -6,8 +6,8 @@ import json
 import resource
 import sys
 import threading
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -24,6 +24,8 @@ from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import local_part
+from orchestrator.engine.torch.checks import check_samples
+from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
@@ -45,15 +47,12 @@ from orchestrator.engine.torch.model import (
     with_norms,
 )
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.sample_checks import check_samples
-from orchestrator.engine.torch.start_checks import machine_digest, machine_warning
 from orchestrator.engine.torch.state import (
     Snapshot,
     load_model,
     load_optimizer,
     load_weights,
     pack,
-    parameters_of,
     unpack,
     weights_sha256,
 )
@@ -89,13 +88,7 @@ class TorchEngine(Engine):
     trains it.
 
     Args:
-        job: what to train.
-        settings: checked already.
         group: the ranks; its device is where the model lives.
-
-    Attributes:
-        model: the model that is trained.
-        accumulator: of its gradients.
 
     Raises:
         JobError: `model()` or `dataset()` give what they must not, a scheduler hangs on the job's
@@ -133,9 +126,6 @@ class TorchEngine(Engine):
 
             shard_model(job, self.model, group, settings.shard_model)
             form_replicate_group(group, settings.shard_model)
-        # Where a job talks too, its collectives and the buckets' could pair up wrongly; `warnings`
-        # warns for the run.
-        how = {"overlap": not talks, "silent": not talks, "warn_about_layers": False}
         optimizer = getattr(job, "optimizer", lambda _: None)(self.model)
         check_builder(settings.optimizer, type(job).__name__, own=optimizer is not None)
         if optimizer is None:
@@ -143,7 +133,16 @@ class TorchEngine(Engine):
         else:
             check_optimizer(optimizer, f"{type(job).__name__}.optimizer")
             refuse_scheduler(optimizer.param_groups, job)
-        self._accumulate(Accumulator(self.model, optimizer, group, settings.with_options(how)))
+        accumulator = Accumulator(
+            self.model,
+            optimizer,
+            group,
+            settings,
+            overlap=not talks,  # else the job's collectives and the buckets' could pair up wrongly
+            silent=not talks,
+            warn_about_layers=False,  # `warnings` does, for the run
+        )
+        self._accumulate(accumulator)
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
         self._window: Window | None = None  # until its boundary is over
@@ -154,8 +153,7 @@ class TorchEngine(Engine):
         self._scale_before: dict[str, float] = {}
         # The tensors of a window's start with their versions, and copies.
         self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
-        rows = self.gather([machine_digest()])
-        self._warnings = norms + machine_warning(rows, settings.reduction)
+        self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Make this the engine's accumulator, and rebuild what depends on it."""
@@ -170,8 +168,7 @@ class TorchEngine(Engine):
                 self.model,
                 self._settings,
                 accumulator,
-                prepare=self._prepared,
-                leaves=self._leaves,
+                self._leaves,
             )
 
     @property
@@ -181,9 +178,6 @@ class TorchEngine(Engine):
     @property
     def shard_ranks(self) -> tuple[int, ...]:
         return () if self._sharded is None else self._sharded.shard_ranks
-
-    def _prepared(self, batch: Any) -> Any:
-        return moved(batch, self._group.device, double=self._settings.precision == "float64")
 
     # ------------------------------------------------------------------ an update
 
@@ -242,17 +236,14 @@ class TorchEngine(Engine):
                     seed=self._settings.seed,
                 )
 
-    @contextmanager
-    def _translated_errors(self, what: str) -> Generator[None]:
+    def _translated_errors(self, what: str) -> AbstractContextManager[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
         if not self.shard_ranks:
-            yield
-            return
-        with peer_lost_during(f"{what} of a model in shards", self._group.rank):
-            yield
+            return nullcontext()
+        return peer_lost_during(f"{what} of a model in shards", self._group.rank)
 
     def _loss(self, batch: Any) -> Any:
-        batch = self._prepared(batch)
+        batch = moved(batch, self._group.device, double=self._settings.precision == "float64")
         try:
             with self.accumulator.precision.forward():
                 return self._job.loss(self.model, batch)
@@ -347,7 +338,7 @@ class TorchEngine(Engine):
             folder,
             extra["optimizer"],
             self.accumulator.load_optimizer_state,
-            parameters_of({"": self.accumulator.optimizer}),
+            {"": self.accumulator.optimizer},
         )
         self.accumulator.precision.load(extra["precision"])
         self._hyperparameters.keep()

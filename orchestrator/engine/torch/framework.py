@@ -12,10 +12,10 @@ from typing import Any
 import torch._dynamo  # noqa: F401  # pyright: ignore[reportUnusedImport]
 
 from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
+from orchestrator.engine.torch.consistency_checks import versions
 from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.rendezvous import form_group
-from orchestrator.engine.torch.start_checks import versions
 from orchestrator.engine.torch.state import export_state
 
 

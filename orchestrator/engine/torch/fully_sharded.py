@@ -108,9 +108,6 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
 def form_replicate_group(group: BaseGroup, over: str) -> None:
     """Set a new group's `shard_ranks`, the ranks that hold this rank's copy of the model, and
     `replicate_group`, those that hold the same shards, one of each copy. Collective.
-
-    Args:
-        over: see `shard_model`.
     """
     spec = cast("GroupSpec", group.spec)
     nodes = gather_texts(group, spec.node if over == "node" else "all")
@@ -149,7 +146,6 @@ class FullySharded:
 
     Args:
         model: with FSDP modules; every trained parameter is in one.
-        group: all ranks.
 
     Attributes:
         shard_ranks: numbers in `group` of the ranks that hold this rank's copy.
@@ -309,26 +305,23 @@ class FullyShardedReduction(RowReduction):
         bucket_bytes: int | None,
     ) -> None:
         buffers = GradientBuffers(parameters)
-        super().__init__(
-            buffers,
-            replicate_group,
-            bucket_slices(buffers.payloads, bucket_bytes),
-            all_ranks=group,
-            counts_in_norm=replicate_group.rank == 0,  # others there hold the same shards
-        )
-        self._replicate_group, self._silent_since = replicate_group, 0
+        slices = bucket_slices(buffers.payloads, bucket_bytes)
+        super().__init__(buffers, replicate_group, slices, overlap=False)
+        self._all_ranks = group
+        self._counts_in_norm = replicate_group.rank == 0  # others there hold the same shards
+        self._silent_since = 0
 
     def begin(self, leaves: int | None) -> None:
         super().begin(leaves)
-        self._silent_since = self._replicate_group.transport_collectives() or 0
+        self._silent_since = self._group.transport_collectives() or 0
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
-        if sent := (self._replicate_group.transport_collectives() or 0) - self._silent_since:
+        if sent := (self._group.transport_collectives() or 0) - self._silent_since:
             raise SilenceError(
                 f"{sent} collectives ran between the copies of the model in mid-window: they are "
                 "reduced at the boundary, once"
             )
-        mark = self._replicate_group.mark()
+        mark = self._group.mark()
         totals = super().reduce(trailer)
-        self.replicate_traffic = self._replicate_group.since(mark)
+        self.replicate_traffic = self._group.since(mark)
         return totals

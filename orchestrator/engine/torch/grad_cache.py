@@ -15,7 +15,6 @@ the update is computed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +25,10 @@ from torch.nn import Module
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
+from orchestrator.engine.torch.checks import checked_loss
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, seed_everything
+from orchestrator.engine.torch.model import in_evaluation, kept_buffers, moved, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.sample_checks import kept_buffers
-from orchestrator.engine.torch.window_checks import checked_loss
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
 
@@ -44,7 +42,6 @@ class Layout:
     Attributes:
         single: the job gives a tensor, not a tuple of them.
         shapes: of one sample's part of each tensor.
-        dtypes: of each tensor.
     """
 
     single: bool
@@ -90,9 +87,7 @@ class CoupledWindows:
 
     Args:
         job: has `embed` and `loss_of_embeddings`.
-        model, settings: of the engine.
         accumulator: takes the gradients; the engine begins and ends its windows.
-        prepare: moves a batch to where the model computes.
         leaves: numbers micro-batches as `Accumulator.backward` wants them.
     """
 
@@ -102,14 +97,13 @@ class CoupledWindows:
         model: Module,
         settings: EngineSettings,
         accumulator: Accumulator,
-        *,
-        prepare: Callable[[Any], Any],
         leaves: Leaves,
     ) -> None:
         self._job, self._model = job, model
         self._accumulator, self._group = accumulator, accumulator.group
-        self._clock, self._prepare, self._leaves = accumulator.clock, prepare, leaves
+        self._clock, self._leaves = accumulator.clock, leaves
         self._names, self._seed = tuple(settings.metric_names), settings.seed
+        self._double = settings.precision == "float64"
         self._layout: Layout | None = None
         self._kept: list[tuple[Any, MicroBatch, Tensor]] = []  # batch, place and rows
 
@@ -160,8 +154,9 @@ class CoupledWindows:
     def _embed(self, batch: Any, micro_batch: MicroBatch) -> tuple[Layout, Tensor]:
         """Return a micro-batch's embeddings as rows, and their layout."""
         seed_everything(derived_seed("step", self._seed, micro_batch.update, micro_batch.start))
+        batch = moved(batch, self._group.device, double=self._double)
         with self._accumulator.precision.forward():
-            embeddings = self._job.embed(self._model, self._prepare(batch))
+            embeddings = self._job.embed(self._model, batch)
         layout = Layout.of(embeddings, len(micro_batch.indices))
         if self._layout not in (None, layout):
             raise JobError(f"embed() gave {self._layout} before, and now {layout}")

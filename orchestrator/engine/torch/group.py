@@ -85,8 +85,9 @@ class ChainedWork:
 class BaseGroup(Group):
     """A `Group` over torch tensors of any shape, strides and dtype, complex ones included.
 
+    Collectives that begin with `in_window=True` are the engine's own, which silence is not for.
+
     Args:
-        rank, size, generation: see `Group`.
         transport: "gloo", "nccl", "hccl", or "threads" for the in-process one.
         device: where the transport takes its tensors from.
     """
@@ -122,16 +123,12 @@ class BaseGroup(Group):
     # ------------------------------------------------------------------ collectives
 
     def all_reduce_sum(self, tensor: Tensor) -> None:
-        """Replace `tensor` by its sum over ranks, in place. Same shape and dtype on all ranks."""
         self.all_reduce_sum_async(tensor).wait()
 
     def all_reduce_sum_async(self, tensor: Tensor, *, in_window: bool = False) -> Work:
         """Start `all_reduce_sum`. The sum is in `tensor` after `wait()`; leave it alone till then.
 
         Collectives are matched in the order in which they are started.
-
-        Args:
-            in_window: see `Group._admit`.
         """
         sent = 2 * (self.size - 1) * tensor.nbytes
         self._admit("all_reduce_sum", sent, in_window=in_window)
@@ -146,19 +143,6 @@ class BaseGroup(Group):
     def all_gather(
         self, tensor: Tensor, sizes: Sequence[int] | None = None, *, in_window: bool = False
     ) -> Tensor:
-        """Concatenate the ranks' tensors along axis 0.
-
-        Args:
-            tensor: shape (n_r, ...); n_r may differ between ranks when `sizes` is given.
-            sizes: the R leading sizes n_0..n_{R-1}, equal on all ranks; None when all are equal.
-            in_window: see `Group._admit`.
-
-        Returns:
-            A new tensor of shape (sum of sizes, ...), the same on all ranks.
-
-        Raises:
-            ValueError: `tensor` has no axis 0, or is not of the size that `sizes` says.
-        """
         sizes = self._leading_sizes(tensor.shape, sizes)
         out = tensor.new_empty((sum(sizes), *tensor.shape[1:]))
         self._admit("all_gather", (self.size - 1) * out.nbytes, in_window=in_window)
@@ -200,7 +184,6 @@ class BaseGroup(Group):
             out: one piece; it may be the one of this rank's number in `tensor` itself.
             tensor: flat, real and contiguous: R equal pieces, the q-th for rank q. Leave both alone
                 until `wait()`; the rest of `tensor` is undefined then.
-            in_window: see `Group._admit`.
         """
         sent = (self.size - 1) * tensor.nbytes
         self._admit("reduce_scatter_sum", sent, in_window=in_window)
@@ -224,22 +207,17 @@ class BaseGroup(Group):
         self._start_exchange(received, tensor, list(counts), sent).wait()
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> None:
-        """Replace `tensor` by rank `source`'s, in place. Same shape and dtype on all ranks.
-
-        It travels as bytes, so the transport need not know the dtype.
-        """
         if not 0 <= source < self.size:
             raise ValueError(f"`source` must be a rank below {self.size}, but is {source}")
         self._admit("broadcast", (self.size - 1) * tensor.nbytes)
         if self.size == 1:
             return
-        data = bytes_of(tensor)
+        data = bytes_of(tensor)  # so the transport need not know the dtype
         self._start_broadcast(data, source).wait()
         if data.data_ptr() != tensor.data_ptr():
             tensor.detach().copy_(data.view(tensor.dtype).view(tensor.shape))
 
     def barrier(self) -> None:
-        """Return once every rank has called."""
         self._admit("barrier", 0)
         if self.size > 1:
             self._start_barrier().wait()

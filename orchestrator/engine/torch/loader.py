@@ -28,9 +28,6 @@ from orchestrator.engine.torch.model import seed_everything
 from orchestrator.errors import JobError
 from orchestrator.job import Job
 
-ENDING_S = 2.0  # how long workers have to be gone, of which one seems to have ended
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
-
 
 @dataclass(frozen=True, slots=True)
 class _Samples(Dataset[Any]):
@@ -95,7 +92,6 @@ def batches(
         dataset: anything with `len()` and `[index]`; `__getitems__(indices)` is used where it has
             one.
         job: its `collate` and `augments` are honoured.
-        seed: of the run.
         workers: processes that fetch ahead; 0 fetches in this process.
         pin_memory: put batches in page-locked memory, for a GPU.
 
@@ -144,7 +140,7 @@ def batches(
 
 def _dead_worker_error(source: Any) -> RuntimeError | None:
     """Return torch's error for a worker that ended; None if all of them live."""
-    until = time.monotonic() + ENDING_S
+    until = time.monotonic() + 2.0  # time for the end of one that seems to have ended
     for worker in getattr(source, "_workers", ()):
         worker.join(timeout=max(0.0, until - time.monotonic()))
         if code := worker.exitcode:
@@ -165,6 +161,6 @@ def _begin_worker(rank: int, _: int) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     faulthandler.register(signal.SIGQUIT)  # its rank asks, see `agent/stacks.py`
     if sys.platform == "linux":
-        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        ctypes.CDLL(None, use_errno=True).prctl(1, signal.SIGKILL)  # 1: PR_SET_PDEATHSIG
         if os.getppid() != rank:  # it died before
             os._exit(1)

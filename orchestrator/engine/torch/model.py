@@ -58,16 +58,15 @@ def seed_torch(seed: int) -> None:
 # ------------------------------------------------------------------ Devices and dtypes
 
 
-_DOUBLE = {torch.complex32: torch.complex128, torch.complex64: torch.complex128}
-
-
 def double_of(dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of 64 bits a number that goes with `dtype`; integers stay what they are.
 
     >>> double_of(torch.float32), double_of(torch.complex64), double_of(torch.int32)
     (torch.float64, torch.complex128, torch.int32)
     """
-    return torch.float64 if dtype.is_floating_point else _DOUBLE.get(dtype, dtype)
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def doubled(model: Module) -> Module:
@@ -117,11 +116,18 @@ def in_evaluation(model: Module) -> Generator[None]:
             layer.training = training
 
 
+@contextmanager
+def kept_buffers(model: Module) -> Generator[None]:
+    """Give the model's buffers their values back, which a loss may change."""
+    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        for buffer, before in kept:
+            buffer.detach().copy_(before)
+
+
 # ------------------------------------------------------------------ Precision
-
-
-_AUTOCAST = {"bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES = ("float32", "bfloat16", "float16", "float64")
 
 
 class Precision(LossScale):
@@ -132,24 +138,24 @@ class Precision(LossScale):
     """
 
     def __init__(self, name: str, device: torch.device) -> None:
-        if name not in NAMES:
-            raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, NAMES)}")
+        known = ("float32", "bfloat16", "float16", "float64")
+        if name not in known:
+            raise ConfigError(f"there is no train.precision={name}{did_you_mean(name, known)}")
         super().__init__(scales=name == "float16")
         self.name, self._device = name, device
+        self._dtype = {"bfloat16": torch.bfloat16, "float16": torch.float16}.get(name)
 
     def forward(self) -> AbstractContextManager[Any]:
         """Within it, forward computations run in the format."""
-        dtype = _AUTOCAST.get(self.name)
-        return nullcontext() if dtype is None else torch.autocast(self._device.type, dtype)
+        if self._dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device.type, self._dtype)
 
 
 # ------------------------------------------------------------------ Batch norm (`engine.norm`)
 # The output of a batch norm depends on which samples share its micro-batch, so no split but the
 # trivial one gives the update of one big batch. With `frozen` or `group` the output of a sample
 # depends on that sample alone.
-
-
-CHOICES = ("warn", "frozen", "group")
 
 
 class FrozenBatchNorm(Module):
@@ -195,41 +201,38 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
         ConfigError: there is no such choice.
         JobError: a layer that cannot be frozen or replaced.
     """
-    if choice not in CHOICES:
-        raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, CHOICES)}")
+    known = ("warn", "frozen", "group")
+    if choice not in known:
+        raise ConfigError(f"there is no engine.norm={choice}{did_you_mean(choice, known)}")
     norms = batch_norms_of(model)
     if choice == "warn" or not norms:
         return model, []
-    make = _frozen if choice == "frozen" else _grouped
-    made = {id(layer): make(name or "the model itself", layer) for name, layer in norms.items()}
+    made: dict[int, Module] = {}
+    for name, layer in norms.items():
+        where, channels = name or "the model itself", layer.num_features
+        if choice == "frozen":
+            if layer.running_mean is None:
+                raise JobError(
+                    f"engine.norm=frozen: {where} keeps no running statistics to freeze; use "
+                    "engine.norm=group, or track_running_stats=True"
+                )
+            made[id(layer)] = FrozenBatchNorm(layer)
+            continue
+        if channels < 1:  # lazy ones do not know yet
+            raise JobError(
+                f"engine.norm=group: {where} does not know its number of channels before the first "
+                "batch; state it in model()"
+            )
+        groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
+        grouped = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
+        if layer.affine:
+            grouped.weight, grouped.bias = layer.weight, layer.bias
+        made[id(layer)] = grouped
     for parent in list(model.modules()):
         for child, layer in list(parent._modules.items()):  # noqa: SLF001  # named_children leaves shared ones out  # pyright: ignore[reportPrivateUsage]
             if id(layer) in made:
                 setattr(parent, child, made[id(layer)])
     return made.get(id(model), model), [replaced_norms(choice, norms)]
-
-
-def _frozen(name: str, layer: _BatchNorm) -> Module:
-    if layer.running_mean is None:
-        raise JobError(
-            f"engine.norm=frozen: {name} keeps no running statistics to freeze; use "
-            "engine.norm=group, or track_running_stats=True"
-        )
-    return FrozenBatchNorm(layer)
-
-
-def _grouped(name: str, layer: _BatchNorm) -> Module:
-    channels = layer.num_features
-    if channels < 1:  # lazy ones do not know yet
-        raise JobError(
-            f"engine.norm=group: {name} does not know its number of channels before the first "
-            "batch; state it in model()"
-        )
-    groups = norm_groups(channels, vectors=isinstance(layer, nn.BatchNorm1d))
-    made = nn.GroupNorm(groups, channels, eps=layer.eps, affine=layer.affine)
-    if layer.affine:
-        made.weight, made.bias = layer.weight, layer.bias
-    return made
 
 
 # ------------------------------------------------------------------ Warnings
@@ -273,7 +276,6 @@ BY_NAME: dict[str, Callable[..., Optimizer]] = {
     "adam": torch.optim.Adam,
     "adamw": torch.optim.AdamW,
 }
-_WAYS = ("foreach", "fused", "capturable", "differentiable")
 
 
 def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
@@ -300,7 +302,8 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
         and (local_part(p) is p or settings.get("name") != "sgd")
         for p in parameters
     )
-    if "_target_" not in settings and given.keys().isdisjoint(_WAYS) and can_fuse:
+    by_hand = given.keys() & {"foreach", "fused", "capturable", "differentiable"}
+    if "_target_" not in settings and not by_hand and can_fuse:
         given["fused"] = True
     try:
         built = make(parameters, lr=1.0, **given)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import mul
 
 import torch
 from torch import Tensor
@@ -42,7 +43,8 @@ class GradientNorm:
 
     def value(self) -> float:
         """Return the norm; NaN or infinite when a number is."""
-        norm = math.sqrt(sum([part * part for part in to_floats(self._norms)]))
+        norms = to_floats(self._norms)
+        norm = math.sqrt(sum(map(mul, norms, norms)))
         if not math.isfinite(norm) and all(bool(p.isfinite().all()) for p in self._pieces):
             # The squares overflowed, the numbers did not: scale by the largest.
             largest = max(float(p.abs().max()) for p in self._pieces if p.numel())
@@ -62,7 +64,6 @@ class FastReduction:
 
     Args:
         buffers: whose payloads are summed over ranks, in place.
-        group: the ranks.
         slices: the buckets, as `bucket_slices` cuts them.
         owned: the part of each bucket that this rank gets the sum of; by default all of it.
         overlap: False sends everything at the boundary.

@@ -26,7 +26,7 @@ from torch.distributed import DistError
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import (
-    Backoff,
+    backoff,
     listen,
     publish,
     raise_for_verdict,
@@ -141,7 +141,31 @@ def decide(
     spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
 ) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
-    verdict = _verdict(spec, store, me, until)
+    names = [f"rank-{rank}" for rank in range(1, spec.size)]
+    pauses, look = backoff(), 0.0
+    verdict: dict[str, Any] | None = None
+    while verdict is None:
+        now = time.monotonic()
+        stopped = spec.stop_requested()
+        if now >= look:
+            look = now + next(pauses)
+            stopped = stopped or os.path.lexists(_stop_file(spec))
+        if stopped:
+            verdict = {"verdict": "stop"}
+        # The count is unsigned, so it only says when it is worth reading all notes.
+        elif store.count("arrived") >= len(names) or now > until:
+            notes = [store.get(name) for name in names]
+            there = [RankCapabilities(**note) for note in notes if note is not None]
+            if len(there) == len(names):
+                try:
+                    verdict = {"verdict": "go", "transport": choose([me, *there])}
+                except TransportError as error:
+                    verdict = {"verdict": "transport", "message": str(error)}
+            elif now > until:
+                missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
+                verdict = {"verdict": "missing", "ranks": missing}
+        if verdict is None:
+            time.sleep(POLL_S)
     good = verdict["verdict"] == "go"
     if not good:  # ranks that come later still, read it here
         publish(rendezvous_file(spec), {"generation": spec.generation, **verdict})
@@ -152,37 +176,9 @@ def decide(
     return verdict
 
 
-def _verdict(
-    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
-) -> dict[str, Any]:
-    names = [f"rank-{rank}" for rank in range(1, spec.size)]
-    backoff, look = Backoff(), 0.0
-    while True:
-        now = time.monotonic()
-        stopped = spec.stop_requested()
-        if now >= look:
-            look = now + backoff.next()
-            stopped = stopped or os.path.lexists(_stop_file(spec))
-        if stopped:
-            return {"verdict": "stop"}
-        # The count is unsigned, so it only says when it is worth reading all notes.
-        if store.count("arrived") >= len(names) or now > until:
-            notes = [store.get(name) for name in names]
-            there = [RankCapabilities(**note) for note in notes if note is not None]
-            if len(there) == len(names):
-                try:
-                    return {"verdict": "go", "transport": choose([me, *there])}
-                except TransportError as error:
-                    return {"verdict": "transport", "message": str(error)}
-            if now > until:
-                missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
-                return {"verdict": "missing", "ranks": missing}
-        time.sleep(POLL_S)
-
-
 def join(spec: GroupSpec, until: float) -> SecretStore:
     """Connect to the store as soon as its address is published and it answers."""
-    path, backoff = rendezvous_file(spec), Backoff()
+    path, pauses = rendezvous_file(spec), backoff()
     while True:
         content = read_published(path)
         if content is not None:
@@ -204,7 +200,7 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
                     "cluster.interface=eth0, say, chooses the network that nodes meet on"
                 )
             )
-        time.sleep(backoff.next())
+        time.sleep(next(pauses))
 
 
 def _connect(content: dict[str, Any]) -> SecretStore | None:
@@ -230,7 +226,7 @@ def await_verdict(
     try:
         store.set(f"rank-{me.rank}", asdict(me))
         store.count("arrived", 1)
-        stopped, backoff = False, Backoff()
+        stopped, pauses = False, backoff()
         while (verdict := store.get("verdict")) is None:
             if not stopped and spec.stop_requested():
                 _ask_to_stop(spec)
@@ -240,7 +236,7 @@ def await_verdict(
                     f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                     "rank 0, which is there but does not answer"
                 )
-            time.sleep(backoff.next())
+            time.sleep(next(pauses))
         store.count("read", 1)
     except DistError as error:
         published = read_published(rendezvous_file(spec)) or {}

@@ -132,7 +132,6 @@ class ReproducibleReduction:
 
     Args:
         buffers: without a trailer, padded to a multiple of the ranks.
-        group: the ranks.
 
     Attributes:
         buffers: the leaf's gradient during a backward, to which `.grad` is attached; the sum after

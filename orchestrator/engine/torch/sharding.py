@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import json
 import weakref
-from collections.abc import Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import pairwise
@@ -40,7 +40,7 @@ from orchestrator.engine.torch.group import (
     gather_texts,
 )
 from orchestrator.engine.torch.reducer import FastReduction, GradientNorm
-from orchestrator.engine.torch.state import MASTER
+from orchestrator.engine.torch.state import MASTER, restore_optimizer
 from orchestrator.errors import ConfigError, JobError, StateLost
 
 ELEMENTWISE: tuple[type[Optimizer], ...] = tuple(getattr(optim, name) for name in SHARDABLE)
@@ -57,7 +57,6 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
 
     Args:
         optimizer: over the `parameters`, and perhaps some that are not trained.
-        parameters: the trained ones, with names.
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
@@ -96,25 +95,11 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
 class RowReduction(FastReduction):
     """A `FastReduction` that leaves each rank with a part of the sum. The buffers have no trailer.
 
-    Args:
-        buffers, group, slices, owned, overlap: see `FastReduction`.
-        all_ranks: the ranks that exchange rows.
-        counts_in_norm: no other rank has this one's part as well.
+    A subclass sets `_all_ranks`, which exchange rows.
     """
 
-    def __init__(
-        self,
-        buffers: GradientBuffers,
-        group: BaseGroup,
-        slices: Sequence[Slice],
-        *,
-        all_ranks: BaseGroup,
-        owned: Sequence[Slice] | None = None,
-        overlap: bool = False,
-        counts_in_norm: bool = True,
-    ) -> None:
-        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
-        self._all_ranks, self._counts_in_norm = all_ranks, counts_in_norm
+    _all_ranks: BaseGroup
+    _counts_in_norm = True  # no other rank has this one's part as well
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
         """Send the rest, wait for this rank's sums, exchange rows. Collective."""
@@ -166,7 +151,8 @@ class ShardedReduction(RowReduction):
             length = (end - start) // group.size
             first = start + group.rank * length
             owned.append((buffer, first, first + length))
-        super().__init__(buffers, group, slices, owned=owned, overlap=overlap, all_ranks=group)
+        super().__init__(buffers, group, slices, owned=owned, overlap=overlap)
+        self._all_ranks = group
 
     def _send_next(self) -> None:
         number = len(self._in_flight)
@@ -197,21 +183,9 @@ class Piece:
     rounded: Tensor | None = None
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class _Kind:
-    """State of one name and dtype, over the parameters of one buffer."""
-
-    buffer: int
-    key: str
-    dtype: str
-
-    def zeros(self, numbers: int, device: torch.device | str = "cpu") -> Tensor:
-        return torch.zeros(numbers, dtype=getattr(torch, self.dtype), device=device)
-
-
-Layout = dict[int, dict[str, Any]]
-"""By the parameter's number what an optimizer keeps of it: a value, or the `_Kind` of state that
-has the parameter's shape."""
+Layout = dict[int, dict[str, tuple[str, Any]]]
+"""By parameter and name what an optimizer keeps: the dtype of a tensor, "" for what is none, and
+the value, None for a tensor of the parameter's shape."""
 
 
 class OptimizerShard:
@@ -342,25 +316,40 @@ class OptimizerShard:
             sources = [ranks.index(rank) for rank in range(self._group.size)]
             group, is_kept = left, True
         layout = self._gather_layout(group)
-        kinds = {v for held in layout.values() for v in held.values() if isinstance(v, _Kind)}
-        whole: dict[_Kind, Tensor] = {}
+        # State of one name and dtype, over the parameters of one buffer, lies as their weights do.
+        kinds = {
+            (self._slots[number].buffer, key, dtype)
+            for number, held in layout.items()
+            for key, (dtype, value) in held.items()
+            if dtype and value is None
+        }
+        whole: dict[tuple[int, str, str], Tensor] = {}
         for kind in sorted(kinds):  # in the same order on all ranks
-            held = whole[kind] = kind.zeros(self._flats[kind.buffer].numel() if is_kept else 0)
-            for start, bucket in self._buckets(kind):
+            buffer, key, dtype = kind
+            flat, dtype = self._flats[buffer], getattr(torch, dtype)
+            whole[kind] = torch.zeros(flat.numel() if is_kept else 0, dtype=dtype)
+            own: list[tuple[int, Tensor]] = []
+            for slot, pieces in zip(self._slots, self._pieces, strict=True):
+                for piece in pieces if slot.buffer == buffer else ():
+                    value = self._state_of(piece).get(key)
+                    if isinstance(value, Tensor) and value.dtype == dtype:
+                        own.append((slot.start + piece.start, value))
+            for start, end in [(start, end) for b, start, end in self._slices if b == buffer]:
+                bucket = torch.zeros(end - start, dtype=dtype, device=flat.device)
+                for at, value in own:
+                    if start <= at < end:
+                        bucket[at - start : at - start + value.numel()] = value
                 if left is None:
                     group.gather_in_place_async(bucket).wait()
                 else:
                     for segment, source in zip(bucket.chunk(len(sources)), sources, strict=True):
                         broadcast_tensors(left, [segment], source)
                 if is_kept:
-                    held[start : start + len(bucket)] = bucket
+                    whole[kind][start:end] = bucket
         return self._assemble(layout, whole) if is_kept else None
 
-    def load(self, saved: Mapping[str, Any], restore: Any) -> None:
+    def load(self, saved: Mapping[str, Any]) -> None:
         """Load this rank's part of the state of a whole optimizer. Not collective.
-
-        Args:
-            restore: called with the optimizer and this part.
 
         Raises:
             ValueError: it is the state of other parameters.
@@ -394,7 +383,7 @@ class OptimizerShard:
             parts.append({**group, "params": list(range(first, index))})
         self._loads = True
         try:
-            restore(self._optimizer, {"state": states, "param_groups": parts})
+            restore_optimizer(self._optimizer, {"state": states, "param_groups": parts})
         finally:
             self._loads = False
 
@@ -403,7 +392,7 @@ class OptimizerShard:
 
         Every rank that has a piece of a parameter keeps the same, so the first one counts.
         """
-        mine: dict[int, dict[str, tuple[str, Any]]] = {}  # (dtype, value); no value: elementwise
+        mine: Layout = {}
         for number, pieces in enumerate(self._pieces):
             for key, value in self._state_of(pieces[0]).items() if pieces else ():
                 said = "", value
@@ -414,16 +403,7 @@ class OptimizerShard:
         layout: Layout = {}
         for text in gather_texts(group, json.dumps(mine)):
             for number, held in json.loads(text).items():
-                buffer = self._slots[int(number)].buffer
-                kept: dict[str, Any] = {}
-                for key, (dtype, value) in held.items():
-                    if not dtype:
-                        kept[key] = value
-                    elif value is None:
-                        kept[key] = _Kind(buffer, key, dtype)
-                    else:
-                        kept[key] = torch.tensor(value, dtype=getattr(torch, dtype))
-                layout.setdefault(int(number), kept)
+                layout.setdefault(int(number), held)
         return layout
 
     def _state_of(self, piece: Piece) -> Mapping[str, Any]:
@@ -431,36 +411,28 @@ class OptimizerShard:
         state = self._optimizer.state.get(piece.weight, {})
         return state if piece.rounded is None else {**state, MASTER: piece.weight}
 
-    def _buckets(self, kind: _Kind) -> Iterator[tuple[int, Tensor]]:
-        """Yield this rank's numbers of a kind: the start of each bucket, and the bucket."""
-        held: list[tuple[int, Tensor]] = []
-        for slot, pieces in zip(self._slots, self._pieces, strict=True):
-            for piece in pieces if slot.buffer == kind.buffer else ():
-                value = self._state_of(piece).get(kind.key)
-                if isinstance(value, Tensor) and value.dtype == getattr(torch, kind.dtype):
-                    held.append((slot.start + piece.start, value))
-        for buffer, start, end in self._slices:
-            if buffer == kind.buffer:
-                bucket = kind.zeros(end - start, self._flats[buffer].device)
-                for at, value in held:
-                    if start <= at < end:
-                        bucket[at - start : at - start + value.numel()] = value
-                yield start, bucket
-
-    def _assemble(self, layout: Layout, whole: Mapping[_Kind, Tensor]) -> dict[str, Any]:
+    def _assemble(
+        self, layout: Layout, whole: Mapping[tuple[int, str, str], Tensor]
+    ) -> dict[str, Any]:
         """Return a `state_dict()` as that of an optimizer that is not sharded."""
         states: dict[int, dict[str, Any]] = {}
         groups: list[dict[str, Any]] = []
-        index = 0
+        first = 0
         for numbers, group in zip(self._groups, self._optimizer.param_groups, strict=True):
-            groups.append({**group, "params": list(range(index, index + len(numbers)))})
-            for number in numbers:
-                if number in layout:
-                    states[index] = {
-                        key: self._slots[number].view(whole[v]) if isinstance(v, _Kind) else v
-                        for key, v in layout[number].items()
-                    }
-                index += 1
+            indices = range(first, first + len(numbers))
+            groups.append({**group, "params": list(indices)})
+            first = indices.stop
+            for index, number in zip(indices, numbers, strict=True):
+                if number is None or number not in layout:
+                    continue
+                slot, state = self._slots[number], dict[str, Any]()
+                for key, (dtype, value) in layout[number].items():
+                    state[key] = value
+                    if dtype and value is None:
+                        state[key] = slot.view(whole[slot.buffer, key, dtype])
+                    elif dtype:
+                        state[key] = torch.tensor(value, dtype=getattr(torch, dtype))
+                states[index] = state
         return {"state": states, "param_groups": groups}
 
 

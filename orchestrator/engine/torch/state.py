@@ -128,42 +128,33 @@ def load_optimizer(
     folder: Path,
     packed: Any,
     restore: Callable[[dict[str, Any]], None],
-    parameters: Held = lambda _: None,
+    optimizers: Mapping[str, Optimizer],
 ) -> None:
     """Read the optimizer's state that a `Snapshot` wrote, and have `restore` take it.
+
+    Args:
+        optimizers: by the names under which their states were packed, "" for the only one.
 
     Raises:
         RunFolderError: it is another optimizer's state.
     """
-    saved = unpack(packed, _read_saved(folder, OPTIMIZER, parameters))
-    try:
-        restore(saved)
-    except (ValueError, KeyError) as error:
-        raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
-
-
-def parameters_of(optimizers: Mapping[str, Optimizer]) -> Held:
-    """Return a function that finds the parameter to which a tensor of an optimizer's state belongs.
-
-    Args:
-        optimizers: by the names under which their states were packed.
-
-    >>> weight = torch.nn.Parameter(torch.ones(2))
-    >>> parameters_of({"": torch.optim.SGD([weight])})("state.0.momentum_buffer") is weight
-    True
-    """
-    lists = {
+    parameters = {
         name: [p for group in optimizer.param_groups for p in group["params"]]
         for name, optimizer in optimizers.items()
     }
 
-    def parameter(path: str) -> Tensor | None:
+    def held(path: str) -> Tensor | None:
+        """Return the parameter that state belongs to, from a path as in state.0.exp_avg."""
         found = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
-        known = lists.get(found[1] or "", []) if found else []
+        known = parameters.get(found[1] or "", []) if found else []
         number = int(found[2]) if found else 0
         return known[number] if number < len(known) else None
 
-    return parameter
+    saved = unpack(packed, _read_saved(folder, OPTIMIZER, held))
+    try:
+        restore(saved)
+    except (ValueError, KeyError) as error:
+        raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
 
 
 MASTER = "master"
@@ -388,15 +379,12 @@ def _read_saved(folder: Path, kind: str, held: Held = lambda _: None) -> dict[st
 SMALL = 4096
 """Numbers of a tensor that is copied at once."""
 
-_PINNED_BYTES = 2**26
-
 
 class Snapshot:
     """A checkpoint's tensors, and the rest of it as what JSON holds. Until `keep` the tensors are
     the live ones.
 
     Args:
-        model: its weights and buffers are saved.
         optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
         extra: further entries of the rest.
         part: the number of this rank's part of the checkpoint where ranks save it in parts, -1 on
@@ -419,8 +407,9 @@ class Snapshot:
         states: dict[str, Tensor] = {}
         packed = pack(optimizer, states, "")
         self._extra = {"model": rest, "optimizer": packed, **extra}
-        self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
-        if part is not None:
+        if part is None:
+            self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
+        else:
             both = {_PREFIXES[WEIGHTS] + name: tensor for name, tensor in weights.items()}
             both |= {_PREFIXES[OPTIMIZER] + name: tensor for name, tensor in states.items()}
             shards = _prepared_shards(both, with_whole=part == 0)
@@ -447,14 +436,35 @@ class Snapshot:
     def take(self) -> None:
         """Copy the rest, in any thread. Sets `taken` even if it fails."""
         try:
-            devices = [tensors[key].device for tensors, key in self._later if tensors[key].is_cuda][
-                :1
-            ]
-            with _copy_in_background(self._computed, *devices) as copy:
+            if self._computed is not None:
+                self._take_from_gpu()
+            else:
                 for tensors, key in self._later:
-                    tensors[key] = copy(tensors[key])
+                    tensors[key] = _copy(tensors[key])
         finally:
             self.taken.set()
+
+    def _take_from_gpu(self) -> None:
+        """Copy the rest without holding up the training's kernels.
+
+        A plain copy would queue up in the stream of the training, and pageable memory makes it
+        slow. So this one has a stream of its own, which first waits for `_computed`, and pinned
+        memory. Other accelerators take the plain one.
+        """
+        piece_bytes = 2**26
+        pinned = torch.empty(piece_bytes, dtype=torch.uint8, pin_memory=True)
+        stream = torch.cuda.Stream(self._computed.device)
+        with torch.cuda.stream(stream):
+            stream.wait_event(self._computed)
+            for tensors, key in self._later:
+                whole = torch.empty(tensors[key].shape, dtype=tensors[key].dtype)
+                sources = bytes_of(tensors[key]).split(piece_bytes)
+                targets = bytes_of(whole).split(piece_bytes)
+                for source, target in zip(sources, targets, strict=True):
+                    pinned[: len(source)].copy_(source, non_blocking=True)
+                    stream.synchronize()
+                    target.copy_(pinned[: len(source)])
+                tensors[key] = whole
 
     def save_state(self, folder: Path) -> dict[str, Any]:
         """Write the tensors as safetensors; give the rest as what JSON can hold."""
@@ -473,35 +483,3 @@ class Snapshot:
 def _copy(tensor: Tensor) -> Tensor:
     """Return a contiguous copy in the host's memory."""
     return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
-
-
-@contextmanager
-def _copy_in_background(
-    computed: Any, device: torch.device | None = None
-) -> Generator[Callable[[Tensor], Tensor]]:
-    """Yield `_copy`, or for a GPU a function like it that does not hold up the training's kernels.
-
-    A plain copy would queue up in the stream of the training, and pageable memory makes it slow. So
-    this one has a stream of its own, which first waits for `computed`, and pinned memory. Other
-    accelerators take the plain one.
-    """
-    if computed is None:
-        yield _copy
-        return
-    pinned = torch.empty(_PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
-    stream = torch.cuda.Stream(device)
-
-    def copy(tensor: Tensor) -> Tensor:
-        whole = torch.empty(tensor.shape, dtype=tensor.dtype)
-        parts = zip(
-            bytes_of(tensor).split(_PINNED_BYTES), bytes_of(whole).split(_PINNED_BYTES), strict=True
-        )
-        for source, target in parts:
-            pinned[: len(source)].copy_(source, non_blocking=True)
-            stream.synchronize()
-            target.copy_(pinned[: len(source)])
-        return whole
-
-    with torch.cuda.stream(stream):
-        stream.wait_event(computed)
-        yield copy

@@ -17,10 +17,11 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import chain
 from typing import Any
 from weakref import WeakSet
 
@@ -39,10 +40,7 @@ from orchestrator.rundir.program_link import WORLD as RUN_RANKS
 # ------------------------------------------------------------------ Tensors that gloo holds
 
 
-_PATIENCE_S = 30.0  # what is kept is done: its thread only has to get a processor
-_LOOK_EVERY_S = 0.001
-_OURS = 3  # Python's count of a tensor without other references: the list, `t`, and the argument
-
+_POLL_S = 0.001
 
 _kept_for_gloo: list[Tensor] = []
 """Views without other references in Python, until gloo's threads have let go of them."""
@@ -50,17 +48,19 @@ _kept_for_gloo: list[Tensor] = []
 
 def _in_use(tensors: list[Any]) -> list[Tensor]:
     """Return those with references besides this list. `_use_count` has no public name."""
-    return [t for t in tensors if t._use_count() > 1 or sys.getrefcount(t) > _OURS]
+    # Python counts three without others: the list, `t`, and the argument of getrefcount.
+    return [t for t in tensors if t._use_count() > 1 or sys.getrefcount(t) > 3]
 
 
 @atexit.register
 def _wait_for_gloo() -> None:
     """Return when no other thread holds any, or after half a minute."""
-    until = time.monotonic() + _PATIENCE_S
-    while _kept_for_gloo and time.monotonic() < until:
+    until = time.monotonic() + 30.0  # their operations are done: threads only need a processor
+    while time.monotonic() < until:
         _kept_for_gloo[:] = _in_use(_kept_for_gloo)
-        if _kept_for_gloo:
-            time.sleep(_LOOK_EVERY_S)
+        if not _kept_for_gloo:
+            return
+        time.sleep(_POLL_S)
 
 
 # ------------------------------------------------------------------ Collectives in flight
@@ -74,8 +74,6 @@ _LOST = re.compile(
     r"time[sd]? ?out|timing out|unhandled system error|communicator was aborted",
     re.IGNORECASE,
 )
-_TAG = 0
-
 _windows_of: dict[int, WeakSet[Any]] = {}
 """Open windows of all groups that wrap the same process group, by its `id`."""
 
@@ -112,7 +110,8 @@ class TransportWork:
         group = self.group
         with peer_lost_during(self.operation, group.rank), for_others(self.operation):
             self.work.wait(*(() if group.wait_timeout is None else (group.wait_timeout,)))
-        group.refuse_results(self.operation)
+        if group.aborted:
+            raise group.aborted_error(self.operation)
         self.work = None
         if group.transport == "gloo":
             _kept_for_gloo[:] = [*_in_use(_kept_for_gloo), *self.tensors]
@@ -130,7 +129,7 @@ class PairwiseExchange:
         group: gloo's, whose errors are for the caller to translate.
         into: a place for every rank's piece; the one of this rank is left alone.
         pieces: one for every rank. Empty ones do not travel: both ends know that they are.
-        at_once: start all turns at once; otherwise `wait` starts the next.
+        at_once: start all turns at once; otherwise only the first, and `wait` the others.
     """
 
     def __init__(
@@ -140,42 +139,38 @@ class PairwiseExchange:
         into: Sequence[Tensor],
         pieces: Sequence[Tensor],
         *,
-        at_once: bool = False,
+        at_once: bool,
     ) -> None:
-        self._group, self._rank, self._into, self._pieces = group, rank, into, pieces
-        self._turn, self._at_once = 0, at_once
-        self._under_way: list[Any] = []
-        self._next()
+        self._turns = self._start_turns(group, rank, into, pieces)
+        self._started = list(self._turns) if at_once else [next(self._turns)]
+
+    @staticmethod
+    def _start_turns(
+        group: Any, rank: int, into: Sequence[Tensor], pieces: Sequence[Tensor]
+    ) -> Iterator[list[Any]]:
+        """Start a turn each time that the next one is asked for; yield what it waits for."""
+        size, tag = len(pieces), 0
+        for turn in range(1, size):
+            to, source = (rank + turn) % size, (rank - turn) % size
+            works: list[Any] = []
+            if into[source].numel():
+                works.append(group.recv([into[source]], source, tag))
+            if pieces[to].numel():
+                works.append(group.send([pieces[to]], to, tag))
+            yield works
 
     def wait(self) -> None:
-        while self._under_way:
-            for work in self._under_way:
+        for works in chain(self._started, self._turns):
+            for work in works:
                 work.wait()
-            self._next()
-        self._into = self._pieces = ()
-
-    def _next(self) -> None:
-        size, self._under_way = len(self._pieces), []
-        while self._turn < size - 1 and (self._at_once or not self._under_way):
-            self._turn += 1
-            to, source = (self._rank + self._turn) % size, (self._rank - self._turn) % size
-            if self._into[source].numel():
-                self._under_way.append(self._group.recv([self._into[source]], source, _TAG))
-            if self._pieces[to].numel():
-                self._under_way.append(self._group.send([self._pieces[to]], to, _TAG))
+        self._started = []
 
 
 # ------------------------------------------------------------------ TorchGroup
 
 
-_RANKS = ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE")
-"""Variables in which launchers state how many processes they have started."""
 _DEVICE_BACKENDS = ("nccl", "hccl")
 """Backends whose waits block a stream of the device, and not the thread."""
-_NEVER_SENT = 99  # a tag
-_CLOSE_TIMEOUT_S = 10.0
-_DIRECT_BYTES = 2**18  # below that, one call is quicker than many
-_SUMS_AT_ONCE = 2  # of gloo's, each with memory of its own
 
 
 class TorchGroup(BaseGroup):
@@ -188,7 +183,6 @@ class TorchGroup(BaseGroup):
             time-out NCCL blocks this thread too, aborts the communicator when the time is up, and
             raises here. Without one its watchdog would end the process with SIGABRT, on every rank
             that only waited.
-        base: arguments of `BaseGroup`.
     """
 
     def __init__(
@@ -197,8 +191,9 @@ class TorchGroup(BaseGroup):
         super().__init__(**base)
         self._group = process_group
         self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
-        self._aborted = False
-        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(_SUMS_AT_ONCE)]
+        self.aborted = False
+        # Of gloo's sums that may be under way, two at a time.
+        self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._summing: deque[ChainedWork] = deque()
         self._parts_of_one = 0  # what gloo counts of a collective of ours, beyond the one
 
@@ -275,14 +270,14 @@ class TorchGroup(BaseGroup):
         if self.replicate_group is not None:
             self.replicate_group.interrupt()
         if self.transport == "nccl" and self._group is not None:
-            self._aborted = True  # before: a wait that the abort ends returns without a result
+            self.aborted = True  # before: a wait that the abort ends returns without a result
             self._group.abort()
         group: Any = self._group
         for peer in range(self.size) if self.transport == "gloo" and self.size > 1 else ():
             try:
                 if peer != self.rank:
-                    nothing = [torch.empty(1)]
-                    group.recv(nothing, peer, _NEVER_SENT).wait(timedelta(milliseconds=1))
+                    nothing = [torch.empty(1)]  # is never sent with this tag
+                    group.recv(nothing, peer, 99).wait(timedelta(milliseconds=1))
             except RuntimeError as error:  # this one, or what was wrong with that peer already
                 if "Timed out" in str(error):
                     return
@@ -292,25 +287,25 @@ class TorchGroup(BaseGroup):
         read this one's memory, and rank 0 hosts the store, which this uses.
         """
         store: Any = self.store
-        if self.transport not in _DEVICE_BACKENDS or store is None or self._aborted:
+        if self.transport not in _DEVICE_BACKENDS or store is None or self.aborted:
             return
         torch.accelerator.synchronize(self.device)
         try:
             store.count("left", 1)
-            until = time.monotonic() + _CLOSE_TIMEOUT_S
+            until = time.monotonic() + 10.0
             while store.count("left") < self.size and time.monotonic() < until:
-                time.sleep(_LOOK_EVERY_S)
+                time.sleep(_POLL_S)
         except dist.DistError:
             return  # rank 0 has seen all others, and is gone
 
-    def refuse_results(self, operation: str) -> None:
-        """Raise `PeerLost` once the group was aborted: its results are invalid."""
-        if self._aborted:
-            raise PeerLost(f"rank {self.rank} lost a peer during {operation}: it was broken off")
+    def aborted_error(self, operation: str) -> PeerLost:
+        """Return the error of an operation on an aborted group, whose results are invalid."""
+        return PeerLost(f"rank {self.rank} lost a peer during {operation}: it was broken off")
 
     def _start(self, operation: str, call: Callable[[list[Tensor]], Any], *tensors: Tensor) -> Work:
-        self.refuse_results(operation)
-        views = [tensor.detach() for tensor in tensors]  # of this call's own: see `TransportWork`
+        if self.aborted:
+            raise self.aborted_error(operation)
+        views = list(map(Tensor.detach, tensors))  # of this call's own: see `TransportWork`
         with peer_lost_during(operation, self.rank):
             work = call(views)
         return TransportWork(work, operation, self, views)
@@ -319,8 +314,8 @@ class TorchGroup(BaseGroup):
         return self._start("all_reduce_sum", self._group.allreduce, flat)  # sums by default
 
     def _start_gather(self, parts: list[Tensor], flat: Tensor) -> Work:
-        # Equally large on all ranks, so all choose alike.
-        if self._sends_directly(flat) and flat.nbytes >= _DIRECT_BYTES:
+        # Equally large on all ranks, so all choose alike: for few bytes one call is quicker.
+        if self._sends_directly(flat) and flat.nbytes >= 2**18:
             if parts[self.rank].data_ptr() != flat.data_ptr():
                 parts[self.rank].copy_(flat)
             return self._start_pairwise("all_gather", parts, [flat] * self.size)
@@ -434,7 +429,8 @@ def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
         gloo = str(dist.get_backend()).lower() == "gloo"
         on_device = torch.device(device).type != "cpu" and not gloo
         return TorchGroup.wrap(dist.group.WORLD, device=device if on_device else None)
-    for name in _RANKS:
+    # Variables in which launchers state how many processes they have started.
+    for name in ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if (ranks := os.environ.get(name, "")).isdecimal() and int(ranks) > 1:
             raise ConfigError(
                 f"{name}={ranks}, but torch.distributed.init_process_group() was not called, so "
@@ -452,7 +448,6 @@ class RankCapabilities:
     """Report of a rank at its arrival.
 
     Attributes:
-        node: name of its node.
         transport: the one that it was configured with.
         gpu: identity of its own GPU, unique in the world, or "" when it has none. As for NCCL,
             ranks with different NCCL_HOSTID have different ones.

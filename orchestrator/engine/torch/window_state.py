@@ -41,7 +41,6 @@ class WindowState:
     """State of one accumulator's window.
 
     Args:
-        model: what the accumulator was given.
         named: all parameters of the model, trained or not.
         trained: those that are.
         optimizer, group, options: the accumulator's. With `options.silent` collectives on `group`
@@ -51,7 +50,6 @@ class WindowState:
     Attributes:
         update: the number of the window's update; -1 before the first.
         mark: of the group's traffic at the window's start.
-        micro_steps: since the window began.
         open: a window has begun and not ended.
         error_breaks: what becomes unusable on this rank if the current call raises: "window",
             "accumulator", or "" where all ranks fail alike.
@@ -86,7 +84,6 @@ class WindowState:
         self._agreed: dict[str, float] = {}
         self.mark, self._transport_mark = group.mark(), 0
         self.overlaps = False  # another accumulator's window was open on this group meanwhile
-        self._warn_about_layers()
 
     @contextmanager
     def within(self, call: str) -> Generator[None]:
@@ -152,8 +149,14 @@ class WindowState:
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._undeclared = None, None
-        if self._norms:
-            self._warn_about_layers()
+        if any(map(_TRAINING, self._norms.values())):
+            warnings.warn(
+                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
+                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
+                "optimizer is built",
+                stacklevel=4,  # of who calls backward() or begin_window()
+            )
+            self._norms = {}
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {
@@ -171,16 +174,6 @@ class WindowState:
         if self._silent:
             self._group.silence = f"in mid-window of update {self.update}"
 
-    def _warn_about_layers(self) -> None:
-        if any(layer.training for layer in self._norms.values()):
-            warnings.warn(
-                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
-                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
-                "optimizer is built",
-                stacklevel=5,
-            )
-            self._norms = {}
-
     def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
         """Begin a backward of the accumulator, or note one of other code.
 
@@ -193,7 +186,8 @@ class WindowState:
         Raises:
             JobError: the last one was there already, or one failed.
         """
-        self._refuse_broken()
+        if self._broken is not None:
+            raise self._broken_error()
         if not self._settings:
             self._settings = self._settings_now()
         if self._last_done and not recorded:
@@ -239,7 +233,8 @@ class WindowState:
                 f"a backward reached {self._names[self._undeclared]} without the accumulator's "
                 f"knowledge, {_REMEDY}"
             )
-        self._refuse_broken()
+        if self._broken is not None:
+            raise self._broken_error()
         self.open, self._undeclared, self.error_breaks = False, None, "accumulator"
         self._group.silence = None
         self._group.open_windows.discard(self)
@@ -299,13 +294,12 @@ class WindowState:
         """Refuse all further calls."""
         self._unusable = "this accumulator was closed; build another one for the model"
 
-    def _refuse_broken(self) -> None:
-        if self._broken is not None:
-            raise JobError(
-                f"update {self.update} cannot be ended, since its gradients on this rank are not "
-                f"those of its micro-steps: {self._broken}. begin_window() begins it anew, with "
-                "all of this rank's micro-steps"
-            )
+    def _broken_error(self) -> JobError:
+        return JobError(
+            f"update {self.update} cannot be ended, since its gradients on this rank are not "
+            f"those of its micro-steps: {self._broken}. begin_window() begins it anew, with "
+            "all of this rank's micro-steps"
+        )
 
 
 # ------------------------------------------------------------------ Windows of `run.windows`
@@ -321,8 +315,6 @@ class MicroBatchTracker:
 
     Attributes:
         taken: micro-batches of this window that were handed out so far, in this pass over them.
-        computed: micro-steps of this window.
-        report: of the latest boundary.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
@@ -330,11 +322,12 @@ class MicroBatchTracker:
         self.taken = self.computed = 0
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one
-        self._update, self._leaves, self._total = -1, (), 0
+        self._update, self._total = -1, 0
+        self._leaves: Sequence[int | None] = ()
 
-    def begin(self, update: int, micro_batches: int, leaves: Sequence[int]) -> None:
-        """Begin a window with this rank's number of micro-batches, and its leaves if any."""
-        self._where, self._update, self._total = None, update, micro_batches
+    def begin(self, update: int, leaves: Sequence[int | None]) -> None:
+        """Begin a window with one leaf, or None, for each of this rank's micro-batches."""
+        self._where, self._update, self._total = None, update, len(leaves)
         self.taken = self.computed = 0
         self._leaves = leaves
 
@@ -351,7 +344,7 @@ class MicroBatchTracker:
                 f"{self.taken} of its {self._total} micro-batches were taken: take each from the "
                 "window, and compute it once"
             )
-        its_leaf = self._leaves[self.computed] if self._leaves else None
+        its_leaf = self._leaves[self.computed]
         is_last = self.taken == self._total
         if (last and not is_last) or leaf not in (None, its_leaf):
             raise JobError(

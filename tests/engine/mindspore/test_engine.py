@@ -115,6 +115,30 @@ def test_state_that_is_loaded_in_mid_training_or_anew_gives_the_same_bits(
         assert one.weights_sha256() == ended
 
 
+class Drawing(list):
+    def __getitem__(self, index):
+        return np.random.rand(2).astype(np.float32) + super().__getitem__(index)
+
+
+class Random(jobs.Weighted):
+    def dataset(self):
+        return Drawing(range(9))
+
+
+@pytest.mark.parametrize("augments", [False, True])
+def test_what_a_data_set_draws_depends_on_seed_and_position_alone(augments, monkeypatch):
+    monkeypatch.setattr(Random, "augments", augments, raising=False)
+
+    def drawn(seed, state):
+        engine = built(Random(), seed=seed)
+        np.random.seed(state)  # as another update would leave it
+        work = make_window(1, [(0, 3), (3, 2)]).micro_batches
+        return [batch.asnumpy().tolist() for batch in engine.batches(work)]
+
+    assert drawn(3, state=1) == drawn(3, state=2)
+    assert drawn(3, state=1) != drawn(4, state=1)
+
+
 def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path):
     """Groups of ranks do so under jit, see `program`."""
     engine, split = built(jobs.Steep(), mode="pynative", precision="float16"), [31, 30]

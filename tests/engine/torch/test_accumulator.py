@@ -2,6 +2,7 @@
 
 import gc
 import math
+import warnings
 import weakref
 
 import pytest
@@ -308,6 +309,17 @@ def test_every_way_to_step_takes_the_step_of_a_plain_loop(kind, way):
     torch.testing.assert_close(train(accumulates=True), train(accumulates=False))
 
 
+def test_batch_norm_is_warned_of_once_in_the_line_that_begins_a_window():
+    model = _model(nn.BatchNorm1d(1))
+    ours, _ = _accumulator(TorchGroup.alone(), model)
+    for update in range(2):
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            ours.backward(_loss(model))
+        ours.boundary()
+        assert [one.filename for one in found] == [__file__] * (update == 0)
+
+
 def test_an_expected_weight_that_cannot_be_one_is_refused():
     ours, model = _accumulator(TorchGroup.alone())
     for wrong in (0.0, -1.0, math.nan, math.inf):
@@ -316,6 +328,19 @@ def test_an_expected_weight_that_cannot_be_one_is_refused():
     ours.begin_window(expected_weight=2.0)
     with pytest.raises(ConfigError, match=r"record\(\) is not for `expected_weight`"):
         ours.record(_loss(model))
+
+
+def test_a_window_that_could_not_begin_keeps_nothing_of_the_one_before():
+    ours, model = _accumulator(TorchGroup.alone())
+    ours.backward(_loss(model))
+    ours.boundary()
+    with pytest.raises(ValueError, match="learning_rate"):
+        ours.begin_window(learning_rate=-1.0)
+    with pytest.raises(JobError, match="begins it anew"):
+        ours.backward(_loss(model))
+    ours.begin_window(learning_rate=0.1)
+    ours.backward(_loss(model))
+    assert ours.boundary().micro_steps == 1
 
 
 def test_a_recorded_backward_under_float16_is_refused_as_it_was_not_scaled():

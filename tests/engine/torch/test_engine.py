@@ -12,8 +12,8 @@ from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch.consistency_checks import machine_warning, versions
 from orchestrator.engine.torch.model import moved
-from orchestrator.engine.torch.start_checks import machine_warning, versions
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.testing.threads import run_in_threads
@@ -98,9 +98,9 @@ def test_ranks_on_other_machines_are_named():
     rows = [[1.0], [1.0], [2.0]]
     assert minority_ranks(rows) == [2]
     assert minority_ranks(rows[1:]) == [1]
-    [sentence] = machine_warning(rows, "reproducible")
+    [sentence] = machine_warning(lambda _: rows, "reproducible")
     assert sentence.startswith("rank 2 computes with another version of torch")
-    assert machine_warning(rows[:2], "fast") == []
+    assert machine_warning(lambda _: rows[:2], "fast") == []
 
 
 class Sparse(Curve):

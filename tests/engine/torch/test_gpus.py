@@ -13,14 +13,15 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from orchestrator import Loss
+from orchestrator.engine.common.replicas import WeightRange
 from orchestrator.engine.torch import (
     Accumulator,
     TorchGroup,
+    consistency_checks,
     form_group,
     group,
     rendezvous,
     transports,
-    window_checks,
 )
 from orchestrator.errors import PeerLost, TransportError
 from orchestrator.testing import threads
@@ -271,9 +272,10 @@ def test_gloo_refuses_to_exchange_addresses_of_a_device():
 
 
 def test_digests_on_a_device_are_those_on_the_cpu(monkeypatch):
-    monkeypatch.setattr(window_checks, "_ROWS", 2)
+    monkeypatch.setattr(consistency_checks, "_ROWS", 2)
     drawn = torch.Generator().manual_seed(0)
     sizes = (7, 7, 7, 3, 7, 1)
     parts = [torch.randint(-(2**31), 2**31, (n,), generator=drawn).int() for n in sizes]
-    together = window_checks._sums_together(parts)
-    assert [int(one) for one in together] == [int(window_checks._sum_of(part)) for part in parts]
+    together = consistency_checks._sums_together(parts)
+    whole = [WeightRange(number, 0, size) for number, size in enumerate(sizes)]
+    assert [int(one) for one in together] == consistency_checks.digests_of(parts, whole)

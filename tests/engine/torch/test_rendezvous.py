@@ -261,13 +261,6 @@ def stores(whole, request):
     return [SecretStore(whole, request.node.name) for _ in range(2)]
 
 
-def test_a_value_set_by_one_rank_is_read_by_the_other(stores):
-    mine, theirs = stores
-    assert theirs.get("verdict") is None
-    mine.set("verdict", {"error": "ä", "ranks": [1, 2]})
-    assert theirs.get("verdict") == mine.get("verdict") == {"error": "ä", "ranks": [1, 2]}
-
-
 def test_values_of_a_writer_without_the_secret_are_ignored(stores, whole):
     """As seen in the store's own list of keys, or on the network."""
     mine, theirs = stores

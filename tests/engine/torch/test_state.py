@@ -64,7 +64,9 @@ def _save(model, optimizer, folder):
 
 
 def _load(optimizer, folder, packed):
-    load_optimizer(folder, packed, lambda saved: restore_optimizer(optimizer, saved))
+    load_optimizer(
+        folder, packed, lambda saved: restore_optimizer(optimizer, saved), {"": optimizer}
+    )
 
 
 def _trained(kind, **settings):

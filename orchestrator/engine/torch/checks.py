@@ -1,0 +1,343 @@
+"""Checks that a rank makes alone: arguments, models, optimizers, losses, samples.
+
+What has to be the same on all ranks is checked in `consistency_checks`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Sequence
+from numbers import Real
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.boundary import MOST_RANKS
+from orchestrator.engine.common.job_checks import check_loss
+from orchestrator.engine.torch.buffers import HALVES, is_sharded
+from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.loader import collate_of
+from orchestrator.engine.torch.model import in_evaluation, kept_buffers, seed_everything
+from orchestrator.errors import ConfigError, JobError
+from orchestrator.job import Loss
+from orchestrator.rundir.warnings import warn
+from orchestrator.units import first_few
+
+
+def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> list[Any] | Module:
+    """Return the model; parameters become a list. Raises `ConfigError` for anything else."""
+    if not isinstance(group, BaseGroup):
+        raise ConfigError(
+            "group must be a TorchGroup: TorchGroup.wrap(torch.distributed.group.WORLD) after "
+            "init_process_group(), or TorchGroup.alone() for one process; but it is "
+            f"{_describe(group)}"
+        )
+    if group.size > MOST_RANKS:
+        raise ConfigError(f"sums stay exact up to {MOST_RANKS} ranks, but there are {group.size}")
+    if isinstance(options.metric_names, str):
+        raise ConfigError(
+            f"metric_names must be a list of names, as in [{options.metric_names!r}], but is the "
+            f"text {options.metric_names!r}"
+        )
+    clip_norm = options.clip_norm
+    if clip_norm is not None and not (_is_number(clip_norm) and clip_norm > 0):
+        raise ConfigError(f"clip_norm must be a number above 0, but is {clip_norm!r}")
+    if isinstance(model, Module):
+        return model
+    expected = "model must be a torch.nn.Module, or its parameters (with or without names)"
+    if not isinstance(model, Iterable):
+        raise ConfigError(f"{expected}; but it is {_describe(model)}")
+    items: list[Any] = list(cast("Iterable[Any]", model))
+    for item in items:
+        pair: Any = item
+        named = isinstance(item, tuple) and len(pair) == 2 and isinstance(pair[1], Tensor)
+        if not (named or isinstance(item, Tensor)):
+            raise ConfigError(f"{expected}; but it holds {_describe(item)}")
+    return items
+
+
+def finite_float(name: str, value: Any, *, least: str = "0 or more") -> float:
+    """Return `value` as a finite float.
+
+    Args:
+        least: "0 or more", or "above 0".
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if _is_number(value) and 0 <= float(value) < float("inf") and (value or least != "above 0"):
+        return float(value)
+    raise ValueError(f"`{name}` must be {least}, but is {value!r}")
+
+
+def _is_number(value: Any) -> bool:
+    plain = value.item() if isinstance(value, Tensor) and value.numel() == 1 else value
+    return False if isinstance(plain, bool) else isinstance(plain, Real)
+
+
+def _describe(value: Any) -> str:
+    if value is None or isinstance(value, (int, float, str)):
+        return repr(value)
+    return f"the class {value.__name__}" if isinstance(value, type) else f"a {type(value).__name__}"
+
+
+# ------------------------------------------------------------------ Models and optimizers
+
+
+_REDUCES_ITSELF = {  # by the names of torch's classes: to import them would take a second
+    "DistributedDataParallel": "give the accumulator the module within, model.module, and call "
+    "that one in your loop",
+    "FullyShardedDataParallel": "shard it with fully_shard, the second version of FSDP",
+}
+
+
+def check_supported(
+    model: Module | list[Any], optimizer: Optimizer
+) -> tuple[list[tuple[str, Tensor]], list[tuple[str, Tensor]]]:
+    """Return all named parameters of `model`, and the trained ones, each once.
+
+    Raises:
+        JobError: there is nothing to train.
+        ConfigError: a wrapper or a parameter that cannot be served, or the optimizer is another
+            model's.
+    """
+    if isinstance(model, Module):
+        named = list(model.named_parameters())
+        for name, layer in model.named_modules():
+            for kind in type(layer).__mro__:
+                if kind.__name__ in _REDUCES_ITSELF and kind.__module__.startswith("torch."):
+                    where = f"layer {name}" if name else "the model"
+                    raise ConfigError(
+                        f"{where} is wrapped in {kind.__name__}, which reduces gradients by itself "
+                        f"in every backward: {_REDUCES_ITSELF[kind.__name__]}"
+                    )
+    else:
+        named = [
+            (f"parameter {number}", item) if isinstance(item, Tensor) else item
+            for number, item in enumerate(model)
+        ]
+    found: dict[int, tuple[str, Tensor]] = {}  # shared ones count once, under their first name
+    for name, parameter in named:
+        if parameter.requires_grad:
+            found.setdefault(id(parameter), (name, parameter))
+    if not found:
+        raise JobError("the model has no parameter to train: none has requires_grad=True")
+    parameters = list(found.values())
+    by_fsdp = isinstance(model, Module) and is_fully_sharded(model)
+    for name, parameter in parameters:
+        if reason := _unsupported_reason(parameter, by_fsdp=by_fsdp):
+            raise ConfigError(f"parameter {name} {reason}")
+    kind = type(optimizer).__name__
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    for parameter in stepped:
+        if parameter.requires_grad and id(parameter) not in found:
+            raise ConfigError(
+                f"the {kind} has a parameter of shape {tuple(parameter.shape)} that the "
+                "accumulator does not train, so its gradient would not be reduced: is it of "
+                "another model, or of this one before it was copied or moved? Build the "
+                "optimizer from the parameters that the accumulator is given"
+            )
+    stepped_ids = set(map(id, stepped))
+    lacking = [name for known, (name, _) in found.items() if known not in stepped_ids]
+    if lacking:
+        raise ConfigError(
+            f"the {kind} lacks {first_few(lacking, 1)}, which no step would change: add it to the "
+            "optimizer, or freeze it with requires_grad_(False) before the accumulator is built"
+        )
+    return named, parameters
+
+
+def is_fully_sharded(model: Module) -> bool:
+    """Return whether `fully_shard` was called on a part of the model."""
+    return any(
+        kind.__name__ == "FSDPModule" for layer in model.modules() for kind in type(layer).__mro__
+    )
+
+
+def _unsupported_reason(parameter: Any, *, by_fsdp: bool) -> str | None:
+    if parameter.device.type == "meta":
+        return "is on the meta device, without numbers: give the model memory before (to_empty)"
+    if is_sharded(parameter):
+        unsharded = (
+            "is a DTensor that no fully_shard() made: give it the plain model, with "
+            "shard_optimizer=True say, or one that fully_shard() has sharded"
+        )
+        return None if by_fsdp else unsharded
+    if isinstance(parameter, UninitializedParameter):
+        return "has no shape yet, as it is a lazy layer's: call the model once before"
+    plain: Any = torch.nn.Parameter
+    if type(parameter).__torch_dispatch__ is not plain.__torch_dispatch__:
+        kind = type(parameter).__name__
+        return f"is a {kind}, not a plain tensor: its gradient cannot be laid in flat buffers"
+    if parameter.dtype in HALVES and not hasattr(parameter, "grad_dtype"):
+        return (
+            f"is {parameter.dtype}, whose gradients add up in float32, which torch "
+            f"{torch.__version__} cannot do: use torch 2.13, or float32 parameters with "
+            "train.precision=bfloat16"
+        )
+    if parameter.layout is not torch.strided:
+        return f"is stored as {parameter.layout}; parameters have to be dense"
+    if not parameter.is_leaf:
+        return "was computed from other tensors: give the accumulator what it was computed from"
+    return None
+
+
+# ------------------------------------------------------------------ Losses
+# `Loss` takes sums, and a mean is the commonest mistake: `cross_entropy` returns one by default.
+# The last operations of the loss's graph reveal it, for the price of reading a name or two.
+
+
+_ONLY_PASS = ("ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Alias", "ReshapeAlias", "Div")
+_SUMS = ("Add", "Sub")
+
+
+def averaged_by(node: Any, depth: int = 8) -> str | None:
+    """Return the operation that made a tensor a mean; None if it is none, or unknown.
+
+    A mean that was multiplied afterwards is ignored: it may be a sum again.
+
+    >>> x = torch.ones(4, requires_grad=True)
+    >>> [averaged_by(y.grad_fn) for y in (x.mean() / 2, x.mean() * 4, x.sum())]
+    ['mean()', None, None]
+    """
+    if node is None or not depth:
+        return None
+    name = node.name().partition("Backward")[0]
+    if name == "Mean":
+        return "mean()" if getattr(node, "_saved_self_sym_numel", None) != 1 else None
+    if getattr(node, "_saved_reduction", None) == 1:  # as torch.nn.functional numbers a mean
+        return f"{name}(reduction='mean')"
+    if name in _ONLY_PASS or name in _SUMS:
+        parts = [part for part, _ in node.next_functions if part is not None]
+        if parts and (name in _SUMS or len(parts) == 1):
+            found = [averaged_by(part, depth - 1) for part in parts]
+            return found[0] if all(found) else None
+    return None
+
+
+def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
+    """Return weight, total and the metrics of these names, without graphs and not waited for.
+
+    Raises:
+        JobError: `loss` breaks the contract of `Loss`.
+    """
+    check_loss(loss, names, Tensor)
+    total: Any = loss.total
+    if not total.requires_grad:
+        raise JobError(
+            "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
+        )
+    numbers: list[Any] = [loss.weight, total, *map(loss.metrics.get, names)]
+    row: list[Any] = [n.detach() if isinstance(n, Tensor) else n for n in numbers]
+    made_by = averaged_by(total.grad_fn)
+    # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
+    if made_by is not None and float(row[0]) != 1.0:
+        raise JobError(
+            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(row[0]):g}: "
+            "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
+            "by what it was divided by"
+        )
+    return row
+
+
+# ------------------------------------------------------------------ Samples
+
+
+_SAMPLE_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # relative; 5e-2 in other precisions
+
+
+def check_samples(
+    job: Any,
+    model: Module,
+    indices: Sequence[int],
+    loss_of: Callable[[Any], Any] | None,
+    *,
+    precision: str,
+    seed: int,
+) -> None:
+    """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
+
+    Warns of random numbers that are drawn for a whole micro-batch. In evaluation mode, compares the
+    loss of a few samples together with the sum of the losses of two halves: totals and weights.
+    A loss with random numbers of its own, and a compiled model, are not compared.
+
+    Args:
+        indices: of the samples of a micro-batch.
+        loss_of: gives the `Loss` of a batch; None for a job with `embed`.
+        seed: of the random numbers that the check draws.
+
+    Raises:
+        JobError: the loss is no sum over samples, and the job does not declare `batch_dependent`.
+    """
+    dataset, collate, name = job.dataset(), collate_of(job), type(job).__name__
+    chosen = list(indices[:4])
+    if len(chosen) < 2 and len(dataset) > 1:
+        chosen.append((chosen[0] + 1) % len(dataset))
+    seed_everything(seed)
+    before = _generators()
+    samples = [dataset[index] for index in chosen]
+    if _generators() != before and not getattr(job, "augments", False):
+        warn(
+            f"{name}: dataset[i] draws random numbers, but the class does not set augments = True, "
+            f"so what it draws depends on how a batch is split over ranks and micro-steps"
+        )
+    before = _generators()
+    collate(samples)
+    if _generators() != before:
+        warn(
+            f"{name}: collate() draws random numbers for a whole micro-batch, so they depend on "
+            f"how a batch is split over ranks and micro-steps; draw them in dataset[i], with "
+            f"augments = True"
+        )
+    compiled = any(type(layer).__name__ == "OptimizedModule" for layer in model.modules())
+    alone = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
+    if loss_of is None or compiled or alone or len(samples) < 2:
+        return
+    half = len(samples) // 2
+
+    def total_and_weight(some: list[Any], seed: int = seed) -> tuple[float, float]:
+        seed_everything(seed)
+        loss = loss_of(collate(some))
+        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+        return float(loss.total.detach()), float(weight)
+
+    def differ(whole: float, parts: Sequence[float], tolerance: float) -> bool:
+        size = max(abs(whole), sum(map(abs, parts)))
+        return abs(whole - sum(parts)) > tolerance * size
+
+    with in_evaluation(model), kept_buffers(model):
+        try:
+            total, weight = together = total_and_weight(samples)
+            if total_and_weight(samples, seed + 1) != together:
+                return
+            left, right = total_and_weight(samples[:half]), total_and_weight(samples[half:])
+        except Exception as error:  # noqa: BLE001  # of the job's own code, on so few samples
+            warn(
+                f"{name}.loss() fails on {half} or {len(samples)} samples in evaluation mode "
+                f"({type(error).__name__}: {error}), so it was not checked whether it is a sum"
+            )
+            return
+    if differ(total, (left[0], right[0]), _SAMPLE_TOLERANCE.get(precision, 5e-2)) or differ(
+        weight, (left[1], right[1]), _SAMPLE_TOLERANCE["float32"]
+    ):
+        raise JobError(
+            f"{name}.loss() is not a sum over samples, so updates would depend on how a batch is "
+            f"split: total and weight of {len(samples)} samples are {total:.6g} and {weight:g}, "
+            f"but of {half} and {len(samples) - half} of them {left[0]:.6g} + {right[0]:.6g} and "
+            f"{left[1]:g} + {right[1]:g}. Give sums, without a mean, maximum or normalisation over "
+            f"the micro-batch. If samples need each other, define embed() and "
+            f"loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
+        )
+
+
+def _generators() -> tuple[Any, ...]:
+    """Return the states of Python's, NumPy's and torch's global generators."""
+    numpy_state: Any = np.random.get_state()
+    torch_state = torch.get_rng_state().numpy().tobytes()
+    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], torch_state

@@ -1,0 +1,302 @@
+"""Checks that all ranks are alike: machines, models and optimizers at the start, weights later."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Callable, Sequence
+from functools import lru_cache, partial
+from itertools import groupby, zip_longest
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.optim import Optimizer
+
+from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.replicas import (
+    LARGEST_PIECE,
+    ReplicaChecker,
+    WeightRange,
+    folded,
+    minority_ranks,
+    partition_weights,
+)
+from orchestrator.engine.torch.buffers import Named, is_sharded, local_part
+from orchestrator.engine.torch.group import (
+    BaseGroup,
+    broadcast_tensors,
+    flatten,
+    gather_numbers,
+    gather_texts,
+    ranks_where,
+)
+from orchestrator.errors import JobError
+from orchestrator.plan.plan_warnings import named_ranks
+
+# ------------------------------------------------------------------ Equal machines
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of libraries and devices. Equal facts, equal bits."""
+    found: dict[str, str] = {
+        "torch": torch.__version__,
+        "threads": str(torch.get_num_threads()),
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "matmul": torch.get_float32_matmul_precision(),
+    }
+    for name in ("cuda", "hip"):
+        if version := getattr(torch.version, name):
+            found[name] = version
+    for name in (  # CUDA's libraries choose kernels by them, and NCCL the order of sums
+        "CUBLAS_WORKSPACE_CONFIG",
+        "CUBLASLT_WORKSPACE_SIZE",
+        "NVIDIA_TF32_OVERRIDE",
+        "NCCL_ALGO",
+        "NCCL_PROTO",
+        "NCCL_NVLS_ENABLE",
+    ):
+        if name in os.environ:
+            found[name] = os.environ[name]
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+        found["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
+        found["tf32"] = f"cudnn {torch.backends.cudnn.allow_tf32}"
+        found["cudnn"] = str(torch.backends.cudnn.version())
+        nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
+        found["nccl"] = ".".join(str(part) for part in nccl.version())
+    return found
+
+
+def machine_warning(
+    gather: Callable[[Sequence[float]], list[list[float]]], reduction: str
+) -> list[str]:
+    """Return a sentence when ranks compute with different versions, threads or devices, which
+    decide the bits of a kernel. Collective.
+
+    Args:
+        gather: every rank's numbers, a row for each rank; collective.
+    """
+    facts = {**versions(), "machine": platform.machine()}
+    odd = minority_ranks(gather([float(folded(sorted(facts.items())))]))
+    if not odd:
+        return []
+    price = (
+        "the bits of the result may depend on who computes which leaf"
+        if reduction == "reproducible"
+        else "results may not repeat to the bit"
+    )
+    verb = "computes" if len(odd) == 1 else "compute"
+    sentence = (
+        f"{named_ranks(odd)} {verb} with another version of torch, number of threads or kind of "
+        f"processor than the others: {price}"
+    )
+    return [sentence]
+
+
+# ------------------------------------------------------------------ Equal start
+# Gradients are summed whatever they belong to, so nothing later would reveal ranks that began with
+# other weights. Ranks compare digests when an accumulator is built, with one small exchange; where
+# they differ, a second one tells which ranks differ in what.
+
+
+Trait = tuple[str, str]
+"""Name and value of something that has to be equal on all ranks."""
+
+_NUMBERS = "the numbers of "
+
+
+def check_same_start(
+    group: BaseGroup,
+    model: Any,
+    named: Named,
+    optimizer: Optimizer,
+    options: AccumulationOptions,
+    replicate_group: BaseGroup,
+    replicate_ranks: Sequence[int],
+) -> None:
+    """Check that all ranks begin with the same. Collective.
+
+    Args:
+        replicate_group: those whose numbers are the same: all, unless the model is sharded.
+        replicate_ranks: their numbers in `group`.
+        named: the parameters of the model, trained or not.
+        options: of the accumulator. With `broadcast` all ranks are first given rank 0's parameters
+            and buffers.
+
+    Raises:
+        JobError: on all ranks alike, naming those that differ, and in what first.
+    """
+    if group.size == 1:
+        return
+    buffers = list(model.named_buffers()) if isinstance(model, Module) else []
+    tensors = [*named, *buffers]
+    whole = [(name, tensor) for name, tensor in tensors if not is_sharded(tensor)]
+    shards = [(name, local_part(tensor)) for name, tensor in tensors if is_sharded(tensor)]
+    shapes = [
+        (f"the accumulator's {name}", repr(value))
+        for name, value in options.shared_by_ranks().items()
+    ]
+    for kind, listed in (("parameter", named), ("buffer", buffers)):
+        for number, (name, tensor) in enumerate(listed):
+            form = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
+            form += ", trained" if tensor.requires_grad else ""
+            shapes.append((f"{kind} number {number}", f"{name} ({form})"))
+    if options.broadcast:
+        check_same_traits(group, shapes)
+        broadcast_tensors(group, [tensor for _, tensor in whole])
+        broadcast_tensors(replicate_group, [tensor for _, tensor in shards])
+    name_of = {id(tensor): name for name, tensor in reversed(named)}
+    for_all = [*shapes, *((_NUMBERS + name, _digest(tensor)) for name, tensor in whole)]
+    for_all.append(("the optimizer", type(optimizer).__qualname__))
+    for number, settings in enumerate(optimizer.param_groups):
+        for key, value in sorted(settings.items()):
+            if key == "params":
+                value = [name_of.get(id(parameter)) for parameter in value]  # noqa: PLW2901
+            for_all.append((f"{key} of the optimizer's group {number}", _digest(value)))
+    of_replicas = [(_NUMBERS + name, _digest(tensor)) for name, tensor in shards]
+    for parameter, state in optimizer.state.items():
+        for key in sorted(state, key=str):
+            what = f"the optimizer's {key} of {name_of.get(id(parameter))}"
+            of_replicas.append((what, _digest(state[key])))
+    if not shards:
+        check_same_traits(group, [*for_all, *of_replicas])
+        return
+    check_same_traits(group, for_all)
+    error: JobError | None = None
+    try:
+        check_same_traits(replicate_group, of_replicas, replicate_ranks)
+    except JobError as found:
+        error = found
+    odd = ranks_where(group, error is not None)
+    if error is not None:
+        raise error
+    if odd:
+        raise JobError(f"the shards of {named_ranks(odd)} are not the same in all copies")
+
+
+def check_same_traits(
+    group: BaseGroup, traits: Sequence[Trait], numbers: Sequence[int] | None = None
+) -> None:
+    """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective.
+
+    Args:
+        numbers: of the group's ranks, for messages, where they are a part of all.
+    """
+    odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
+    if not odd:
+        return
+    every = [json.loads(text) for text in gather_texts(group, json.dumps(list(traits)))]
+    usual: list[Trait] = every[next(rank for rank in range(group.size) if rank not in odd)]
+    theirs: list[Trait] = every[odd[0]]
+    numbers = [(numbers or range(group.size))[rank] for rank in odd]
+    who, verb = named_ranks(numbers), "differ" if len(odd) > 1 else "differs"
+    pairs = list(zip_longest(usual, theirs, fillvalue=("", "nothing")))
+    (what, value), (_, other) = next((a, b) for a, b in pairs if a != b)
+    if what.startswith(_NUMBERS):
+        count = sum(a != b and a[0].startswith(_NUMBERS) for a, b in pairs)
+        raise JobError(
+            f"the model is not the same on every rank: {who} {verb} from the others in {count} of "
+            f"its tensors, first in {what}. Build the model from one seed on every rank "
+            "(torch.manual_seed), or load the same file; Accumulator(..., broadcast=True) gives "
+            "all ranks rank 0's numbers, as DDP does"
+        )
+    raise JobError(
+        f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
+        f"on rank {numbers[0]}, and {value} on others"
+    )
+
+
+def _digest(value: Any) -> str:
+    """Return a tensor's digest; a function's name; anything else as Python's repr."""
+    if callable(value):  # whose repr holds an address
+        return f"{value.__module__}.{getattr(value, '__qualname__', type(value).__qualname__)}"
+    if not isinstance(value, Tensor):
+        return repr(value)
+    tensor = local_part(value)
+    partitions = partition_weights([tensor.numel()], [tensor.element_size()])
+    pieces = [piece for partition in partitions for piece in partition]
+    return f"{folded(digests_of([tensor], pieces)):x}"
+
+
+# ------------------------------------------------------------------ Weights digest
+# A sum, modulo 2**64, of the weights' bits times odd numbers. Each place has its own odd 64-bit
+# number, so any change of one number changes the sum, and so do two that swap places. It runs at
+# some 5 GB/s on a CPU core, and only the sums leave a device. It detects drift, not an adversary.
+
+
+_ROWS = 128  # of `LARGEST_PIECE` numbers, as int64: 64 MiB
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_ODD = 0x9E3779B97F4A7C15 - 2**64  # 2**64 / golden ratio: its multiples are spread evenly
+_MIX = 0xBF58476D1CE4E5B9 - 2**64  # of SplitMix64 [Steele, Lea and Flood 2014]
+
+
+@lru_cache(maxsize=8)
+def _multipliers(device: torch.device) -> Tensor:
+    """Odd 64-bit numbers, the same on every machine: as many as the largest piece may need."""
+    mixed = torch.arange(1, 4 * LARGEST_PIECE + 1, dtype=torch.int64) * _ODD
+    mixed = (mixed ^ (mixed >> 30)) * _MIX
+    return ((mixed ^ (mixed >> 27)) | 1).to(device)
+
+
+def _sums_together(parts: Sequence[Tensor]) -> list[Tensor]:
+    """Return the weighted sum of each part, in few kernels, as a device wants it."""
+    sums: list[Tensor] = []
+    for _, alike in groupby(parts, key=lambda part: (part.device, part.dtype, len(part))):
+        rows = list(alike)
+        for first in range(0, len(rows), _ROWS):
+            some = torch.stack(rows[first : first + _ROWS])
+            sums += (some * _multipliers(some.device)[: some.shape[1]]).sum(1).unbind()
+    return sums
+
+
+def digests_of(
+    parameters: Sequence[Tensor], pieces: Sequence[WeightRange], *, joint: bool = False
+) -> list[int]:
+    """Return a digest of each piece, of its values now.
+
+    Args:
+        joint: pieces that are small and alike may have one digest together, which takes less time.
+    """
+    parts: list[Tensor] = []
+    devices: set[torch.device] = set()
+    dtypes: set[torch.dtype] = set()
+    for piece in pieces:
+        numbers = flatten(parameters[piece.number].detach().reshape(-1)[piece.start : piece.end])
+        parts.append(numbers.view(_BITS[min(numbers.element_size(), 4)]))
+        devices.add(numbers.device)
+        dtypes.add(parts[-1].dtype)
+    alike = len(devices) == len(dtypes) == 1
+    if joint and alike and sum(map(len, parts)) <= LARGEST_PIECE:
+        parts = [torch.cat(parts)]
+    if devices == {torch.device("cpu")}:
+        odd = _multipliers(torch.device("cpu"))
+        sums = [(part * odd[: len(part)]).sum() for part in parts]
+    else:
+        sums = _sums_together(parts)
+    if len(devices) == 1:
+        return torch.stack(sums).tolist()  # one wait for the device, not one a piece
+    return list(map(int, sums))
+
+
+def replica_checker(
+    named: Named, group: BaseGroup, numbers: Sequence[int] | None = None
+) -> ReplicaChecker:
+    """Return the detector of parameters, trained or not, that differ between ranks.
+
+    Args:
+        numbers: of the group's ranks, for messages, where they are a part of all.
+    """
+    parameters = [local_part(parameter) for _, parameter in named]
+    return ReplicaChecker(
+        [name for name, _ in named],
+        [parameter.numel() for parameter in parameters],
+        [parameter.element_size() for parameter in parameters],
+        digests=partial(digests_of, parameters),
+        gather=partial(gather_numbers, group),
+        ranks=group.size,
+        numbers=numbers,
+        joint_digests=partial(digests_of, parameters, joint=True),
+    )
