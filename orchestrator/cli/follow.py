@@ -112,9 +112,6 @@ class PreparedRun:
     output: OutputOptions
 
 
-CHECK_QUEUE = "; see for yourself whether its job is queued, then remove the file"
-
-
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
     """Find out whether submissions that were interrupted reached the scheduler.
 
@@ -132,8 +129,9 @@ def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, s
         try:
             sentences.append(class_of(kind_of(members[0])).adopt(folder))
         except (ClusterError, RunFolderError) as error:
-            damaged = isinstance(error, RunFolderError)
-            why = f"{error}{CHECK_QUEUE if damaged else ''}"
+            why = str(error)
+            if isinstance(error, RunFolderError):  # the file is damaged
+                why += "; see for yourself whether its job is queued, then remove the file"
             unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
     return [sentence for sentence in sentences if sentence], unknown
 
@@ -157,19 +155,6 @@ def handle_of(run: RunDir) -> Handle:
     for why in unknown.values():
         raise ClusterError(why)
     return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
-
-
-RECENT_BYTES = 32 * 1024  # what the pace is taken from
-
-
-def attach(run: RunDir, output: OutputOptions) -> LaunchResult:
-    """Show a run that another command started. Nothing is written, nothing is ended.
-
-    Returns:
-        How the run ended, with its own exit code; or, when the showing was interrupted, 130.
-    """
-    with interrupts:
-        return follow(handle_of(run), run, output, recent=RECENT_BYTES)
 
 
 def watch(
@@ -212,7 +197,11 @@ def watch(
 
 
 def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> LaunchResult:
-    """Show a run to its end; an interrupt only ends the showing."""
+    """Show a run to its end; an interrupt only ends the showing.
+
+    Returns:
+        How the run ended, with its own exit code; or, when the showing was interrupted, 130.
+    """
     state = handle.poll(0.0)
     if not state.ended:
         state = watch(handle, run, output, lambda: interrupts.count > 0, recent)

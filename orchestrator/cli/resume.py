@@ -50,29 +50,24 @@ def check_own(run: RunDir) -> None:
         )
 
 
-def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def submission_directory(run: RunDir, home: Path | None = None) -> Generator[None]:
     """Change to the directory that the run was submitted from: its relative paths and modules are
     meant from there.
+
+    Args:
+        home: in place of the folder in submission.json.
 
     Raises:
         RunFolderError: that folder is gone.
     """
-    return working_directory(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
-
-
-@contextlib.contextmanager
-def working_directory(home: Path, path: Path) -> Generator[None]:
-    """Change to `home`, the folder that the run at `path` was submitted in.
-
-    Raises:
-        RunFolderError: it is gone.
-    """
     cwd = Path.cwd()
+    home = home or Path(run.read_submission().get("folder") or cwd)
     try:
         os.chdir(home)
     except OSError as error:
         raise RunFolderError(
-            f"{path} was submitted in {home}, where its relative paths and its code are, but "
+            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)
@@ -97,25 +92,21 @@ def initial_weights(config: Config) -> Path | None:
     stated = config.train.initial_weights
     if stated is None:
         return None
-    try:
-        return _checked(expand_user(stated))
-    except UsageError as error:
-        raise ConfigError(f"train.initial_weights={stated}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"train.initial_weights={stated}: {error.strerror}") from error
-
-
-def _checked(path: Path) -> Path:
     from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
 
-    if path.is_dir():
-        run = RunDir(path).existing()
-        found, _ = newest(run.checkpoints, run.identity)
-        if found is None:
-            raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
-        path = weights_of(found.folder)
-    if not SafetensorsFile(path).tensors:
-        raise RunFolderError(f"{path} holds no tensors")
+    try:
+        path = expand_user(stated)
+        if path.is_dir():
+            run = RunDir(path).existing()
+            found, _ = newest(run.checkpoints, run.identity)
+            if found is None:
+                raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
+            path = weights_of(found.folder)
+        if not SafetensorsFile(path).tensors:
+            raise RunFolderError(f"{path} holds no tensors")
+    except (UsageError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"train.initial_weights={stated}: {why}") from error
     return path
 
 
@@ -147,22 +138,24 @@ def refuse_other_numbers(made: list[Change], run: str, done: int, *, program: bo
     Args:
         done: updates that the newest checkpoint holds.
     """
-    wrong: list[str] = []
     others = [change for change in made if change.kind is Kind.NUMBERS]
+    if not others:
+        return
+    lines: list[str] = []
     for change in others:
         why = OTHER_FOLDER.get(change.key) or (
             f"it was {_shown(change.before)}"
             + ", and the updates that are done were made with that" * (done > 0 or program)
         )
-        wrong.append(f"a run cannot go on with {change.text}: {why}")
-    if wrong:
-        new_program = (
+        lines.append(f"a run cannot go on with {change.text}: {why}")
+    if program:
+        lines.append(
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
-        given = " ".join(change.text for change in others)
-        advice = new_program if program else advise_new_run(run, done, given)
-        raise ConfigError("\n".join([*wrong, advice]))
+    else:
+        lines.append(advise_new_run(run, done, " ".join(change.text for change in others)))
+    raise ConfigError("\n".join(lines))
 
 
 def advise_new_run(run: str, done: int, given: str = "these settings") -> str:

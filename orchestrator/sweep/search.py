@@ -21,7 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
-from orchestrator.cli.resume import working_directory
+from orchestrator.cli.resume import submission_directory
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
@@ -636,7 +636,7 @@ def resume_search(
         config_name=line["config_name"],
         multirun=True,
     )
-    with working_directory(Path(line["folder"]), folder):
+    with submission_directory(RunDir(folder), Path(line["folder"])):
         composer = Composer(resumed)
         composer.compose()
         return run_search(composer, output)
