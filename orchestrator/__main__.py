@@ -179,7 +179,7 @@ def resume(
         code = resume_sweep(folder, runs, output, overrides or [], config_dir, changed=changed)
         raise typer.Exit(code)
     with prepared_resume(folder, output, overrides or [], config_dir, changed=changed) as ready:
-        code = EXIT_FINISHED if ready is None else start_run(ready).exit_code
+        code = EXIT_FINISHED if ready is None else start_run(ready)
     raise typer.Exit(code)
 
 
@@ -243,8 +243,8 @@ def attach(
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = RunDir(run.absolute()).existing()
     with interrupts:
-        ended = follow(handle_of(folder), folder, output, recent=RECENT_BYTES)
-    raise typer.Exit(ended.exit_code)
+        code = follow(handle_of(folder), folder, output, recent=RECENT_BYTES)
+    raise typer.Exit(code)
 
 
 @verb("logs RUN --rank 3 -f")

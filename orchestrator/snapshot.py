@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import translate
 from functools import cache, partial
 from itertools import islice
@@ -290,22 +290,6 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
                 f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
                 f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
             )
-    _check_size(found)
-    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = into.with_name(f".{into.name}.part")
-    for old in filter(os.path.lexists, (part, into)):
-        remove(old)
-    make_folder(part)
-    for number, (root, sizes) in enumerate(found.items()):
-        _copy(root, sizes, part / str(number))
-    names = {str(root): copy.name for root, copy in copies(target, into).items()}
-    git = code_state(next(reversed(found), PACKAGE.parent))
-    write_json(part / RECORD, {"roots": names, "git": git})
-    part.rename(into)
-    return left_out
-
-
-def _check_size(found: Mapping[Path, Mapping[str, int]]) -> None:
     sizes = {root / name: size for root, names in found.items() for name, size in names.items()}
     size = sum(sizes.values())
     if size > LIMIT_BYTES or len(sizes) > LIMIT_FILES:
@@ -316,17 +300,23 @@ def _check_size(found: Mapping[Path, Mapping[str, int]]) -> None:
             f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, or "
             f"set run.snapshot=false"
         )
-
-
-def _copy(root: Path, names: Iterable[str], into: Path) -> None:
-    """Copy these files and links, each with its time and its right to be executed."""
-    paths = {root / name: into / name for name in names}
-    for folder in {path.parent for path in paths.values()}:
-        folder.mkdir(parents=True, exist_ok=True)
-    for source, path in paths.items():
-        shutil.copy2(source, path, follow_symlinks=False)
-        if not path.is_symlink():
-            path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
+    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = into.with_name(f".{into.name}.part")
+    for old in filter(os.path.lexists, (part, into)):
+        remove(old)
+    make_folder(part)
+    for number, (root, names) in enumerate(found.items()):
+        for name in names:
+            path = part / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, path, follow_symlinks=False)  # with its time
+            if not path.is_symlink():
+                path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
+    roots = {str(root): copy.name for root, copy in copies(target, into).items()}
+    git = code_state(next(reversed(found), PACKAGE.parent))
+    write_json(part / RECORD, {"roots": roots, "git": git})
+    part.rename(into)
+    return left_out
 
 
 def submitted(env: Mapping[str, str]) -> dict[str, Any] | None:

@@ -471,7 +471,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
         with prepared_resume(
             run, OutputOptions(console=Console(), quiet=True), changed=True
         ) as ready:
-            code = start_run(ready).exit_code if ready else 0
+            code = start_run(ready) if ready else 0
     return code
 
 

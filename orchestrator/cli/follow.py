@@ -44,7 +44,6 @@ from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
     EXIT_CODES,
     NO_RESULT,
-    LaunchResult,
     RestartDecision,
     decide_restart,
     describe_culprit,
@@ -100,16 +99,18 @@ class PreparedRun:
     """A launch that may start: its folder is written, its lock held, its signals counted.
 
     Attributes:
-        attempt: the number of the start that a person asked for.
-        request: what its cluster was asked to admit.
+        request: what its cluster was asked to admit, with the number of the start that a person
+            asked for.
     """
 
-    config: Config
     run: RunDir
     cluster: Cluster
-    attempt: int
     request: Request
     output: OutputOptions
+
+    @property
+    def config(self) -> Config:
+        return self.cluster.config
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -196,11 +197,11 @@ def watch(
                 return state
 
 
-def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> LaunchResult:
+def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> int:
     """Show a run to its end; an interrupt only ends the showing.
 
     Returns:
-        How the run ended, with its own exit code; or, when the showing was interrupted, 130.
+        The run's exit code; or, when the showing was interrupted, 130.
     """
     state = handle.poll(0.0)
     if not state.ended:
@@ -211,27 +212,28 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
             f"detached; {handle.title} goes on: {command('status', run.path)}",
             "yellow",
         )
-        return LaunchResult(run=run, state=state, exit_code=EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     code = EXIT_CODES.get(state, EXIT_USAGE)
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(output.console, lost, "bold red")
         say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
-        return LaunchResult(run=run, state=state, exit_code=code)
+        return code
     result = result or result_from_records(run, state, handle.culprit)
     if not output.quiet or state is State.FAILED:
         history = read_metrics(run.metrics)
         print_closing(result, history, run.path, output.console, plan=run.read_plan())
-    return LaunchResult(run=run, state=state, exit_code=code)
+    return code
 
 
 INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
 
 
-def run_to_end(ready: PreparedRun) -> LaunchResult:
+def run_to_end(ready: PreparedRun) -> int:
     """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
-    failures as `decide_restart` says. Nothing is left running, whatever is raised.
+    failures as `decide_restart` says. Return its exit code. Nothing is left running, whatever is
+    raised.
     """
     run, output = ready.run, ready.output
     if not output.quiet:
@@ -244,7 +246,7 @@ def run_to_end(ready: PreparedRun) -> LaunchResult:
         decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
-            decision = decide_restart(run, number, culprit, first=ready.attempt, most=most)
+            decision = decide_restart(run, number, culprit, first=ready.request.attempt, most=most)
         if culprit is None or not decision.restarts:
             break
         Notifier(run).send()
@@ -274,7 +276,7 @@ def run_to_end(ready: PreparedRun) -> LaunchResult:
         print_closing(
             result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
         )
-    return LaunchResult(run=run, state=state, exit_code=code, culprit=culprit)
+    return code
 
 
 def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
@@ -312,13 +314,12 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
     return state, False, handle.culprit
 
 
-def start_run(ready: PreparedRun) -> LaunchResult:
-    """Place a run: train it here to its end, or queue it."""
-    return run_to_end(ready) if ready.cluster.attended else submit(ready)
-
-
-def submit(ready: PreparedRun) -> LaunchResult:
-    """Queue the run and return, or follow it when `run.watch` says so."""
+def start_run(ready: PreparedRun) -> int:
+    """Train a run here to its end; or queue it, and follow it when `run.watch` says so. Return the
+    exit code.
+    """
+    if ready.cluster.attended:
+        return run_to_end(ready)
     run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
@@ -328,5 +329,5 @@ def submit(ready: PreparedRun) -> LaunchResult:
         for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
             say(output.console, f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
-        return LaunchResult(run=run, state=State.PENDING, exit_code=0)
+        return 0
     return follow(handle, run, output)

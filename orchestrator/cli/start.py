@@ -191,10 +191,7 @@ def prepared_run(
                 }  # fmt: skip
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
-                yield PreparedRun(
-                    config=config, run=run, cluster=cluster, attempt=0, request=request,
-                    output=output,
-                )  # fmt: skip
+                yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
         except Exception as error:
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
@@ -272,10 +269,7 @@ def prepared_resume(
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
         with _without_end(run):
-            yield PreparedRun(
-                config=config, run=run, cluster=cluster, attempt=attempt, request=request,
-                output=output,
-            )  # fmt: skip
+            yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
 
 
 @contextlib.contextmanager

@@ -111,29 +111,25 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
 
     As text: `reference`, `-` for points without weights, `other shapes` for another model.
     """
+    from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
+
     reference: Path | None = None
     texts: list[str] = []
     for cell in cells:
-        if not cell.finished or cell.weights is None:
+        if not cell.finished or cell.weights is None or not cell.weights.is_file():
             texts.append("-")
         elif reference is None:
             reference = cell.weights
             texts.append("reference")
         else:
-            texts.append(_difference(cell.weights, reference))
+            try:
+                found = compare(cell.weights, reference)
+            except UsageError:
+                texts.append("other shapes")
+            else:
+                difference = f"{found.max_relative_difference:.1e}"
+                texts.append("same bits" if found.equal_bits else difference)
     return texts
-
-
-def _difference(weights: Path, reference: Path) -> str:
-    from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
-
-    if not weights.is_file() or not reference.is_file():
-        return "-"
-    try:
-        found = compare(weights, reference)
-    except UsageError:
-        return "other shapes"
-    return "same bits" if found.equal_bits else f"{found.max_relative_difference:.1e}"
 
 
 Column = tuple[str, list[Text]]
