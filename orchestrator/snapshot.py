@@ -123,21 +123,6 @@ OUR_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
 """All that a run needs of a checkout of this project, unless its job lies elsewhere in it."""
 
 
-def source_root(module: str) -> tuple[Path, str] | None:
-    """Return the folder on Python's path that holds a module, and the module's top entry in it.
-
-    None for an installed, built-in or missing module.
-    """
-    spec = find_module(module)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
-    if origin is None and not folders:
-        return None
-    path = Path(folders[0] if folders else str(origin)).absolute()
-    root = path.parents[module.count(".")]
-    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
-
-
 @cached
 def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
     """Return the source folders to copy, each with the top entries that are certainly needed.
@@ -156,18 +141,28 @@ def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
 
 
 def _root_of(target: str | ProgramConfig) -> tuple[Path, str] | None:
-    """Return the source folder of a job or program, and its top entry in it; of a script, its
-    repository, or else its folder.
+    """Return the source folder of a job or program, and its top entry in it.
+
+    Of a script that is its repository, or else its folder; of a module the folder on Python's path.
+    None for an installed, built-in or missing module.
     """
     if isinstance(target, str):
-        return source_root(target.rpartition(".")[0])
-    if target.is_module:
-        return source_root(target.target)
-    script = copied_script(target)
-    if script is None:
+        module = target.rpartition(".")[0]
+    elif target.is_module:
+        module = target.target
+    elif script := copied_script(target):
+        root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
+        return root, str(script.relative_to(root))
+    else:
         return None
-    root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
-    return root, str(script.relative_to(root))
+    spec = find_module(module)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
+    if origin is None and not folders:
+        return None
+    path = Path(folders[0] if folders else str(origin)).absolute()
+    root = path.parents[module.count(".")]
+    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
 def _git_files(root: Path) -> list[str] | None:
@@ -312,7 +307,7 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
             shutil.copy2(root / name, path, follow_symlinks=False)  # with its time
             if not path.is_symlink():
                 path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
-    roots = {str(root): copy.name for root, copy in copies(target, into).items()}
+    roots = {str(root): str(number) for number, root in enumerate(found)}
     git = code_state(next(reversed(found), PACKAGE.parent))
     write_json(part / RECORD, {"roots": roots, "git": git})
     part.rename(into)

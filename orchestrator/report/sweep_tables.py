@@ -231,9 +231,6 @@ def verdict(pair: Pair) -> str:
     """Compare time of an update and of a sample, and memory, in one sentence."""
     one, many = pair.one.summary, pair.many.summary
     k = f"K={pair.many.plan.get('micro_steps', '?')}"
-    unfinished = [cell for cell in (pair.one, pair.many) if not cell.finished]
-    if unfinished:
-        return f"At {pair.title}: nothing can be said, {unfinished[0].title} did not finish."
     per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
     per_sample = _ratio(*map(_seconds_per_thousand, (pair.many, pair.one)))
     memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
