@@ -107,7 +107,7 @@ def data_of(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"there is no run in {path}")
     sound: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
-    for folder in sorted(folders, key=_as_numbered):
+    for folder in folders:
         try:
             run = RunDir(folder).existing()
             sound.append((run, run.read_submission()))
@@ -161,12 +161,6 @@ def data_of(path: Path) -> dict[str, Any]:
         ],
     }
     return sanitized(data)
-
-
-def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
-    """Return a key that sorts by numbers: Hydra calls a sweep's points 0, 1, …, 10."""
-    name = folder.name
-    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
 
 
 def _section(key: str) -> str:
