@@ -13,6 +13,7 @@ results, logs and `checkpoint()` are where submitit's users look for them:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -223,24 +224,21 @@ class OrchestratorExecutor(SlurmExecutor):
         folder.mkdir(parents=True, exist_ok=True)
         minutes = self.parameters.get("time", 5)
         pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
-        size = 0.0
-        for delayed, path in zip(delayed_submissions, pickles, strict=True):
-            delayed.set_timeout(minutes, self.max_num_timeout)
-            delayed.dump(path)
-            size += path.stat().st_size / 1024**3
-            if size > self.max_pickle_size_gb:
-                _remove(pickles)
-                raise RuntimeError(
-                    f"the functions and their arguments have over {self.max_pickle_size_gb} GB; "
-                    f"raise max_pickle_size_gb if that is meant"
-                )
-        try:
-            ids = (
-                self._follow(len(pickles)) if self._is_local else self._queue(folder, len(pickles))
-            )
-        except FailedSubmissionError:
-            _remove(pickles)
-            raise
+        size, count = 0.0, len(pickles)
+        with contextlib.ExitStack() as on_failure:
+            for path in pickles:
+                on_failure.callback(path.unlink, missing_ok=True)
+            for delayed, path in zip(delayed_submissions, pickles, strict=True):
+                delayed.set_timeout(minutes, self.max_num_timeout)
+                delayed.dump(path)
+                size += path.stat().st_size / 1024**3
+                if size > self.max_pickle_size_gb:
+                    raise RuntimeError(
+                        f"the functions and their arguments have over {self.max_pickle_size_gb} "
+                        f"GB; raise max_pickle_size_gb if that is meant"
+                    )
+            ids = self._follow(count) if self._is_local else self._queue(folder, count)
+            on_failure.pop_all()
         ranks = range(self._num_tasks())
         jobs: list[Job[Any]] = []
         for job_id, path in zip(ids, pickles, strict=True):
@@ -321,11 +319,6 @@ class OrchestratorExecutor(SlurmExecutor):
             script = JobPaths(self.folder, job_id=job_id).submission_file
             script.symlink_to(run / "submitit" / "000.sh")
         return ids
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------

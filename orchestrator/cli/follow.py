@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
@@ -86,8 +85,7 @@ class Interrupts:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _handle(self, *_: object) -> None:
         self.count += 1
 
 

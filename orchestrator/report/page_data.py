@@ -32,7 +32,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record, read_metrics
+from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import find_runs
 from orchestrator.units import (
@@ -202,7 +202,6 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
     summary, result = cell.summary, cell.result or {}
     keys, rows = list(cell.overrides), _rows(cell.updates)
     drawn = thinned(rows, most)
-    evaluations = read_metrics(run.metrics).evaluations
     pruned = (read_json(run.pruned) or {}).get("why", "")  # why a search ended it early
     why = describe_culprit(culprit) if (culprit := result.get("culprit")) else ""
     swept = (f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items())
@@ -239,7 +238,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
         "marks": _marks(cell.updates, rows, summary.state, why),
-        "evaluations": _evaluations(thinned(evaluations, most)),
+        "evaluations": _evaluations(thinned(cell.evaluations, most)),
         "environment": _environment(run.read_environment() or {}),
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),

@@ -49,6 +49,8 @@ def print_plan(plan: Mapping[str, Any], console: Console) -> None:
     print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
     for warning in plan.get("warnings") or ():
         say(console, f"warning: {warning}", "yellow", prose=True)
+    for note in plan.get("notes") or ():
+        say(console, note, "dim", prose=True)
 
 
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

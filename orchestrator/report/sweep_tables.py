@@ -39,13 +39,15 @@ class SweptRun:
     """One point of a sweep as it lies on disk.
 
     `overrides` are those that vary in the sweep, key to value; `result` is None when the point
-    wrote none; `weights` is the file of its final weights, None when it has none.
+    wrote none; `updates` and `evaluations` are its records that count; `weights` is the file of its
+    final weights, None when it has none.
     """
 
     overrides: Mapping[str, Any]
     folder: Path
     result: Mapping[str, Any] | None = None
     updates: Sequence[Record] = ()
+    evaluations: Sequence[Record] = ()
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: Path | None = None
 
@@ -307,11 +309,13 @@ def swept_run(
         result: in place of the run's own, where it could not start.
     """
     saved = list_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
+    history = read_metrics(run.metrics)
     return SweptRun(
         overrides=overrides,
         folder=run.path,
         result=result or run.read_result(),
-        updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
+        updates=history.updates,
+        evaluations=history.evaluations,
         plan=run.read_plan(),
         weights=weights_of(saved[-1]) if saved else None,
     )
