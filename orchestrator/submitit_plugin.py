@@ -78,18 +78,14 @@ class Watcher(InfoWatcher):
 
     def __init__(self) -> None:
         super().__init__(delay_s=15)
-        self._runs: dict[str, Path] = {}
-
-    def register_run(self, job_id: str, run: Path) -> None:
-        self._runs[job_id] = run
-        self.register_job(job_id)
+        self.runs: dict[str, Path] = {}
 
     def update(self) -> None:
         from orchestrator.cli.follow import INTERRUPTED_TWICE
         from orchestrator.cli.status import statuses
         from orchestrator.rundir.folder import RunDir
 
-        unfinished = {job: self._runs[job] for job in self._registered - self._finished}
+        unfinished = {job: self.runs[job] for job in self._registered - self._finished}
         # Asked first: a job that ends meanwhile has its last state when that is read.
         followed = {job for job in unfinished if _is_followed(job)}
         begun = {
@@ -110,7 +106,7 @@ class Watcher(InfoWatcher):
         self._last_status_check = time.time()
 
     def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        if mode == "standard" and not (self._runs[job_id] / "handle.json").exists():
+        if mode == "standard" and not (self.runs[job_id] / "handle.json").exists():
             mode = "force"  # it runs on this machine: no scheduler is asked
         return super().get_info(job_id, mode)
 
@@ -142,7 +138,8 @@ class OrchestratorJob(Job[Any]):
         return self.paths.folder / RUN.format(self.job_id)
 
     def _register_in_watcher(self) -> None:
-        self.watcher.register_run(self.job_id, self.run)
+        self.watcher.runs[self.job_id] = self.run
+        self.watcher.register_job(self.job_id)
 
     def cancel(self, check: bool = True) -> None:
         """End all processes of the job now.

@@ -346,36 +346,28 @@ def _with_overrides(
             if override.is_sweep_override() or override.is_delete() or override.package:
                 raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
             key, value = override.key_or_group, override.value()
-            if "." not in key and isinstance(value, str) and key != "transport":
-                _choose_group(values, key, value, text, config_dir, stated)
-            else:
+            if "." in key or not isinstance(value, str) or key == "transport":
                 OmegaConf.update(values, key, value, force_add=True)
+                continue
+            if key not in GROUPS:
+                raise ConfigError(
+                    f"resume cannot take {text}: it changes what is computed; it takes other "
+                    f"values of single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
+                )
+            line = CommandLine(overrides=(f"{key}={value}",), config_dir=config_dir)
+            chosen, before = Composer(line).compose().values, values[key]
+            values[key] = chosen[key]
+            if key == "cluster":
+                for name in PLACES:
+                    values.cluster[name] = before[name]
+                if "transport" not in stated and chosen["transport"] != "auto":
+                    values.transport = chosen["transport"]
         if "train.epochs" in stated and "train.updates" not in stated:
             values.train.updates = None  # it would win, and what was typed would mean nothing
         plain: Any = OmegaConf.to_container(values, resolve=True)
     if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
     return read_config(plain)
-
-
-def _choose_group(
-    values: Any, group: str, choice: str, text: str, config_dir: str | None, stated: set[str]
-) -> None:
-    """Take another file of a group: `cluster=slurm`. The run's ranks stay as many."""
-    if group not in GROUPS:
-        raise ConfigError(
-            f"resume cannot take {text}: it changes what is computed; it takes other values of "
-            f"single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
-        )
-    line = CommandLine(overrides=(f"{group}={choice}",), config_dir=config_dir)
-    chosen = Composer(line).compose().values
-    before = values[group]
-    values[group] = chosen[group]
-    if group == "cluster":
-        for name in PLACES:
-            values.cluster[name] = before[name]
-        if "transport" not in stated and chosen["transport"] != "auto":
-            values.transport = chosen["transport"]
 
 
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:

@@ -169,7 +169,7 @@ def test_too_large_arguments_are_refused(tmp_path):
 
 def test_arguments_that_cannot_be_pickled_leave_no_file(tmp_path):
     with pytest.raises(TypeError, match="pickle"):
-        OrchestratorExecutor(tmp_path).submit(print, threading.Lock())
+        OrchestratorExecutor(tmp_path).map_array(print, [1, threading.Lock()])
     assert not list(tmp_path.iterdir())
 
 
