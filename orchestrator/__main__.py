@@ -37,7 +37,6 @@ if TYPE_CHECKING:  # a verb imports what it needs: help and status start fast
     from orchestrator.rundir.checkpoints import Checkpoint
 
 app = typer.Typer(pretty_exceptions_enable=False)
-RECENT_BYTES = 32 * 1024  # of metrics.jsonl, from which `attach` takes the pace
 WITH_PROGRAM = ("run", "launch", "plan", "audit")
 EXIT_CODES = (
     "Exit codes: 0 done, or the run finished; 1 the run failed, or what was looked for is bad; "
@@ -239,11 +238,12 @@ def attach(
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
     from orchestrator.cli.follow import OutputOptions, follow, handle_of, interrupts
+    from orchestrator.rundir.metrics import RECENT_BYTES
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
     folder = RunDir(run.absolute()).existing()
     with interrupts:
-        code = follow(handle_of(folder), folder, output, recent=RECENT_BYTES)
+        code = follow(handle_of(folder), folder, output, recent=RECENT_BYTES)  # for the pace
     raise typer.Exit(code)
 
 
