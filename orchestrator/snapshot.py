@@ -56,10 +56,7 @@ def is_secret(name: str) -> bool:
     return any(f.lower() in SECRET_FOLDERS for f in folders) or _SECRET.match(last) is not None
 
 
-GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
-
-
 INTERPRETER_FOLDERS = frozenset(
     map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib"))
 )
@@ -105,7 +102,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return the output of a git command about the folder; None without git or a repository."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, timeout=GIT_TIMEOUT_S, check=False
+            ["git", *arguments], cwd=folder, capture_output=True, timeout=60, check=False
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None

@@ -43,7 +43,6 @@ MODULE = "orchestrator.submitit_plugin"
 ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 POLL_S = 0.2
-FIRST_AGENT_S = 60.0  # for the agent of the first node to say its address
 STATES = {
     "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
     "finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED", "stopped": "CANCELLED",
@@ -416,7 +415,7 @@ def _name_first_node() -> None:
         socket.getaddrinfo(first, None)
     except socket.gaierror:
         run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
-        deadline = time.monotonic() + FIRST_AGENT_S
+        deadline = time.monotonic() + 60  # for that agent to say its address
         while (agent := agent_file(run, attempt, 0)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         if agent is not None:

@@ -34,8 +34,6 @@ from orchestrator.rundir.status import (
 )
 from orchestrator.units import plural
 
-FULL = "its disk is full: it trains on, but nothing of it is recorded or saved"
-
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
     """Return the runs that paths name: a run, or all in a sweep's folder; without paths all in
@@ -77,7 +75,8 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             sentences += cluster.update_statuses(members, found)
     for path, status in found.items():
         if status.state in ("starting", "running") and not status.reason and is_full(path):
-            found[path] = replace(status, reason=FULL)
+            full = "its disk is full: it trains on, but nothing of it is recorded or saved"
+            found[path] = replace(status, reason=full)
     for path, why in unknown.items():
         if found[path].state not in UNREADABLE:
             found[path] = replace(found[path], state="unknown", reason=why)
@@ -94,10 +93,6 @@ def _read_status(run: RunDir) -> RunStatus:
             if not run.read_submission().get("attended", class_of(status.cluster).attended):
                 return replace(status, state="lost", reason="it was never submitted")
     return correct_by_lock(run, status)
-
-
-CANCEL_POLL_S = 0.2
-HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:
@@ -166,15 +161,12 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     if here:
         how = "ends at once" if now else describe_stop(here[0])
         return f"the command that runs the sweep was asked to end; what it runs {how}"
-    give_up = time.monotonic() + HOLDER_S
+    give_up = time.monotonic() + 20  # it runs nothing here, so it ends soon
     while is_locked(sweep) and time.monotonic() < give_up:
-        time.sleep(CANCEL_POLL_S)
+        time.sleep(0.2)
     still = "; it still runs: this command again cancels what it submits meanwhile"
     still *= is_locked(sweep)
     return f"the command that is at work in {sweep.path} was asked to end{still}"
-
-
-LOG_POLL_S = 0.2
 
 
 def read_log(
@@ -209,7 +201,7 @@ def read_log(
             if status.state in OVER:
                 break
             next_look = time.monotonic() + class_of(kind_of(run)).status_interval_s
-        time.sleep(LOG_POLL_S)
+        time.sleep(0.2)
     yield from reader.read()
     yield reader.rest()
 

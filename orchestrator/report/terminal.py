@@ -41,8 +41,6 @@ _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u
 LONGEST_LINE = 1 << 16
 _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
-EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell has it for a program that this signal ends
-
 
 @contextlib.contextmanager
 def exit_on_broken_pipe() -> Generator[None]:
@@ -57,7 +55,7 @@ def exit_on_broken_pipe() -> Generator[None]:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_UNREAD)
+        sys.exit(128 + signal.SIGPIPE)  # as a shell has it for a program that this signal ends
 
 
 def harmless(text: object) -> str:
