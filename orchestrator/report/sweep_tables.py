@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,7 @@ class SweptRun:
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: Path | None = None
 
-    @property
+    @cached_property
     def summary(self) -> Summary:
         """Its figures."""
         return summarize(self.result, self.updates)
@@ -60,13 +61,6 @@ class SweptRun:
     def finished(self) -> bool:
         """True if it ran to its end; only such points are compared."""
         return self.summary.state == "finished"
-
-    @property
-    def title(self) -> str:
-        """Its overrides as they were typed."""
-        return (
-            " ".join(f"{key}={value}" for key, value in self.overrides.items()) or "(no override)"
-        )
 
 
 def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
@@ -94,7 +88,8 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
             state = f"{cell.summary.state}, see {cell.folder}"
             why = describe_culprit(culprit) if culprit else state
             first = why.partition("\n")[0]
-            say(console, f"point {name} ({cell.title}): {first}", "red")
+            typed = " ".join(f"{key}={value}" for key, value in cell.overrides.items())
+            say(console, f"point {name} ({typed or '(no override)'}): {first}", "red")
     done = sum(cell.finished for cell in cells)
     count = len(cells) + not_begun
     style = "green" if done == count else "bold red"
