@@ -208,7 +208,7 @@ class Pair:
 def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
     """Print a table and one sentence for each pair."""
     for pair in pairs:
-        ks = [f"K={cell.plan.get('micro_steps', '?')}" for cell in (pair.one, pair.many)]
+        ks = [f"K={cell.plan['micro_steps']}" for cell in (pair.one, pair.many)]
         title = literal(pair.title, console, "bold")
         table = new_table(["", *ks, "ratio"], right=(1, 2, 3), title=title)
         for row in _rows(pair):
@@ -227,12 +227,12 @@ def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
 def verdict(pair: Pair) -> str:
     """Compare time of an update and of a sample, and memory, in one sentence."""
     one, many = pair.one.summary, pair.many.summary
-    k = f"K={pair.many.plan.get('micro_steps', '?')}"
     per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
     per_sample = _ratio(*map(_seconds_per_thousand, (pair.many, pair.one)))
     memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
     return (
-        f"At {pair.title}, {k} against K={pair.one.plan.get('micro_steps', '?')}: "
+        f"At {pair.title}, K={pair.many.plan['micro_steps']} against "
+        f"K={pair.one.plan['micro_steps']}: "
         f"{_change('time per update', per_update)}, {_change('time per sample', per_sample)}, "
         f"{_change('peak memory', memory)}."
     )
