@@ -43,23 +43,6 @@ EXIT_CODES = (
     "2 what was asked for is wrong; 3 stopped on request, to be resumed; 4 not judged by audit; "
     "130 interrupted at once."
 )
-EXAMPLES = {
-    "new": "new my_project",
-    "launch": "launch -m accumulation.steps=1,2,4",
-    "run": "run cluster.nodes=2 -- train.py --lr 0.1",
-    "plan": "plan cluster.nodes=3 accumulation.global_batch=1000",
-    "resume": "resume RUN train.updates=200",
-    "status": "status RUN --json",
-    "attach": "attach RUN",
-    "logs": "logs RUN --rank 3 -f",
-    "cancel": "cancel RUN",
-    "compare": "compare RUN_A RUN_B --tensors",
-    "report": "report RUN --format csv",
-    "export": "export RUN --torch",
-    "audit": "audit cluster.ranks_per_node=2 -- train.py --accumulation 4",
-    "doctor": "doctor --run +cluster=slurm",
-    "rehearse": "rehearse job=digits cluster.nodes=3 --faults 20 --seed 7",
-}
 T = TypeVar("T")
 Verb = TypeVar("Verb", bound=Callable[..., Any])
 Json = Annotated[bool, typer.Option("--json", help="Print data instead of a table.")]
@@ -74,27 +57,29 @@ ConfigName = Annotated[
 ]
 
 
-def verb(function: Verb) -> Verb:
-    """Register a verb whose errors become one message and an exit code."""
+def verb(example: str, **settings: Any) -> Callable[[Verb], Verb]:
+    """Register a verb whose errors become one message and an exit code.
 
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        try:
-            require_cwd()
-            return function(*args, **kwargs)
-        except BrokenPipeError:
-            raise
-        except (OrchestratorError, OSError) as error:
-            raise typer.Exit(print_error(error, verbose=kwargs.get("verbose", False))) from error
+    Args:
+        example: for the end of its help.
+    """
 
-    _add(guarded)
-    return function
+    def register(function: Verb) -> Verb:
+        @functools.wraps(function)
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            try:
+                require_cwd()
+                return function(*args, **kwargs)
+            except BrokenPipeError:
+                raise
+            except (OrchestratorError, OSError) as error:
+                verbose = kwargs.get("verbose", False)
+                raise typer.Exit(print_error(error, verbose=verbose)) from error
 
+        app.command(epilog=f"As in: python -m orchestrator {example}", **settings)(guarded)
+        return function
 
-def _add(function: Callable[..., Any], **settings: Any) -> None:
-    """Add a verb, with an example at the end of its help."""
-    example = f"As in: python -m orchestrator {EXAMPLES[function.__name__]}"
-    app.command(epilog=example, **settings)(function)
+    return register
 
 
 @app.callback(invoke_without_command=True, epilog=EXIT_CODES)
@@ -111,8 +96,13 @@ def main_help(
 
 _program: list[str] = []
 """`--` and the program after it on our command line; empty without."""
+FROM_HYDRA: dict[str, Any] = {  # of verbs whose help and further options are Hydra's
+    "context_settings": {"ignore_unknown_options": True},
+    "add_help_option": False,
+}
 
 
+@verb("launch -m accumulation.steps=1,2,4", **FROM_HYDRA)
 def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
 ) -> None:
@@ -120,6 +110,7 @@ def launch(
     raise typer.Exit(launch_main([*(arguments or []), *_program]))
 
 
+@verb("run cluster.nodes=2 -- train.py --lr 0.1", **FROM_HYDRA)
 def run(
     arguments: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- PROGRAM [ARGUMENT]...")
@@ -129,11 +120,7 @@ def run(
     raise typer.Exit(launch_main([*(arguments or []), *(_program or ["--"])]))
 
 
-for starts in (launch, run):  # their errors are messages already, and their help is Hydra's
-    _add(starts, context_settings={"ignore_unknown_options": True}, add_help_option=False)
-
-
-@verb
+@verb("plan cluster.nodes=3 accumulation.global_batch=1000")
 def plan(
     overrides: AsForLaunch = None,
     config_dir: ConfigDir = None,
@@ -159,7 +146,7 @@ def plan(
     show_plan(line, Console(), as_json=as_json)
 
 
-@verb
+@verb("resume RUN train.updates=200")
 def resume(
     run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: its unfinished points.")],
     overrides: Annotated[
@@ -191,11 +178,11 @@ def resume(
         code = resume_sweep(folder, runs, output, overrides or [], config_dir, changed=changed)
         raise typer.Exit(code)
     with prepared_resume(folder, output, overrides or [], config_dir, changed=changed) as ready:
-        code = EXIT_FINISHED if ready is None else start_run(ready).exit_code
+        code = EXIT_FINISHED if ready is None else start_run(ready)
     raise typer.Exit(code)
 
 
-@verb
+@verb("new my_project")
 def new(
     folder: Annotated[Path, typer.Argument(help="A folder that does not exist yet.")],
     verbose: Verbose = False,
@@ -208,7 +195,7 @@ def new(
     say(Console(), f"{made} is written; its README.md says what to type", prose=True)
 
 
-@verb
+@verb("status RUN --json")
 def status(
     runs: Annotated[
         list[Path] | None, typer.Argument(help="Run folders, or a sweep's; none: all in runs/.")
@@ -243,21 +230,24 @@ def status(
         tables.print_search(search, console)
 
 
-@verb
+@verb("attach RUN")
 def attach(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     verbose: Verbose = False,
     quiet: Quiet = False,
 ) -> None:
     """Show a run's live line again, to its end; Ctrl-C leaves the run alone."""
-    from orchestrator.cli.follow import OutputOptions
-    from orchestrator.cli.follow import attach as show
+    from orchestrator.cli.follow import OutputOptions, follow, handle_of, interrupts
+    from orchestrator.rundir.metrics import RECENT_BYTES
 
     output = OutputOptions(console=Console(), verbose=verbose, quiet=quiet)
-    raise typer.Exit(show(RunDir(run.absolute()).existing(), output).exit_code)
+    folder = RunDir(run.absolute()).existing()
+    with interrupts:
+        code = follow(handle_of(folder), folder, output, recent=RECENT_BYTES)  # for the pace
+    raise typer.Exit(code)
 
 
-@verb
+@verb("logs RUN --rank 3 -f")
 def logs(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     rank: Annotated[int | None, typer.Option(min=0, help="Whose; rank 0's by default.")] = None,
@@ -269,21 +259,17 @@ def logs(
 ) -> None:
     """Print a rank's log."""
     del verbose
-    from orchestrator.cli import status as of_run
+    from orchestrator.cli.status import pointer_to_culprit, read_log
 
     folder = RunDir(run.absolute()).existing()
-    if follow:
-        texts = of_run.follow_log(folder, rank, lines)
-    else:
-        texts = of_run.text_of(of_run.log_of(folder, rank), lines)
-    for text in texts:
+    for text in read_log(folder, rank, lines, follow=follow):
         sys.stdout.write(text)
         sys.stdout.flush()
-    if note := of_run.pointer_to_culprit(folder, rank):
+    if note := pointer_to_culprit(folder, rank):
         say(Console(stderr=True), note, "yellow")
 
 
-@verb
+@verb("cancel RUN")
 def cancel(
     run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's: all its points.")],
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
@@ -298,9 +284,10 @@ def cancel(
 
     folder = RunDir(run.absolute())
     if find_runs(folder.path) == [folder.path]:
-        say(Console(), cancelling.cancel(folder, now=now))
-        return
-    for sentence in cancelling.cancel_sweep(folder.path, now=now):
+        sentences = [cancelling.cancel(folder, now=now)]
+    else:
+        sentences = cancelling.cancel_sweep(folder.path, now=now)
+    for sentence in sentences:
         say(Console(), sentence)
 
 
@@ -329,7 +316,7 @@ def _final_weights(run: Path) -> Path:
     return run if run.is_file() else _read_checkpoint(run, lambda found: weights_of(found.folder))
 
 
-@verb
+@verb("compare RUN_A RUN_B --tensors")
 def compare(
     a: Annotated[Path, typer.Argument(help="A run folder, or a safetensors file.")],
     b: Annotated[Path, typer.Argument(help="The reference: differences are relative to it.")],
@@ -367,7 +354,7 @@ def compare(
         raise typer.Exit(EXIT_FAILED)
 
 
-@verb
+@verb("export RUN --torch")
 def export(
     run: Annotated[Path, typer.Argument(help="A run folder.")],
     safetensors: Annotated[
@@ -418,7 +405,7 @@ def export(
     say(Console(), f"{to} is written: the checkpoint after {updates} updates", prose=True)
 
 
-@verb
+@verb("report RUN --format csv")
 def report(
     run: Annotated[Path, typer.Argument(help="A run folder, or a sweep's.")],
     form: Annotated[str, typer.Option("--format", help="html (a page), csv or json.")] = "html",
@@ -437,7 +424,7 @@ def report(
 SIGNS = {"good": ("ok", "green"), "note": ("note", "yellow"), "bad": ("BAD", "bold red")}
 
 
-@verb
+@verb("doctor --run +cluster=slurm")
 def doctor(
     overrides: Annotated[
         list[str] | None,
@@ -488,7 +475,7 @@ def doctor(
         raise typer.Exit(EXIT_FAILED)
 
 
-@verb
+@verb("rehearse job=digits cluster.nodes=3 --faults 20 --seed 7")
 def rehearse(
     overrides: AsForLaunch = None,
     faults: Annotated[int, typer.Option("--faults", help="How many.")] = 6,
@@ -541,7 +528,7 @@ def rehearse(
         raise typer.Exit(EXIT_FAILED)
 
 
-@verb
+@verb("audit cluster.ranks_per_node=2 -- train.py --accumulation 4")
 def audit(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")

@@ -155,12 +155,6 @@ class StopRequested(OrchestratorError):
     exit_code = EXIT_STOPPED
 
 
-def unreadable(error: OSError) -> RunFolderError:
-    """Return the file system's error on a path that the user named, as a message."""
-    what = f"{shortened(error.filename)}: " if error.filename else ""
-    return RunFolderError(f"{what}{error.strerror or error}")
-
-
 def expand_user(text: str) -> Path:
     """Return a path with its `~` or `~user` replaced. Raises `ConfigError` for an unknown user."""
     try:
@@ -223,7 +217,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 LONGEST_MESSAGE = 4000
-"""Characters of what an error says; the rank's log has the rest."""
+"""Characters of what an error says; the rank's log, or `-v`, has the rest."""
 
 
 def error_text(error: BaseException) -> str:

@@ -58,7 +58,7 @@ def run_app(arguments: Sequence[str]) -> int:
     from orchestrator.cli.start import prepared_run
 
     with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:
-        return start_run(ready).exit_code
+        return start_run(ready)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

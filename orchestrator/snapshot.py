@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from fnmatch import translate
 from functools import cache, partial
 from itertools import islice
@@ -56,10 +56,7 @@ def is_secret(name: str) -> bool:
     return any(f.lower() in SECRET_FOLDERS for f in folders) or _SECRET.match(last) is not None
 
 
-GIT_TIMEOUT_S = 60
 DIFF_LIMIT_BYTES = 1 << 20
-
-
 INTERPRETER_FOLDERS = frozenset(
     map(sysconfig.get_path, ("purelib", "platlib", "stdlib", "platstdlib"))
 )
@@ -105,7 +102,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
     """Return the output of a git command about the folder; None without git or a repository."""
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, timeout=GIT_TIMEOUT_S, check=False
+            ["git", *arguments], cwd=folder, capture_output=True, timeout=60, check=False
         )
     except (FileNotFoundError, subprocess.TimeoutExpired):
         return None
@@ -121,21 +118,6 @@ CODE_VARIABLE = "ORCHESTRATOR_CODE"
 RECORD = "copy.json"
 OUR_FOLDERS = {PACKAGE.name, "jobs", "conf", "hydra_plugins"}
 """All that a run needs of a checkout of this project, unless its job lies elsewhere in it."""
-
-
-def source_root(module: str) -> tuple[Path, str] | None:
-    """Return the folder on Python's path that holds a module, and the module's top entry in it.
-
-    None for an installed, built-in or missing module.
-    """
-    spec = find_module(module)
-    folders = list(spec.submodule_search_locations or []) if spec else []
-    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
-    if origin is None and not folders:
-        return None
-    path = Path(folders[0] if folders else str(origin)).absolute()
-    root = path.parents[module.count(".")]
-    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
 @cached
@@ -156,18 +138,28 @@ def source_roots(target: str | ProgramConfig) -> dict[Path, set[str]]:
 
 
 def _root_of(target: str | ProgramConfig) -> tuple[Path, str] | None:
-    """Return the source folder of a job or program, and its top entry in it; of a script, its
-    repository, or else its folder.
+    """Return the source folder of a job or program, and its top entry in it.
+
+    Of a script that is its repository, or else its folder; of a module the folder on Python's path.
+    None for an installed, built-in or missing module.
     """
     if isinstance(target, str):
-        return source_root(target.rpartition(".")[0])
-    if target.is_module:
-        return source_root(target.target)
-    script = copied_script(target)
-    if script is None:
+        module = target.rpartition(".")[0]
+    elif target.is_module:
+        module = target.target
+    elif script := copied_script(target):
+        root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
+        return root, str(script.relative_to(root))
+    else:
         return None
-    root = next((f for f in script.parents if (f / ".git").exists()), script.parent)
-    return root, str(script.relative_to(root))
+    spec = find_module(module)
+    folders = list(spec.submodule_search_locations or []) if spec else []
+    origin = spec.origin if spec and spec.origin not in (None, "built-in", "frozen") else None
+    if origin is None and not folders:
+        return None
+    path = Path(folders[0] if folders else str(origin)).absolute()
+    root = path.parents[module.count(".")]
+    return None if is_installed(path) else (root, module.split(".", maxsplit=1)[0])
 
 
 def _git_files(root: Path) -> list[str] | None:
@@ -290,22 +282,6 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
                 f"{root / absent[0]} is left out of the copy of the code, as what may hold a "
                 f"secret is, or a link that leads elsewhere; rename it, or set run.snapshot=false"
             )
-    _check_size(found)
-    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-    part = into.with_name(f".{into.name}.part")
-    for old in filter(os.path.lexists, (part, into)):
-        remove(old)
-    make_folder(part)
-    for number, (root, sizes) in enumerate(found.items()):
-        _copy(root, sizes, part / str(number))
-    names = {str(root): copy.name for root, copy in copies(target, into).items()}
-    git = code_state(next(reversed(found), PACKAGE.parent))
-    write_json(part / RECORD, {"roots": names, "git": git})
-    part.rename(into)
-    return left_out
-
-
-def _check_size(found: Mapping[Path, Mapping[str, int]]) -> None:
     sizes = {root / name: size for root, names in found.items() for name, size in names.items()}
     size = sum(sizes.values())
     if size > LIMIT_BYTES or len(sizes) > LIMIT_FILES:
@@ -316,17 +292,23 @@ def _check_size(found: Mapping[Path, Mapping[str, int]]) -> None:
             f"{format_bytes(LIMIT_BYTES)}, {LIMIT_FILES} files); leave data out by .gitignore, or "
             f"set run.snapshot=false"
         )
-
-
-def _copy(root: Path, names: Iterable[str], into: Path) -> None:
-    """Copy these files and links, each with its time and its right to be executed."""
-    paths = {root / name: into / name for name in names}
-    for folder in {path.parent for path in paths.values()}:
-        folder.mkdir(parents=True, exist_ok=True)
-    for source, path in paths.items():
-        shutil.copy2(source, path, follow_symlinks=False)
-        if not path.is_symlink():
-            path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
+    into.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    part = into.with_name(f".{into.name}.part")
+    for old in filter(os.path.lexists, (part, into)):
+        remove(old)
+    make_folder(part)
+    for number, (root, names) in enumerate(found.items()):
+        for name in names:
+            path = part / str(number) / name
+            path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(root / name, path, follow_symlinks=False)  # with its time
+            if not path.is_symlink():
+                path.chmod(0o500 if path.stat().st_mode & stat.S_IXUSR else 0o400)
+    roots = {str(root): str(number) for number, root in enumerate(found)}
+    git = code_state(next(reversed(found), PACKAGE.parent))
+    write_json(part / RECORD, {"roots": roots, "git": git})
+    part.rename(into)
+    return left_out
 
 
 def submitted(env: Mapping[str, str]) -> dict[str, Any] | None:

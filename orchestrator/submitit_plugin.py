@@ -13,6 +13,7 @@ results, logs and `checkpoint()` are where submitit's users look for them:
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
@@ -42,7 +43,6 @@ MODULE = "orchestrator.submitit_plugin"
 ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 POLL_S = 0.2
-FIRST_AGENT_S = 60.0  # for the agent of the first node to say its address
 STATES = {
     "pending": "PENDING", "starting": "RUNNING", "running": "RUNNING", "ending": "RUNNING",
     "finished": "COMPLETED", "failed": "FAILED", "cancelled": "CANCELLED", "stopped": "CANCELLED",
@@ -77,18 +77,14 @@ class Watcher(InfoWatcher):
 
     def __init__(self) -> None:
         super().__init__(delay_s=15)
-        self._runs: dict[str, Path] = {}
-
-    def register_run(self, job_id: str, run: Path) -> None:
-        self._runs[job_id] = run
-        self.register_job(job_id)
+        self.runs: dict[str, Path] = {}
 
     def update(self) -> None:
         from orchestrator.cli.follow import INTERRUPTED_TWICE
         from orchestrator.cli.status import statuses
         from orchestrator.rundir.folder import RunDir
 
-        unfinished = {job: self._runs[job] for job in self._registered - self._finished}
+        unfinished = {job: self.runs[job] for job in self._registered - self._finished}
         # Asked first: a job that ends meanwhile has its last state when that is read.
         followed = {job for job in unfinished if _is_followed(job)}
         begun = {
@@ -109,7 +105,7 @@ class Watcher(InfoWatcher):
         self._last_status_check = time.time()
 
     def get_info(self, job_id: str, mode: str = "standard") -> dict[str, str]:
-        if mode == "standard" and not (self._runs[job_id] / "handle.json").exists():
+        if mode == "standard" and not (self.runs[job_id] / "handle.json").exists():
             mode = "force"  # it runs on this machine: no scheduler is asked
         return super().get_info(job_id, mode)
 
@@ -141,7 +137,8 @@ class OrchestratorJob(Job[Any]):
         return self.paths.folder / RUN.format(self.job_id)
 
     def _register_in_watcher(self) -> None:
-        self.watcher.register_run(self.job_id, self.run)
+        self.watcher.runs[self.job_id] = self.run
+        self.watcher.register_job(self.job_id)
 
     def cancel(self, check: bool = True) -> None:
         """End all processes of the job now.
@@ -223,24 +220,21 @@ class OrchestratorExecutor(SlurmExecutor):
         folder.mkdir(parents=True, exist_ok=True)
         minutes = self.parameters.get("time", 5)
         pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
-        size = 0.0
-        for delayed, path in zip(delayed_submissions, pickles, strict=True):
-            delayed.set_timeout(minutes, self.max_num_timeout)
-            delayed.dump(path)
-            size += path.stat().st_size / 1024**3
-            if size > self.max_pickle_size_gb:
-                _remove(pickles)
-                raise RuntimeError(
-                    f"the functions and their arguments have over {self.max_pickle_size_gb} GB; "
-                    f"raise max_pickle_size_gb if that is meant"
-                )
-        try:
-            ids = (
-                self._follow(len(pickles)) if self._is_local else self._queue(folder, len(pickles))
-            )
-        except FailedSubmissionError:
-            _remove(pickles)
-            raise
+        size, count = 0.0, len(pickles)
+        with contextlib.ExitStack() as on_failure:
+            for path in pickles:
+                on_failure.callback(path.unlink, missing_ok=True)
+            for delayed, path in zip(delayed_submissions, pickles, strict=True):
+                delayed.set_timeout(minutes, self.max_num_timeout)
+                delayed.dump(path)
+                size += path.stat().st_size / 1024**3
+                if size > self.max_pickle_size_gb:
+                    raise RuntimeError(
+                        f"the functions and their arguments have over {self.max_pickle_size_gb} "
+                        f"GB; raise max_pickle_size_gb if that is meant"
+                    )
+            ids = self._follow(count) if self._is_local else self._queue(folder, count)
+            on_failure.pop_all()
         ranks = range(self._num_tasks())
         jobs: list[Job[Any]] = []
         for job_id, path in zip(ids, pickles, strict=True):
@@ -321,11 +315,6 @@ class OrchestratorExecutor(SlurmExecutor):
             script = JobPaths(self.folder, job_id=job_id).submission_file
             script.symlink_to(run / "submitit" / "000.sh")
         return ids
-
-
-def _remove(files: Sequence[Path]) -> None:
-    for file in files:
-        file.unlink(missing_ok=True)
 
 
 # ----------------------------------------------------------------------
@@ -426,7 +415,7 @@ def _name_first_node() -> None:
         socket.getaddrinfo(first, None)
     except socket.gaierror:
         run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
-        deadline = time.monotonic() + FIRST_AGENT_S
+        deadline = time.monotonic() + 60  # for that agent to say its address
         while (agent := agent_file(run, attempt, 0)) is None and time.monotonic() < deadline:
             time.sleep(POLL_S)
         if agent is not None:
@@ -471,7 +460,7 @@ def follow(folder: Path, limit_s: float, ahead_s: float, arguments: Sequence[str
         with prepared_resume(
             run, OutputOptions(console=Console(), quiet=True), changed=True
         ) as ready:
-            code = start_run(ready).exit_code if ready else 0
+            code = start_run(ready) if ready else 0
     return code
 
 

@@ -10,7 +10,7 @@ import io
 import os
 import shlex
 import tempfile
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path, PurePath
@@ -52,7 +52,7 @@ from orchestrator.errors import (
     spans,
 )
 from orchestrator.report.terminal import literal, new_table, say
-from orchestrator.rundir.outcome import LaunchResult, describe_culprit
+from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import plural
 
 OBSERVER = "orchestrator.audit"
@@ -178,11 +178,12 @@ def _run(
         _inside(folder),
         prepared_run(config, replace(output, console=console), overrides=line, plan=plan) as ready,
     ):
-        ended = start_run(ready)
+        code = start_run(ready)
+        culprit = (ready.run.read_result() or {}).get("culprit")
     made = Audit(plan.ranks)
     stated = not program or bool(given & {key_of(one) for one in DEFAULTS})
-    _judge(made, traces_in, ended, stated_ranks=stated)
-    return made, ended.exit_code
+    _judge(made, traces_in, code, culprit, stated_ranks=stated)
+    return made, code
 
 
 def _observed(program: Sequence[str], here: Path) -> list[str]:
@@ -202,19 +203,25 @@ def _observed(program: Sequence[str], here: Path) -> list[str]:
     return ["-m", OBSERVER, *argv]
 
 
-def _judge(made: Audit, traces_in: Path, ended: LaunchResult, *, stated_ranks: bool) -> None:
+def _judge(
+    made: Audit,
+    traces_in: Path,
+    code: int,
+    culprit: Mapping[str, Any] | None,
+    *,
+    stated_ranks: bool,
+) -> None:
     """Judge what the ranks have written, or say why nothing can be judged.
 
     Args:
         stated_ranks: their number was typed, or is that of a job.
     """
     failed = None
-    if ended.exit_code in (EXIT_STOPPED, EXIT_INTERRUPTED):
+    if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
         failed = "interrupted"
-    elif ended.exit_code:
-        culprit = ended.culprit
-        failed = describe_culprit(culprit.to_json()) if culprit else "the script failed"
-        made.log = list(culprit.log_tail) if culprit else []
+    elif code:
+        failed = describe_culprit(culprit) if culprit else "the script failed"
+        made.log = list(culprit["log_tail"]) if culprit else []
     files = [traces_in / f"rank-{rank:05d}.jsonl" for rank in range(made.ranks)]
     if not all(file.exists() for file in files):
         made.reason = failed or "the script did not start on all ranks"

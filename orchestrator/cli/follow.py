@@ -7,7 +7,6 @@ import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any, Self
 
 from rich.console import Console
@@ -44,7 +43,6 @@ from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
     EXIT_CODES,
     NO_RESULT,
-    LaunchResult,
     RestartDecision,
     decide_restart,
     describe_culprit,
@@ -87,8 +85,7 @@ class Interrupts:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        del number, frame
+    def _handle(self, *_: object) -> None:
         self.count += 1
 
 
@@ -100,19 +97,18 @@ class PreparedRun:
     """A launch that may start: its folder is written, its lock held, its signals counted.
 
     Attributes:
-        attempt: the number of the start that a person asked for.
-        request: what its cluster was asked to admit.
+        request: what its cluster was asked to admit, with the number of the start that a person
+            asked for.
     """
 
-    config: Config
     run: RunDir
     cluster: Cluster
-    attempt: int
     request: Request
     output: OutputOptions
 
-
-CHECK_QUEUE = "; see for yourself whether its job is queued, then remove the file"
+    @property
+    def config(self) -> Config:
+        return self.cluster.config
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -132,8 +128,9 @@ def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, s
         try:
             sentences.append(class_of(kind_of(members[0])).adopt(folder))
         except (ClusterError, RunFolderError) as error:
-            damaged = isinstance(error, RunFolderError)
-            why = f"{error}{CHECK_QUEUE if damaged else ''}"
+            why = str(error)
+            if isinstance(error, RunFolderError):  # the file is damaged
+                why += "; see for yourself whether its job is queued, then remove the file"
             unknown |= {run.path: why for run in members if _is_about(folder, run.path)}
     return [sentence for sentence in sentences if sentence], unknown
 
@@ -157,19 +154,6 @@ def handle_of(run: RunDir) -> Handle:
     for why in unknown.values():
         raise ClusterError(why)
     return class_of(kind_of(run)).handle(run) if run.handle.exists() else LauncherHandle(run)
-
-
-RECENT_BYTES = 32 * 1024  # what the pace is taken from
-
-
-def attach(run: RunDir, output: OutputOptions) -> LaunchResult:
-    """Show a run that another command started. Nothing is written, nothing is ended.
-
-    Returns:
-        How the run ended, with its own exit code; or, when the showing was interrupted, 130.
-    """
-    with interrupts:
-        return follow(handle_of(run), run, output, recent=RECENT_BYTES)
 
 
 def watch(
@@ -211,8 +195,12 @@ def watch(
                 return state
 
 
-def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> LaunchResult:
-    """Show a run to its end; an interrupt only ends the showing."""
+def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 0) -> int:
+    """Show a run to its end; an interrupt only ends the showing.
+
+    Returns:
+        The run's exit code; or, when the showing was interrupted, 130.
+    """
     state = handle.poll(0.0)
     if not state.ended:
         state = watch(handle, run, output, lambda: interrupts.count > 0, recent)
@@ -222,27 +210,28 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
             f"detached; {handle.title} goes on: {command('status', run.path)}",
             "yellow",
         )
-        return LaunchResult(run=run, state=state, exit_code=EXIT_INTERRUPTED)
+        return EXIT_INTERRUPTED
     code = EXIT_CODES.get(state, EXIT_USAGE)
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"
         say(output.console, lost, "bold red")
         say(output.console, f"to go on from here: {command('resume', run.path)}", "bold")
-        return LaunchResult(run=run, state=state, exit_code=code)
+        return code
     result = result or result_from_records(run, state, handle.culprit)
     if not output.quiet or state is State.FAILED:
         history = read_metrics(run.metrics)
         print_closing(result, history, run.path, output.console, plan=run.read_plan())
-    return LaunchResult(run=run, state=state, exit_code=code)
+    return code
 
 
 INTERRUPTED_TWICE = "interrupted twice: every process was ended at once"
 
 
-def run_to_end(ready: PreparedRun) -> LaunchResult:
+def run_to_end(ready: PreparedRun) -> int:
     """Train it from the newest checkpoint, if there is one, and show it to its end; restart after
-    failures as `decide_restart` says. Nothing is left running, whatever is raised.
+    failures as `decide_restart` says. Return its exit code. Nothing is left running, whatever is
+    raised.
     """
     run, output = ready.run, ready.output
     if not output.quiet:
@@ -255,7 +244,7 @@ def run_to_end(ready: PreparedRun) -> LaunchResult:
         decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
-            decision = decide_restart(run, number, culprit, first=ready.attempt, most=most)
+            decision = decide_restart(run, number, culprit, first=ready.request.attempt, most=most)
         if culprit is None or not decision.restarts:
             break
         Notifier(run).send()
@@ -285,7 +274,7 @@ def run_to_end(ready: PreparedRun) -> LaunchResult:
         print_closing(
             result, read_metrics(run.metrics), run.path, output.console, plan=run.read_plan()
         )
-    return LaunchResult(run=run, state=state, exit_code=code, culprit=culprit)
+    return code
 
 
 def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | None]:
@@ -323,13 +312,12 @@ def _attempt(ready: PreparedRun, number: int) -> tuple[State, bool, Culprit | No
     return state, False, handle.culprit
 
 
-def start_run(ready: PreparedRun) -> LaunchResult:
-    """Place a run: train it here to its end, or queue it."""
-    return run_to_end(ready) if ready.cluster.attended else submit(ready)
-
-
-def submit(ready: PreparedRun) -> LaunchResult:
-    """Queue the run and return, or follow it when `run.watch` says so."""
+def start_run(ready: PreparedRun) -> int:
+    """Train a run here to its end; or queue it, and follow it when `run.watch` says so. Return the
+    exit code.
+    """
+    if ready.cluster.attended:
+        return run_to_end(ready)
     run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
@@ -339,5 +327,5 @@ def submit(ready: PreparedRun) -> LaunchResult:
         for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
             say(output.console, f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
-        return LaunchResult(run=run, state=State.PENDING, exit_code=0)
+        return 0
     return follow(handle, run, output)

@@ -13,7 +13,7 @@ import contextlib
 import hashlib
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
@@ -76,25 +76,26 @@ def differences(run: RunDir, before: Mapping[str, Any], config: Config) -> list[
         now = _sha256(Path(name))
         if now != digest:
             found.append(f"{_shown(name)} {'is gone' if now is None else 'has changed'}")
-    data, there = before.get("data") or {}, dict(_data(config))
-    other = [key for key in sorted(data) if key not in there or data[key] != _stamp(there[key])]
+    there = dict(_data(config))
     began = run.read_submission().get("time") or 0.0
-    return found + [
-        f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
-        for key in other
-        if key not in there or not began <= _last_written(there[key]) <= _last_sign(run)
-    ]
-
-
-def _last_written(path: Path) -> float:
-    return max((file.stat().st_mtime for file in islice(_files(path), MOST_FILES)), default=0.0)
-
-
-def _last_sign(run: RunDir) -> float:
-    """Return when a run last wrote to its logs, records or result."""
     logs = [run.logs / name for name in names_in(run.logs)] if run.logs.is_dir() else []
-    written = (run.metrics, run.result, run.checkpoints, *logs)
-    return max((path.stat().st_mtime for path in written if path.exists()), default=0.0)
+    ended = _newest([run.metrics, run.result, run.checkpoints, *logs])
+    for key, stamp in sorted((before.get("data") or {}).items()):
+        path = there.get(key)
+        if path is not None and (
+            _stamp(path) == stamp
+            or began <= _newest(islice(_files(path), MOST_FILES)) <= ended  # the run wrote it
+        ):
+            continue
+        found.append(
+            f"files of {key} have changed" if key.startswith(KEYS) else f"{key} has changed"
+        )
+    return found
+
+
+def _newest(paths: Iterable[Path]) -> float:
+    """Return when the last of these files was written; 0 if none exists."""
+    return max((path.stat().st_mtime for path in paths if path.exists()), default=0.0)
 
 
 def accepted(before: Mapping[str, Any], config: Config) -> dict[str, Any]:
@@ -127,8 +128,8 @@ def code_differences(a: RunDir, b: RunDir) -> list[str]:
     if not both[0].keys() & both[1].keys():  # two copies of the code, in different folders
         both = [_below_common_folder(code) for code in both]
     left, right = both
-    found += [f"{_shown(n)} differs" for n in sorted(left.keys() & right.keys())
-              if left[n] != right[n]]  # fmt: skip
+    common = sorted(left.keys() & right.keys())
+    found += [f"{_shown(name)} differs" for name in common if left[name] != right[name]]
     for run, names in ((a, left.keys() - right.keys()), (b, right.keys() - left.keys())):
         found += [f"{_shown(name)} is used by {run.path} only" for name in sorted(names)]
     return found
@@ -181,65 +182,47 @@ def imported_files(target: str | ProgramConfig) -> list[Path]:
     Args:
         target: a job's class, by its dotted name, or a program.
     """
-    script = None
+    before, found = list(sys.path), dict[Path, str]()  # with the name of each file's module
     if isinstance(target, str):
-        start = _files_of_module(target.rpartition(".")[0])
+        found |= _files_of_module(target.rpartition(".")[0])
     elif target.is_module:
-        start = _files_of_module(target.target) or {}
-        start |= _files_of_module(f"{target.target}.__main__")
-    else:
-        script = copied_script(target)
-        start = {} if script is None else {script: "__main__"}
-    before = list(sys.path)
-    if script is not None:  # whose own folder Python searches first, when it runs the script
-        sys.path.insert(0, str(script.parent))
+        found |= _files_of_module(target.target)
+        found |= _files_of_module(f"{target.target}.__main__")
+    elif script := copied_script(target):
+        found[script] = "__main__"
+        sys.path.insert(0, str(script.parent))  # as Python does when it runs the script
+    todo, complete = list(found.items()), True
     try:
-        found, complete = _closure(start)
+        while todo:
+            path, module = todo.pop()
+            if path.suffix != ".py":
+                complete = complete and path.suffix in (".so", ".pyd")
+                continue
+            try:
+                tree = ast.parse(path.read_bytes())
+            except (OSError, SyntaxError, ValueError):  # its import says so
+                continue
+            package = module if path.name == "__init__.py" else module.rpartition(".")[0]
+            for node in ast.walk(tree):
+                names: list[str] = []
+                if isinstance(node, ast.Import):
+                    names = [alias.name for alias in node.names]
+                elif isinstance(node, ast.ImportFrom):  # `b` of `from a import b` may be a module
+                    names = [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
+                elif isinstance(node, ast.Call):
+                    called = node.func
+                    if isinstance(called, ast.Attribute):  # `exec` of other objects is no import
+                        dynamic = called.attr in DYNAMIC_IMPORTS - {"exec"}
+                    else:
+                        dynamic = isinstance(called, ast.Name) and called.id in DYNAMIC_IMPORTS
+                    complete = complete and not dynamic
+                for name in names:
+                    new = {p: m for p, m in _files_of_module(name).items() if p not in found}
+                    found |= new
+                    todo.extend(new.items())
     finally:
         sys.path[:] = before
-    if not complete:
-        found |= set(python_files(target))
-    return sorted(found)
-
-
-def _closure(start: Mapping[Path, str]) -> tuple[set[Path], bool]:
-    """Return these files and all that they import, and whether no import was left unknown.
-
-    Args:
-        start: the name of each file's module.
-    """
-    found, todo, complete = set(start), list(start.items()), True
-    while todo:
-        path, module = todo.pop()
-        if path.suffix != ".py":
-            complete = complete and path.suffix in (".so", ".pyd")
-            continue
-        try:
-            tree = ast.parse(path.read_bytes())
-        except (OSError, SyntaxError, ValueError):  # its import says so
-            continue
-        package = module if path.name == "__init__.py" else module.rpartition(".")[0]
-        for node in ast.walk(tree):
-            complete = complete and not _imports_dynamically(node)
-            names: list[str] = []
-            if isinstance(node, ast.Import):
-                names = [alias.name for alias in node.names]
-            elif isinstance(node, ast.ImportFrom):  # `b` of `from a import b` may be a module
-                names = [f"{origin_of(node, package)}.{alias.name}" for alias in node.names]
-            for name in names:
-                new = {p: m for p, m in _files_of_module(name).items() if p not in found}
-                found.update(new)
-                todo.extend(new.items())
-    return found, complete
-
-
-def _imports_dynamically(node: ast.AST) -> bool:
-    if not isinstance(node, ast.Call):
-        return False
-    called = node.func
-    if isinstance(called, ast.Attribute):
-        return called.attr in DYNAMIC_IMPORTS - {"exec"}  # `exec` of other objects is no import
-    return isinstance(called, ast.Name) and called.id in DYNAMIC_IMPORTS
+    return sorted({*found, *(() if complete else python_files(target))})
 
 
 def _files_of_module(dotted: str) -> dict[Path, str]:

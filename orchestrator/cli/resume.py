@@ -50,29 +50,24 @@ def check_own(run: RunDir) -> None:
         )
 
 
-def submission_directory(run: RunDir) -> contextlib.AbstractContextManager[None]:
+@contextlib.contextmanager
+def submission_directory(run: RunDir, home: Path | None = None) -> Generator[None]:
     """Change to the directory that the run was submitted from: its relative paths and modules are
     meant from there.
+
+    Args:
+        home: in place of the folder in submission.json.
 
     Raises:
         RunFolderError: that folder is gone.
     """
-    return working_directory(Path(run.read_submission().get("folder") or Path.cwd()), run.path)
-
-
-@contextlib.contextmanager
-def working_directory(home: Path, path: Path) -> Generator[None]:
-    """Change to `home`, the folder that the run at `path` was submitted in.
-
-    Raises:
-        RunFolderError: it is gone.
-    """
     cwd = Path.cwd()
+    home = home or Path(run.read_submission().get("folder") or cwd)
     try:
         os.chdir(home)
     except OSError as error:
         raise RunFolderError(
-            f"{path} was submitted in {home}, where its relative paths and its code are, but "
+            f"{run.path} was submitted in {home}, where its relative paths and its code are, but "
             f"that folder cannot be entered: {error.strerror}"
         ) from error
     before = list(sys.path)
@@ -97,25 +92,21 @@ def initial_weights(config: Config) -> Path | None:
     stated = config.train.initial_weights
     if stated is None:
         return None
-    try:
-        return _checked(expand_user(stated))
-    except UsageError as error:
-        raise ConfigError(f"train.initial_weights={stated}: {error}") from error
-    except OSError as error:
-        raise ConfigError(f"train.initial_weights={stated}: {error.strerror}") from error
-
-
-def _checked(path: Path) -> Path:
     from orchestrator.rundir.tensors import SafetensorsFile  # NumPy, if it is needed
 
-    if path.is_dir():
-        run = RunDir(path).existing()
-        found, _ = newest(run.checkpoints, run.identity)
-        if found is None:
-            raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
-        path = weights_of(found.folder)
-    if not SafetensorsFile(path).tensors:
-        raise RunFolderError(f"{path} holds no tensors")
+    try:
+        path = expand_user(stated)
+        if path.is_dir():
+            run = RunDir(path).existing()
+            found, _ = newest(run.checkpoints, run.identity)
+            if found is None:
+                raise RunFolderError("that run has no weights yet: no sound checkpoint was written")
+            path = weights_of(found.folder)
+        if not SafetensorsFile(path).tensors:
+            raise RunFolderError(f"{path} holds no tensors")
+    except (UsageError, OSError) as error:
+        why = error.strerror if isinstance(error, OSError) else error
+        raise ConfigError(f"train.initial_weights={stated}: {why}") from error
     return path
 
 
@@ -147,22 +138,24 @@ def refuse_other_numbers(made: list[Change], run: str, done: int, *, program: bo
     Args:
         done: updates that the newest checkpoint holds.
     """
-    wrong: list[str] = []
     others = [change for change in made if change.kind is Kind.NUMBERS]
+    if not others:
+        return
+    lines: list[str] = []
     for change in others:
         why = OTHER_FOLDER.get(change.key) or (
             f"it was {_shown(change.before)}"
             + ", and the updates that are done were made with that" * (done > 0 or program)
         )
-        wrong.append(f"a run cannot go on with {change.text}: {why}")
-    if wrong:
-        new_program = (
+        lines.append(f"a run cannot go on with {change.text}: {why}")
+    if program:
+        lines.append(
             f"a program with other arguments is a new run; what this one saved stays in "
             f"{run}/checkpoints"
         )
-        given = " ".join(change.text for change in others)
-        advice = new_program if program else advise_new_run(run, done, given)
-        raise ConfigError("\n".join([*wrong, advice]))
+    else:
+        lines.append(advise_new_run(run, done, " ".join(change.text for change in others)))
+    raise ConfigError("\n".join(lines))
 
 
 def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
@@ -353,36 +346,28 @@ def _with_overrides(
             if override.is_sweep_override() or override.is_delete() or override.package:
                 raise ConfigError(f"resume takes KEY=VALUE, but was given {text}")
             key, value = override.key_or_group, override.value()
-            if "." not in key and isinstance(value, str) and key != "transport":
-                _choose_group(values, key, value, text, config_dir, stated)
-            else:
+            if "." in key or not isinstance(value, str) or key == "transport":
                 OmegaConf.update(values, key, value, force_add=True)
+                continue
+            if key not in GROUPS:
+                raise ConfigError(
+                    f"resume cannot take {text}: it changes what is computed; it takes other "
+                    f"values of single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
+                )
+            line = CommandLine(overrides=(f"{key}={value}",), config_dir=config_dir)
+            chosen, before = Composer(line).compose().values, values[key]
+            values[key] = chosen[key]
+            if key == "cluster":
+                for name in PLACES:
+                    values.cluster[name] = before[name]
+                if "transport" not in stated and chosen["transport"] != "auto":
+                    values.transport = chosen["transport"]
         if "train.epochs" in stated and "train.updates" not in stated:
             values.train.updates = None  # it would win, and what was typed would mean nothing
         plain: Any = OmegaConf.to_container(values, resolve=True)
     if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
     return read_config(plain)
-
-
-def _choose_group(
-    values: Any, group: str, choice: str, text: str, config_dir: str | None, stated: set[str]
-) -> None:
-    """Take another file of a group: `cluster=slurm`. The run's ranks stay as many."""
-    if group not in GROUPS:
-        raise ConfigError(
-            f"resume cannot take {text}: it changes what is computed; it takes other values of "
-            f"single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
-        )
-    line = CommandLine(overrides=(f"{group}={choice}",), config_dir=config_dir)
-    chosen = Composer(line).compose().values
-    before = values[group]
-    values[group] = chosen[group]
-    if group == "cluster":
-        for name in PLACES:
-            values.cluster[name] = before[name]
-        if "transport" not in stated and chosen["transport"] != "auto":
-            values.transport = chosen["transport"]
 
 
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:

@@ -191,10 +191,7 @@ def prepared_run(
                 }  # fmt: skip
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
-                yield PreparedRun(
-                    config=config, run=run, cluster=cluster, attempt=0, request=request,
-                    output=output,
-                )  # fmt: skip
+                yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
         except Exception as error:
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
@@ -245,7 +242,13 @@ def prepared_resume(
         cluster = _cluster(config, output)
         notes = [f"{sentence} since the run began; going on all the same" for sentence in inputs]
         if not is_program(config.job):
-            notes += _of_checkpoints(run, config, cluster.attended)
+            # Verified here only where ranks run here; elsewhere they verify the files themselves.
+            found, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)
+            if found is None and cluster.attended and config.train.initial_weights is not None:
+                check_initial(run)
+            if found is None and run.attempts_made():
+                notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
+            notes += passed_over
         if resumed.changes:
             prepare(config, new=False)
         cluster.trust(run, {change.key for change in resumed.changes})
@@ -266,10 +269,7 @@ def prepared_resume(
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
         with _without_end(run):
-            yield PreparedRun(
-                config=config, run=run, cluster=cluster, attempt=attempt, request=request,
-                output=output,
-            )  # fmt: skip
+            yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
 
 
 @contextlib.contextmanager
@@ -297,25 +297,6 @@ def config_of(run: RunDir) -> Config:
         return read_config(values)
     except ConfigError as error:
         raise RunFolderError(f"{run.config} is damaged: {error}") from error
-
-
-def _of_checkpoints(run: RunDir, config: Config, contents: bool) -> list[str]:
-    """Return sentences about the checkpoint that the run continues from.
-
-    Args:
-        contents: verify its files, too; else only its state.json, and the ranks verify the files.
-
-    Raises:
-        RunFolderError: there are checkpoints, but none that is sound; or there are none yet, and
-            the weights that it begins with are damaged.
-    """
-    sentences: list[str] = []
-    found, passed_over = newest(run.checkpoints, run.identity, contents=contents)
-    if found is None and contents and config.train.initial_weights is not None:
-        check_initial(run)
-    if found is None and run.attempts_made():
-        sentences.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
-    return sentences + passed_over
 
 
 def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:

@@ -34,8 +34,6 @@ from orchestrator.rundir.status import (
 )
 from orchestrator.units import plural
 
-FULL = "its disk is full: it trains on, but nothing of it is recorded or saved"
-
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
     """Return the runs that paths name: a run, or all in a sweep's folder; without paths all in
@@ -61,11 +59,13 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
     """
     runs = list(runs)
     found: dict[Path, RunStatus] = {}
-    alone: dict[str, list[RunDir]] = {}
+    of_schedulers: dict[str, list[RunDir]] = {}
     sentences, unknown = resolve_submissions(runs)
     for run in runs:
-        found[run.path] = status_or_damage(run, partial(_read_status, run, alone))
-    for kind, members in alone.items():
+        status = found[run.path] = status_or_damage(run, partial(_read_status, run))
+        if status.job_id is not None:
+            of_schedulers.setdefault(status.cluster, []).append(run)
+    for kind, members in of_schedulers.items():
         try:
             cluster = class_of(kind)
         except ConfigError as error:
@@ -75,30 +75,24 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             sentences += cluster.update_statuses(members, found)
     for path, status in found.items():
         if status.state in ("starting", "running") and not status.reason and is_full(path):
-            found[path] = replace(status, reason=FULL)
+            full = "its disk is full: it trains on, but nothing of it is recorded or saved"
+            found[path] = replace(status, reason=full)
     for path, why in unknown.items():
         if found[path].state not in UNREADABLE:
             found[path] = replace(found[path], state="unknown", reason=why)
     return [found[run.path] for run in runs], sentences
 
 
-def _read_status(run: RunDir, alone: dict[str, list[RunDir]]) -> RunStatus:
-    """Return the status by the folder and its launcher's lock; collect runs of schedulers in
-    `alone`.
-    """
+def _read_status(run: RunDir) -> RunStatus:
+    """Return the status by the folder and, without a scheduler, its launcher's lock."""
     status = from_folder(run.existing())
     if status.job_id is not None:
-        alone.setdefault(status.cluster, []).append(run)
         return status
     if status.state not in ENDED_STATES:
         with contextlib.suppress(ConfigError):  # the cluster's kind is not installed here
             if not run.read_submission().get("attended", class_of(status.cluster).attended):
                 return replace(status, state="lost", reason="it was never submitted")
     return correct_by_lock(run, status)
-
-
-CANCEL_POLL_S = 0.2
-HOLDER_S = 20.0  # how long a command that runs nothing here may take to end
 
 
 def cancel(run: RunDir, *, now: bool = False) -> str:
@@ -167,31 +161,49 @@ def _cancel_holder(sweep: RunDir, *, now: bool) -> str:
     if here:
         how = "ends at once" if now else describe_stop(here[0])
         return f"the command that runs the sweep was asked to end; what it runs {how}"
-    give_up = time.monotonic() + HOLDER_S
+    give_up = time.monotonic() + 20  # it runs nothing here, so it ends soon
     while is_locked(sweep) and time.monotonic() < give_up:
-        time.sleep(CANCEL_POLL_S)
+        time.sleep(0.2)
     still = "; it still runs: this command again cancels what it submits meanwhile"
     still *= is_locked(sweep)
     return f"the command that is at work in {sweep.path} was asked to end{still}"
 
 
-LOG_POLL_S = 0.2
+def read_log(
+    run: RunDir, rank: int | None, lines: int | None = None, *, follow: bool = False
+) -> Iterator[str]:
+    """Yield a log's text, or its last lines, made harmless, in bounded memory.
 
+    The log is a rank's, or rank 0's, or before there is one, the batch script's.
 
-def log_of(run: RunDir, rank: int | None) -> Path:
-    """Return the log to show: a rank's, or rank 0's, or before there is one, the batch script's.
+    Args:
+        follow: yield its growth, too, until the run has ended.
 
     Raises:
-        RunFolderError: the rank has no log.
+        RunFolderError: the rank has no log; or whether the run that is followed has ended cannot
+            be known, since it is damaged or private.
     """
     path = run.rank_log(rank or 0)
-    if os.path.lexists(path):
-        return path
-    if rank is not None:
-        there = run.ranks_with_logs()
-        known = f"there are logs of ranks {there[0]} to {there[-1]}" if there else "no rank began"
-        raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
-    return run.batch_log if run.batch_log.exists() else path
+    if not follow and not os.path.lexists(path):
+        if rank is not None:
+            known, there = "no rank began", run.ranks_with_logs()
+            if there:
+                known = f"there are logs of ranks {there[0]} to {there[-1]}"
+            raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
+        path = run.batch_log if run.batch_log.exists() else path
+    reader, next_look = LogReader(path, lines), 0.0
+    while follow:
+        yield from reader.read()
+        if time.monotonic() >= next_look:
+            [status], _ = statuses([run])
+            if status.state in UNREADABLE:
+                raise RunFolderError(status.reason or f"{run.path} cannot be read")
+            if status.state in OVER:
+                break
+            next_look = time.monotonic() + class_of(kind_of(run)).status_interval_s
+        time.sleep(0.2)
+    yield from reader.read()
+    yield reader.rest()
 
 
 def pointer_to_culprit(run: RunDir, rank: int | None) -> str | None:
@@ -203,35 +215,3 @@ def pointer_to_culprit(run: RunDir, rank: int | None) -> str | None:
     if first is None or first == (rank or 0) or not run.rank_log(first).exists():
         return None
     return f"rank {first} failed first; its log: {command('logs', run.path)} --rank {first}"
-
-
-def text_of(path: Path, lines: int | None = None) -> Iterator[str]:
-    """Yield a log's text, or its last lines, made harmless, in bounded memory; nothing without a
-    file.
-    """
-    reader = LogReader(path, lines)
-    yield from reader.read()
-    yield reader.rest()
-
-
-def follow_log(run: RunDir, rank: int | None, lines: int | None = None) -> Iterator[str]:
-    """Yield a log's text, or its last lines, and its growth, made harmless, until the run has
-    ended.
-
-    Raises:
-        RunFolderError: whether it has ended cannot be known, since it is damaged or private.
-    """
-    reader = LogReader(run.rank_log(rank or 0), lines)
-    interval_s, next_look = class_of(kind_of(run)).status_interval_s, 0.0
-    while True:
-        yield from reader.read()
-        if time.monotonic() >= next_look:
-            [status], _ = statuses([run])
-            if status.state in UNREADABLE:
-                raise RunFolderError(status.reason or f"{run.path} cannot be read")
-            if status.state in OVER:
-                yield from reader.read()
-                yield reader.rest()
-                return
-            next_look = time.monotonic() + interval_s
-        time.sleep(LOG_POLL_S)

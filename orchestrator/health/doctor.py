@@ -388,8 +388,8 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Check
     own = ("run.watch=true", "run.snapshot=false")
     config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
     with prepared_run(config, output, overrides=given) as ready:
-        ended = start_run(ready)
-    yield from trial_findings(RunDir(Path(config.run.dir or "")), ended.exit_code)
+        code = start_run(ready)
+    yield from trial_findings(RunDir(Path(config.run.dir or "")), code)
 
 
 def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:

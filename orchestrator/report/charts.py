@@ -27,6 +27,11 @@ BARS = (
     ("peak_memory_bytes", "peak memory, MiB"),
     ("bytes_on_wire_per_update", "MiB on the wire per update"),
 )
+NO_KEY: dict[str, Any] = {"lines": [], "course": ""}
+KEY_OF_PARTS: dict[str, Any] = {
+    "lines": [{"name": name, "dash": "", "colour": n} for n, name in enumerate(PARTS, 1)],
+    "course": "",
+}
 Chart = dict[str, Any]
 Runs = Sequence[Mapping[str, Any]]
 
@@ -73,13 +78,12 @@ def _chart(
     title: str,
     says: str,
     values: Sequence[Any],
-    key: Mapping[str, Any] | None = None,
+    key: Mapping[str, Any] = NO_KEY,
     **rest: Any,
 ) -> Chart:
     """Return a chart of these values, as wide as its place on the page."""
     fit = {"type": "fit-x", "contains": "padding"}
     spec = {"width": "container", "height": 240, "autosize": fit, "data": {"values": values}}
-    key = key or {"lines": [], "course": ""}
     return {"id": name, "title": title, "says": says, "spec": {**spec, **rest}, "key": key}
 
 
@@ -100,40 +104,33 @@ def _fields(*names: str, **formats: str) -> list[dict[str, Any]]:
     return plain + [{"field": name, "format": text} for name, text in formats.items()]
 
 
-def _key_of_parts() -> dict[str, Any]:
-    lines = [{"name": name, "dash": "", "colour": number} for number, name in enumerate(PARTS, 1)]
-    return {"lines": lines, "course": ""}
-
-
-def _by_run(runs: Runs) -> dict[str, Any]:
-    """Return colour and dash of each run, in their order; of very many runs a range of colours."""
+def _by_run(runs: Runs) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return colour and dash of each run, in their order, and the legend; of very many runs a range
+    of colours.
+    """
     names = [run["name"] for run in runs]
     if len(names) == 1:
-        return {}
+        return {}, NO_KEY
     by: dict[str, Any] = {"field": "run", "type": "nominal"}
     if len(names) > len(DASHES):
         scheme = {"name": "viridis", "extent": [0.1, 0.8]}
-        return {"color": {**by, "scale": {"domain": names, "scheme": scheme}}}
-    return {
-        "color": {**by, "scale": {"domain": names}},
-        "strokeDash": {**by, "scale": {"domain": names, "range": DASHES[: len(names)]}},
-    }
-
-
-def _key_of_runs(runs: Runs) -> dict[str, Any]:
-    """Return the legend of a chart whose lines are runs."""
-    names = [run["name"] for run in runs]
-    if len(names) > len(DASHES):
-        return {"lines": [], "course": f"from {names[0]} (dark) to {names[-1]} (bright)"}
+        course = f"from {names[0]} (dark) to {names[-1]} (bright)"
+        colour = {**by, "scale": {"domain": names, "scheme": scheme}}
+        return {"color": colour}, {"lines": [], "course": course}
     lines = [
         {"name": name, "dash": " ".join(map(str, dash)), "colour": number}
         for number, (name, dash) in enumerate(zip(names, DASHES, strict=False), 1)
     ]
-    return {"lines": lines if len(names) > 1 else [], "course": ""}
+    encoding = {
+        "color": {**by, "scale": {"domain": names}},
+        "strokeDash": {**by, "scale": {"domain": names, "range": DASHES[: len(names)]}},
+    }
+    return encoding, {"lines": lines, "course": ""}
 
 
 def _curve(runs: Runs, x: str, title: str) -> Chart:
     """Return the losses of all runs, with marks where runs continued and failed."""
+    colours, key = _by_run(runs)
     values = [
         {"run": run["name"], "x": run["series"][x], "loss": run["series"]["loss"]} for run in runs
     ]
@@ -143,7 +140,7 @@ def _curve(runs: Runs, x: str, title: str) -> Chart:
             "x": _numbers("x", title),
             "y": _numbers("loss", "loss", scale={"zero": False}),
             "tooltip": [{"field": "run"}, {"field": "x", "title": title}, {"field": "loss"}],
-            **_by_run(runs),
+            **colours,
         },
         "transform": [{"flatten": ["x", "loss"]}],
     }
@@ -159,7 +156,6 @@ def _curve(runs: Runs, x: str, title: str) -> Chart:
         verb = "failed after" if mark["what"] == "failed" else "went on at"
         courses.append(f"{mark['run']} {verb} update {mark['update']}: {mark['why']}")
     layers = {"layer": [line, *_rules(marks)]} if marks else line
-    key = _key_of_runs(runs)
     return _chart(f"loss-{x}", f"Loss against {title}", "; ".join(courses), values, key, **layers)
 
 
@@ -184,20 +180,21 @@ def _evaluation(runs: Runs, name: str) -> Chart:
         {"run": r["name"], "update": r["evaluations"]["update"], "value": r["evaluations"][name]}
         for r in having
     ]
+    colours, key = _by_run(having)
     ends = (f"{r['name']}: {r['evaluations'][name][-1]}" for r in having[:MOST_DESCRIBED])
     return _chart(
         f"evaluation-{name}",
         f"Held-out {name}",
         f"at the end: {'; '.join(ends)}",
         values,
-        _key_of_runs(having),
+        key,
         transform=[{"flatten": ["update", "value"]}],
         mark={"type": "line", "strokeWidth": 2, "point": {"size": 40}},
         encoding={
             "x": _numbers("update", "updates"),
             "y": _numbers("value", f"held-out {name}", scale={"zero": False}),
             "tooltip": [*_fields("run", "update"), {"field": "value", "title": name}],
-            **_by_run(having),
+            **colours,
         },
     )
 
@@ -209,7 +206,7 @@ def _time_of_updates(run: Mapping[str, Any]) -> Chart:
         "What updates spent their time on",
         _shares_of(run),
         [{"update": series["update"], **{part: series[f"{part}_s"] for part in PARTS}}],
-        _key_of_parts(),
+        KEY_OF_PARTS,
         transform=[
             {"flatten": ["update", *PARTS]},
             {"fold": list(PARTS), "as": ["part", "seconds"]},
@@ -241,7 +238,7 @@ def _shares(runs: Runs) -> Chart:
         "What updates spent their time on",
         "; ".join(f"{run['name']}: {_shares_of(run)}" for run in runs[:MOST_DESCRIBED]),
         values,
-        _key_of_parts(),
+        KEY_OF_PARTS,
         height=ROW * len(runs),
         mark="bar",
         encoding={

@@ -21,8 +21,6 @@ from orchestrator.report.page_data import data_of
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import write_atomically
 
-INSTALL = "pip install 'vl-convert-python>=1.9' jinja2"
-
 
 @cache
 def _script() -> str:
@@ -34,7 +32,9 @@ def _script() -> str:
     try:
         import vl_convert
     except ModuleNotFoundError as error:
-        raise UsageError(f"pages are drawn with vl-convert-python: {INSTALL}") from error
+        raise UsageError(
+            "pages are drawn with vl-convert-python: pip install 'vl-convert-python>=1.9' jinja2"
+        ) from error
     library: Any = vl_convert  # its types ask for an argument that has a default
     bundle = re.sub("</(script)", r"<\\/\1", library.javascript_bundle(), flags=re.IGNORECASE)
     return bundle.replace("<!--", "<\\!--")

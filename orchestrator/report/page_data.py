@@ -32,7 +32,7 @@ from orchestrator.report.sweep_tables import (
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record, read_metrics
+from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import find_runs
 from orchestrator.units import (
@@ -107,7 +107,7 @@ def data_of(path: Path) -> dict[str, Any]:
         raise RunFolderError(f"there is no run in {path}")
     sound: list[tuple[RunDir, dict[str, Any]]] = []
     unreadable: list[str] = []
-    for folder in sorted(folders, key=_as_numbered):
+    for folder in folders:
         try:
             run = RunDir(folder).existing()
             sound.append((run, run.read_submission()))
@@ -163,12 +163,6 @@ def data_of(path: Path) -> dict[str, Any]:
     return sanitized(data)
 
 
-def _as_numbered(folder: Path) -> tuple[Path, bool, int, str]:
-    """Return a key that sorts by numbers: Hydra calls a sweep's points 0, 1, …, 10."""
-    name = folder.name
-    return folder.parent, not name.isdigit(), int(name) if name.isdigit() else 0, name
-
-
 def _section(key: str) -> str:
     return key.split(".", maxsplit=1)[0]
 
@@ -208,7 +202,6 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
     summary, result = cell.summary, cell.result or {}
     keys, rows = list(cell.overrides), _rows(cell.updates)
     drawn = thinned(rows, most)
-    evaluations = read_metrics(run.metrics).evaluations
     pruned = (read_json(run.pruned) or {}).get("why", "")  # why a search ended it early
     why = describe_culprit(culprit) if (culprit := result.get("culprit")) else ""
     swept = (f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items())
@@ -245,7 +238,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
         "marks": _marks(cell.updates, rows, summary.state, why),
-        "evaluations": _evaluations(thinned(evaluations, most)),
+        "evaluations": _evaluations(thinned(cell.evaluations, most)),
         "environment": _environment(run.read_environment() or {}),
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),

@@ -102,7 +102,6 @@ def _dots(moment: Moment) -> Text:
 
 
 PLAIN_INTERVAL_S = 2.0
-RECENT_UPDATES = 50
 
 
 class Progress:
@@ -125,7 +124,7 @@ class Progress:
         self._plan, self._console, self._clock = plan, console, clock
         self._quiet, self._verbose = quiet, verbose
         # Only what the line needs: a month's run must not make its watcher grow or slow down.
-        self._recent: deque[Record] = deque(maxlen=RECENT_UPDATES)
+        self._recent: deque[Record] = deque(maxlen=50)
         self._evaluation: Record = {}
         self._window: tuple[int, int] | None = None  # micro-steps done, and of how many
         self._closed = False

@@ -49,6 +49,8 @@ def print_plan(plan: Mapping[str, Any], console: Console) -> None:
     print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
     for warning in plan.get("warnings") or ():
         say(console, f"warning: {warning}", "yellow", prose=True)
+    for note in plan.get("notes") or ():
+        say(console, note, "dim", prose=True)
 
 
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -174,7 +176,6 @@ def _compilation(updates: Sequence[Record]) -> list[Row]:
 
 STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20
-DIGEST_DIGITS = 16
 RESTARTS_SHOWN = 5
 # Causes that a node's hardware may have; a Python exception of the job is none.
 NODE_FAULT = re.compile(
@@ -248,7 +249,7 @@ def _rows(
     for name, size in summary.memory_bytes.items():
         rows.append((f"  of which {name}", format_bytes(size), ""))
     if result.get("weights_sha256"):
-        rows.append(("weights", f"sha256 {result['weights_sha256'][:DIGEST_DIGITS]}", ""))
+        rows.append(("weights", f"sha256 {result['weights_sha256'][:16]}", ""))
     return [row for row in rows if not row[1].startswith(UNKNOWN)]
 
 

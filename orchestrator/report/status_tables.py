@@ -224,7 +224,8 @@ def describe_trial(search: Mapping[str, Any], number: int) -> str:
 
 def print_search(search: Mapping[str, Any], console: Console) -> None:
     """Print the trials, those with the best values first, and the best one's overrides."""
-    trials = sorted(search["trials"], key=lambda trial: _order(trial, search["maximize"]))
+    sign = -1 if search["maximize"] else 1
+    trials = sorted(search["trials"], key=lambda t: (t["value"] is None, sign * (t["value"] or 0)))
     headings = ("trial", "state", literal(search["objective"], console), "chosen")
     table = new_table(headings, right=(0, 2))
     for trial in trials:
@@ -271,12 +272,6 @@ def describe_search(search: Mapping[str, Any]) -> list[str]:
         value = f"{search['objective']} {_value(best)}"
         found.append(f"the best is trial {best['number']}: {value}, {' '.join(best['point'])}")
     return found
-
-
-def _order(trial: Mapping[str, Any], maximize: bool) -> tuple[bool, float, int]:
-    value = trial["value"]
-    known = 0.0 if value is None else -value if maximize else value
-    return value is None, known, trial["number"]
 
 
 def _value(trial: Mapping[str, Any]) -> str:

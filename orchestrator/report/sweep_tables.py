@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import groupby, pairwise
 from pathlib import Path
 from typing import Any
@@ -39,17 +40,19 @@ class SweptRun:
     """One point of a sweep as it lies on disk.
 
     `overrides` are those that vary in the sweep, key to value; `result` is None when the point
-    wrote none; `weights` is the file of its final weights, None when it has none.
+    wrote none; `updates` and `evaluations` are its records that count; `weights` is the file of its
+    final weights, None when it has none.
     """
 
     overrides: Mapping[str, Any]
     folder: Path
     result: Mapping[str, Any] | None = None
     updates: Sequence[Record] = ()
+    evaluations: Sequence[Record] = ()
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: Path | None = None
 
-    @property
+    @cached_property
     def summary(self) -> Summary:
         """Its figures."""
         return summarize(self.result, self.updates)
@@ -58,13 +61,6 @@ class SweptRun:
     def finished(self) -> bool:
         """True if it ran to its end; only such points are compared."""
         return self.summary.state == "finished"
-
-    @property
-    def title(self) -> str:
-        """Its overrides as they were typed."""
-        return (
-            " ".join(f"{key}={value}" for key, value in self.overrides.items()) or "(no override)"
-        )
 
 
 def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0) -> None:
@@ -92,7 +88,8 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
             state = f"{cell.summary.state}, see {cell.folder}"
             why = describe_culprit(culprit) if culprit else state
             first = why.partition("\n")[0]
-            say(console, f"point {name} ({cell.title}): {first}", "red")
+            typed = " ".join(f"{key}={value}" for key, value in cell.overrides.items())
+            say(console, f"point {name} ({typed or '(no override)'}): {first}", "red")
     done = sum(cell.finished for cell in cells)
     count = len(cells) + not_begun
     style = "green" if done == count else "bold red"
@@ -111,29 +108,25 @@ def differences(cells: Sequence[SweptRun]) -> list[str]:
 
     As text: `reference`, `-` for points without weights, `other shapes` for another model.
     """
+    from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
+
     reference: Path | None = None
     texts: list[str] = []
     for cell in cells:
-        if not cell.finished or cell.weights is None:
+        if not cell.finished or cell.weights is None or not cell.weights.is_file():
             texts.append("-")
         elif reference is None:
             reference = cell.weights
             texts.append("reference")
         else:
-            texts.append(_difference(cell.weights, reference))
+            try:
+                found = compare(cell.weights, reference)
+            except UsageError:
+                texts.append("other shapes")
+            else:
+                difference = f"{found.max_relative_difference:.1e}"
+                texts.append("same bits" if found.equal_bits else difference)
     return texts
-
-
-def _difference(weights: Path, reference: Path) -> str:
-    from orchestrator.report.compare import compare  # NumPy, which submitting must not wait for
-
-    if not weights.is_file() or not reference.is_file():
-        return "-"
-    try:
-        found = compare(weights, reference)
-    except UsageError:
-        return "other shapes"
-    return "same bits" if found.equal_bits else f"{found.max_relative_difference:.1e}"
 
 
 Column = tuple[str, list[Text]]
@@ -215,7 +208,7 @@ class Pair:
 def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
     """Print a table and one sentence for each pair."""
     for pair in pairs:
-        ks = [f"K={cell.plan.get('micro_steps', '?')}" for cell in (pair.one, pair.many)]
+        ks = [f"K={cell.plan['micro_steps']}" for cell in (pair.one, pair.many)]
         title = literal(pair.title, console, "bold")
         table = new_table(["", *ks, "ratio"], right=(1, 2, 3), title=title)
         for row in _rows(pair):
@@ -234,15 +227,12 @@ def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
 def verdict(pair: Pair) -> str:
     """Compare time of an update and of a sample, and memory, in one sentence."""
     one, many = pair.one.summary, pair.many.summary
-    k = f"K={pair.many.plan.get('micro_steps', '?')}"
-    unfinished = [cell for cell in (pair.one, pair.many) if not cell.finished]
-    if unfinished:
-        return f"At {pair.title}: nothing can be said, {unfinished[0].title} did not finish."
     per_update = _ratio(many.seconds_per_update, one.seconds_per_update)
     per_sample = _ratio(*map(_seconds_per_thousand, (pair.many, pair.one)))
     memory = _ratio(many.peak_memory_bytes, one.peak_memory_bytes)
     return (
-        f"At {pair.title}, {k} against K={pair.one.plan.get('micro_steps', '?')}: "
+        f"At {pair.title}, K={pair.many.plan['micro_steps']} against "
+        f"K={pair.one.plan['micro_steps']}: "
         f"{_change('time per update', per_update)}, {_change('time per sample', per_sample)}, "
         f"{_change('peak memory', memory)}."
     )
@@ -314,11 +304,13 @@ def swept_run(
         result: in place of the run's own, where it could not start.
     """
     saved = list_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
+    history = read_metrics(run.metrics)
     return SweptRun(
         overrides=overrides,
         folder=run.path,
         result=result or run.read_result(),
-        updates=read_metrics(run.metrics).updates if run.metrics.exists() else (),
+        updates=history.updates,
+        evaluations=history.evaluations,
         plan=run.read_plan(),
         weights=weights_of(saved[-1]) if saved else None,
     )

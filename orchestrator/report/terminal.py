@@ -26,7 +26,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from orchestrator.errors import OrchestratorError, UsageError, unreadable
+from orchestrator.errors import (
+    LONGEST_MESSAGE,
+    OrchestratorError,
+    RunFolderError,
+    UsageError,
+    shortened,
+)
 from orchestrator.rundir.files import blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
@@ -34,10 +40,6 @@ _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\
 _CONTROLS = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 LONGEST_LINE = 1 << 16
 _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
-
-
-LONGEST_MESSAGE = 4000
-EXIT_UNREAD = 128 + signal.SIGPIPE  # as a shell has it for a program that this signal ends
 
 
 @contextlib.contextmanager
@@ -53,7 +55,7 @@ def exit_on_broken_pipe() -> Generator[None]:
             sys.stdout.flush()
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        sys.exit(EXIT_UNREAD)
+        sys.exit(128 + signal.SIGPIPE)  # as a shell has it for a program that this signal ends
 
 
 def harmless(text: object) -> str:
@@ -162,7 +164,8 @@ def print_error(error: OrchestratorError | OSError, *, verbose: bool = False) ->
     if verbose and not (isinstance(error, UsageError) and error.__cause__ is None):
         traceback.print_exception(error)
     if isinstance(error, OSError):
-        error = unreadable(error)
+        path = f"{shortened(error.filename)}: " if error.filename else ""
+        error = RunFolderError(f"{path}{error.strerror or error}")
     text = str(error)
     if len(text) > LONGEST_MESSAGE and not verbose:
         text = f"{text[:LONGEST_MESSAGE]}… ({len(text)} characters; -v shows all)"

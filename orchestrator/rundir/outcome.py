@@ -156,16 +156,6 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
     return f"rank {rank}{'' if node is None else f' on {node}'} failed first: {cause}"
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class LaunchResult:
-    """The end of a followed run; PENDING for one that was only queued."""
-
-    run: RunDir
-    state: State
-    exit_code: int
-    culprit: Culprit | None = None
-
-
 def write_result(
     run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
 ) -> None:

@@ -216,7 +216,7 @@ def _beats(run: RunDir) -> list[str]:
 
 
 def find_runs(below: Path) -> list[Path]:
-    """Return all run folders below a folder, those of sweeps included, by name.
+    """Return all run folders below a folder, those of sweeps included, by name: 0, 1, …, 10.
 
     A folder that may not be read counts as one: it may be another account's run.
     """
@@ -230,5 +230,8 @@ def find_runs(below: Path) -> list[Path]:
         if "config.yaml" in files and "attempts" in folders:
             found.append(Path(folder))
             folders.clear()
-        folders[:] = sorted(one for one in folders if not one.startswith("."))
+        folders[:] = sorted(
+            (one for one in folders if not one.startswith(".")),
+            key=lambda name: (not name.isdecimal(), int(name) if name.isdecimal() else 0, name),
+        )
     return found

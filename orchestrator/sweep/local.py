@@ -27,7 +27,6 @@ from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, d
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import say
 from orchestrator.rundir.files import APPENDING, open_nofollow
-from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
 from orchestrator.sweep.tasks import PointTask, prepared_task
@@ -72,11 +71,10 @@ class LocalCapacity:
         free = [name for name in self._machine.gpus if name not in used]
         return LocalResources(share=share, gpus=tuple(free[: self._gpus_of(share)]))
 
-    def at_once(self, shares: Sequence[Share | None]) -> int:
-        """Return how many of such runs fit at once, the small ones first."""
+    def holds_two(self, shares: Sequence[Share | None]) -> bool:
+        """Return whether any two of such runs fit at once: the smallest ones do then."""
         able = sorted((s for s in shares if s), key=lambda s: (s.gpus, s.cores, s.ranks))
-        most = min(len(able), self.most or len(able))
-        return next((n for n in range(most, 1, -1) if self._holds(able[:n])), 1)
+        return len(able) > 1 and self._holds(able[:2])
 
     def _holds(self, shares: Sequence[Share | None]) -> bool:
         able = [share for share in shares if share]
@@ -118,11 +116,6 @@ class _Running:
     pid: int
     pipe: Connection
     allocation: LocalResources
-
-
-def share_of(task: PointTask) -> Share | None:
-    """Return what a point takes of this machine; None if no other may run at the same time."""
-    return cluster_of(task.point.config).share
 
 
 class LocalQueue:
@@ -171,8 +164,10 @@ class LocalQueue:
         return self._allocation(task) is not None
 
     def _allocation(self, task: PointTask) -> LocalResources | None:
+        if interrupts.count:
+            return None
         taken = [one.allocation for one in self._running]
-        return None if interrupts.count else self._room.allocate(taken, share_of(task))
+        return self._room.allocate(taken, cluster_of(task.point.config).share)
 
     def start(self, task: PointTask) -> bool:
         """Start a point; return False if it has no room yet, or after an interrupt."""
@@ -190,11 +185,11 @@ class LocalQueue:
         sys.stderr.flush()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, FORWARDED)  # until it counts them itself
         try:
-            log = None if self._terminal else task.run
-            body = partial(_run_point, task, self._output, allocation, its_end, before, log)
-            self._running.append(
-                _Running(task=task, pid=fork(body), pipe=pipe, allocation=allocation)
+            body = partial(
+                _run_point, task, self._output, allocation.gpus, its_end, before, self._terminal
             )
+            running = _Running(task=task, pid=fork(body), pipe=pipe, allocation=allocation)
+            self._running.append(running)
         finally:
             its_end.close()
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -253,35 +248,35 @@ class LocalQueue:
 def _run_point(
     task: PointTask,
     output: OutputOptions,
-    allocation: LocalResources,
+    gpus: tuple[str, ...],
     pipe: Connection,
     mask: set[int],
-    log: RunDir | None,
+    terminal: bool,
 ) -> int:
     """Run a point to its end, and report (exit code, refusal) through the pipe.
 
     Args:
         mask: of signals, once they are counted.
-        log: write to this run's terminal log, rather than to the terminal.
+        terminal: as of `LocalQueue`.
     """
     name_process(f"point {task.point.number}")
     interrupts.count = 0
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
-    if allocation.gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(allocation.gpus)
+    if gpus:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
     refusal, code = None, EXIT_FINISHED
-    if log is not None:  # there is no folder yet
+    if not terminal:  # there is no folder yet
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         output = replace(output, console=Console(width=output.console.width))
     try:
         with prepared_task(task, output) as ready:
-            if log is not None:
+            if not terminal:
                 sys.stdout.flush()
-                terminal = open_nofollow(log.terminal_log, APPENDING)
+                log = open_nofollow(task.run.terminal_log, APPENDING)
                 for standard in (1, 2):
-                    os.dup2(terminal, standard)
+                    os.dup2(log, standard)
             if ready is not None:
-                code = run_to_end(ready).exit_code
+                code = run_to_end(ready)
     except OrchestratorError as error:
         refusal, code = str(error), error.exit_code
     pipe.send((code, refusal))
@@ -300,8 +295,7 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
         Their ends, by folder: of all, or after an interrupt of those that began.
     """
     room = LocalCapacity(most_at_once([task.point.config for task in tasks], output))
-    shares = [share_of(task) for task in tasks]
-    alone = room.at_once(shares) == 1
+    alone = not room.holds_two([cluster_of(task.point.config).share for task in tasks])
     waiting = list(tasks)
     varying = only_varying([task.point.overrides for task in tasks])
     names = {

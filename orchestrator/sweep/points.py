@@ -88,32 +88,31 @@ def check_points(composer: Composer) -> list[Point]:
             why = "they are equal; leave all but one of them out"
             refuse_points({why: numbers}, 0, len(found))
     stated = Counter(point.config.run.dir for point in points)
-    for point in points:
-        _place(point, apart=stated[point.config.run.dir] > 1)
     shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
-    return [replace(p, identity=tuple(_identifying(p.overrides, shared))) for p in points]
-
-
-def _identifying(overrides: Sequence[str], shared: Collection[str]) -> list[str]:
-    """Return the overrides that identify a point. Those of where and how it runs count only if the
-    points differ in them.
-    """
-    return sorted(o.lstrip("+") for o in overrides if identifies(o) or o not in shared)
-
-
-def _place(point: Point, *, apart: bool) -> None:
-    folder = point.config.run.dir
-    if folder is None:
-        point.config.run.dir = str(point.own_folder.absolute())
-    elif apart:
-        point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+    return [_settled(p, shared, apart=stated[p.config.run.dir] > 1) for p in points]
 
 
 def trial_point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:
     """Return a point that a search draws, with a folder of its own. Raises `UsageError`."""
     point = _point(composer, number, overrides)
-    _place(point, apart=True)
-    return replace(point, identity=tuple(_identifying(point.overrides, point.overrides)))
+    return _settled(point, point.overrides, apart=True)
+
+
+def _settled(point: Point, shared: Collection[str], *, apart: bool) -> Point:
+    """Return the point with its folder and the overrides that identify it.
+
+    Args:
+        shared: by all points; of these, those of where and how a point runs do not identify it.
+        apart: other points have the same `run.dir`.
+    """
+    folder = point.config.run.dir
+    if folder is None:
+        point.config.run.dir = str(point.own_folder.absolute())
+    elif apart:
+        point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+    given = point.overrides
+    identity = sorted(o.lstrip("+") for o in given if identifies(o) or o not in shared)
+    return replace(point, identity=tuple(identity))
 
 
 def _point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:

@@ -21,7 +21,7 @@ from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
-from orchestrator.cli.resume import working_directory
+from orchestrator.cli.resume import submission_directory
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
@@ -211,31 +211,27 @@ class TrialRuns:
 
     def __init__(self, search: Search, output: OutputOptions) -> None:
         quiet = OutputOptions(console=output.console, quiet=True)
-        self._queue = LocalQueue(quiet, LocalCapacity(search.most)) if search.attended else None
+        self.queue = LocalQueue(quiet, LocalCapacity(search.most)) if search.attended else None
         self._output, self._most = output, search.most or 1
         self.followed: list[PointTask] = []  # they continue if this process ends
         self._full = False  # the scheduler accepts no more until one has ended
         self._next_poll = 0.0
 
-    def counting_interrupts(self) -> contextlib.AbstractContextManager[Any]:
-        """Count interrupts. After the first one nothing more starts."""
-        return self._queue or interrupts
-
     @property
     def running(self) -> Sequence[PointTask]:
         """The runs to wait for; after an interrupt only children."""
-        children = self._queue.running if self._queue else ()
+        children = self.queue.running if self.queue else ()
         return [*children, *([] if interrupts.count else self.followed)]
 
     def has_room(self, task: PointTask) -> bool:
-        if self._queue is not None:
-            return not self.followed and self._queue.has_room(task)
+        if self.queue is not None:
+            return not self.followed and self.queue.has_room(task)
         return not self._full and len(self.followed) < self._most
 
     def start(self, task: PointTask) -> bool:
         """Start a trial; return False if it waits. Raises `ConfigError` if it can never run."""
-        if self._queue is not None:
-            return self._queue.start(task)
+        if self.queue is not None:
+            return self.queue.start(task)
         try:
             submit([task], self._output)
         except UsageError as error:
@@ -256,8 +252,8 @@ class TrialRuns:
     def wait(self) -> list[PointResult]:
         """Wait for a moment; return the runs that have ended."""
         ended: list[PointResult] = []
-        if self._queue is not None and self._queue.running:
-            one = self._queue.wait_one(POLL_S)
+        if self.queue is not None and self.queue.running:
+            one = self.queue.wait_one(POLL_S)
             ended += [one] if one is not None else []
         else:
             time.sleep(POLL_S)
@@ -275,8 +271,8 @@ class TrialRuns:
     def stop(self, task: PointTask) -> None:
         """Stop a run at its next boundary, if its scheduler answers."""
         if task not in self.followed:
-            assert self._queue is not None  # noqa: S101
-            self._queue.cancel(task)
+            assert self.queue is not None  # noqa: S101
+            self.queue.cancel(task)
             return
         try:
             cancel(task.run)
@@ -592,7 +588,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
     search = Search(composer)
     with locked_sweep(search.folder):
         runs = TrialRuns(search, output)
-        with runs.counting_interrupts():
+        with runs.queue or interrupts:  # after the first interrupt nothing more starts
             searcher = Searcher(search, runs, output)
             searcher.run()
             count, left = interrupts.count, len(runs.followed)
@@ -636,7 +632,7 @@ def resume_search(
         config_name=line["config_name"],
         multirun=True,
     )
-    with working_directory(Path(line["folder"]), folder):
+    with submission_directory(RunDir(folder), Path(line["folder"])):
         composer = Composer(resumed)
         composer.compose()
         return run_search(composer, output)

@@ -23,8 +23,6 @@ from optuna.trial import FrozenTrial
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError
 
-TAGS = {"log"}
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Axis:
@@ -171,7 +169,7 @@ def _axis(override: Override) -> Axis:
     if override.is_delete() or (not isinstance(value, Sweep) and not override.is_choice_sweep()):
         raise ConfigError("cannot be drawn: it takes a key away")
     tags: set[str] = value.tags if isinstance(value, Sweep) else set()
-    if unknown := sorted(tags - TAGS):
+    if unknown := sorted(tags - {"log"}):
         raise ConfigError(f"has the tag {unknown[0]}, which means nothing here; known is: log")
     if getattr(value, "shuffle", False):
         raise ConfigError("cannot be shuffled: a search has an order of its own")

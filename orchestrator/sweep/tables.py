@@ -65,7 +65,7 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
         return
     for task, plan in zip(tasks, plans, strict=True) if len(tasks) <= MOST_PLANS else ():
         say(console, task.point.label, "bold")
-        _print_plan(plan, console)
+        print_plan(plan, console)
     _print_tasks(tasks, console)
     for sentence in sentences:
         say(console, sentence, "yellow", prose=True)
@@ -77,7 +77,7 @@ def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> Non
     if as_json:
         print_json({**plan, **({"request": {**request.details, **notice}} if notice else {})})
         return
-    _print_plan(plan, console)
+    print_plan(plan, console)
     if notice and request.text:
         sys.stdout.write(f"\n{request.text}\n")
     if answer := notice.get("scheduler"):
@@ -86,12 +86,6 @@ def _show_plan_of_run(config: Config, console: Console, *, as_json: bool) -> Non
         say(console, f"{speaker} would say: {answer}", style)
     if warning := notice.get("warning"):
         say(console, f"warning: {warning}", "yellow", prose=True)
-
-
-def _print_plan(plan: dict[str, Any], console: Console) -> None:
-    print_plan(plan, console)
-    for sentence in plan["notes"]:
-        say(console, sentence, "dim", prose=True)
 
 
 def _cluster_answers(tasks: Sequence[PointTask]) -> list[str]:

@@ -271,26 +271,24 @@ def locked_sweep(folder: Path) -> Generator[None]:
                     folder.rmdir()
 
 
-@contextlib.contextmanager
-def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedRun | None]:
+def prepared_task(
+    task: PointTask, output: OutputOptions
+) -> contextlib.AbstractContextManager[PreparedRun | None]:
     """Prepare a task's run: a new one, or one that continues."""
     point = task.point
     if task.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        with prepared_resume(task.run.path, output, to=point.config, changed=True) as ready:
-            yield ready
-        return
+        return prepared_resume(task.run.path, output, to=point.config, changed=True)
     if task.old is not None:
         task.old.rename(replaced_folder(task.old.parent, task.old.name))
-    with prepared_run(
+    return prepared_run(
         point.config,
         output,
         overrides=point.overrides,
         flags=point.flags,
         plan=point.plan,
         notes=task.notes,
-    ) as ready:
-        yield ready
+    )
 
 
 def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:

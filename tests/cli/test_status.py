@@ -205,3 +205,10 @@ def test_an_unreadable_slurm_conf_is_a_sentence(foreign_runs, monkeypatch):
     [status], sentences = statuses([run])
     assert status.state == "unknown"
     assert sentences == [f"cluster.slurm_conf={conf}: it cannot be read: Permission denied"]
+
+
+def test_the_points_of_a_sweep_come_in_the_order_of_their_numbers(tmp_path):
+    for name in ("10", "2", "0", "other"):
+        make_run(tmp_path / "sweep" / name)
+    found, _ = statuses(expand([tmp_path / "sweep"]))
+    assert [status.folder.name for status in found] == ["0", "2", "10", "other"]

@@ -19,7 +19,7 @@ import typer
 
 import benchmarks.__main__ as measurements
 import slurm.__main__ as development
-from orchestrator.__main__ import EXAMPLES, app
+from orchestrator.__main__ import app
 from orchestrator.cli.new import FILES
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
@@ -72,8 +72,8 @@ def printed(folder):
             found.setdefault(installed(shlex.split(one.text)), one.page)
         elif words[0] in VERBS and "RUN" in words:
             found.setdefault(("orchestrator", *words), one.page)
-    for example in EXAMPLES.values():
-        found.setdefault(("orchestrator", *shlex.split(example)), "the help")
+    for verb in app.registered_commands:
+        found.setdefault(installed(shlex.split(verb.epilog)[2:]), "the help")
     return found
 
 

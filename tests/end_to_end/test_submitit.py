@@ -167,6 +167,12 @@ def test_too_large_arguments_are_refused(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_arguments_that_cannot_be_pickled_leave_no_file(tmp_path):
+    with pytest.raises(TypeError, match="pickle"):
+        OrchestratorExecutor(tmp_path).map_array(print, [1, threading.Lock()])
+    assert not list(tmp_path.iterdir())
+
+
 def test_a_thread_of_the_kernel_whose_pid_is_a_jobs_id_does_not_follow_that_job():
     threads = [p.pid for p in psutil.process_iter() if p.pid == 2 or p.ppid() == 2]  # kthreadd's
     assert not any(_is_followed(str(pid)) for pid in threads)
