@@ -61,6 +61,11 @@ class OutputOptions:
     verbose: bool = False
     quiet: bool = False
 
+    def note(self, text: object, style: str = "", *, prose: bool = False) -> None:
+        """Print a line, as `say` does, unless `quiet`."""
+        if not self.quiet:
+            say(self.console, text, style, prose=prose)
+
 
 class Interrupts:
     """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
@@ -185,8 +190,8 @@ def watch(
                 plan.update(run.read_plan())
             micro_steps = (latest.done, latest.steps) if latest else None
             progress.update(records, micro_steps, warnings.read(now=state.ended))
-            for sentence in () if output.quiet else handle.new_messages():
-                say(output.console, sentence, "yellow", prose=True)
+            for sentence in handle.new_messages():
+                output.note(sentence, "yellow", prose=True)
             for text in log.read() if shows_output else ():
                 output.console.out(text, end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
@@ -234,10 +239,9 @@ def run_to_end(ready: PreparedRun) -> int:
     raised.
     """
     run, output = ready.run, ready.output
-    if not output.quiet:
-        shown = is_program(ready.config.job) and not output.verbose
-        hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" if shown else ""
-        say(output.console, f"run folder: {run.path}{hint}", "dim", prose=True)
+    hides_output = is_program(ready.config.job) and not output.verbose
+    hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" * hides_output
+    output.note(f"run folder: {run.path}{hint}", "dim", prose=True)
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)
@@ -248,9 +252,8 @@ def run_to_end(ready: PreparedRun) -> int:
         if culprit is None or not decision.restarts:
             break
         Notifier(run).send()
-        if not output.quiet:
-            say(output.console, describe_culprit(culprit.to_json()), "bold red")
-            say(output.console, decision.message, "yellow")
+        output.note(describe_culprit(culprit.to_json()), "bold red")
+        output.note(decision.message, "yellow")
         for changed in differences(run, run.read_submission().get(INPUTS) or {}, ready.config):
             # No person started this attempt who could accept the change, as with `resume`.
             more = f"warning: {changed} since the run began; attempt {number + 1} has it as it is"
@@ -321,11 +324,10 @@ def start_run(ready: PreparedRun) -> int:
     run, output, cluster = ready.run, ready.output, ready.cluster
     with CLUSTERS.wrap_errors(ready.config.cluster.kind, "to submit the run"):
         handle = cluster.submit(ready.request)
-    if not output.quiet:
-        say(output.console, f"{handle.title} is queued", "bold green")
-        say(output.console, f"run folder: {run.path}")
-        for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
-            say(output.console, f"  {command(verb, run.path)}{hint}")
+    output.note(f"{handle.title} is queued", "bold green")
+    output.note(f"run folder: {run.path}")
+    for verb, hint in (("status", ""), ("logs", " -f"), ("cancel", "")):
+        output.note(f"  {command(verb, run.path)}{hint}")
     if not ready.config.run.watch:
         return 0
     return follow(handle, run, output)

@@ -174,11 +174,10 @@ def prepared_run(
     with interrupts:
         cluster.trust(run)
         run.create()
-        if not output.quiet:
-            for sentence in plan.warnings:
-                say(output.console, f"warning: {sentence}", "yellow")
-            if cluster.survival.description:
-                say(output.console, cluster.survival.description, "dim", prose=True)
+        for sentence in plan.warnings:
+            output.note(f"warning: {sentence}", "yellow")
+        if cluster.survival.description:
+            output.note(cluster.survival.description, "dim", prose=True)
         try:
             # Before anything else: another command would take the run for one that was lost.
             with wrap_disk_errors(run), locked(run):
@@ -261,8 +260,7 @@ def prepared_resume(
         if not cluster.attended:
             attempt = max(attempt, read_newest_attempt(run.newest_attempt) + 1)
         request, admission = _admitted(cluster, run, attempt, output)
-        if not output.quiet:
-            say(output.console, resumed.message, prose=True)
+        output.note(resumed.message, prose=True)
         for sentence in (*filter(None, [resumed.warning]), *notes):
             say(output.console, f"warning: {sentence}", "yellow", prose=True)
         record(run, resumed, attempt, inputs)

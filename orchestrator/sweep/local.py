@@ -310,8 +310,8 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                     continue
                 if alone:
                     say(output.console, task.point.label, "bold")
-                elif not output.quiet:
-                    say(output.console, f"{names[task.run.path]} starts", "dim")
+                else:
+                    output.note(f"{names[task.run.path]} starts", "dim")
                 if queue.start(task):  # else an interrupt, or the memory is gone meanwhile
                     waiting.remove(task)
             one = queue.wait_one()
@@ -337,13 +337,11 @@ def most_at_once(configs: Sequence[Config], output: OutputOptions) -> int | None
     unlike = [n for n in TIMED if any(getattr(c, n) != getattr(first, n) for c in others)]
     if most is not None or not unlike:
         return most
-    if not output.quiet:
-        say(
-            output.console,
-            f"one point after another, since they differ in {', '.join(unlike)}, and their times "
-            f"are compared; sweep.parallel=2 runs two at once",
-            "dim", prose=True,
-        )  # fmt: skip
+    sentence = (
+        f"one point after another, since they differ in {', '.join(unlike)}, and their times are "
+        f"compared; sweep.parallel=2 runs two at once"
+    )
+    output.note(sentence, "dim", prose=True)
     return 1
 
 

@@ -147,7 +147,7 @@ class Search:
 
 
 def open_study(search: Search) -> tuple[Study, JournalStorage]:
-    """Load the search's study from its journal, or create it.
+    """Load the search's study from its journal, or create it; `force` puts an earlier one aside.
 
     Raises:
         ConfigError: the folder holds something else.
@@ -155,7 +155,13 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
     """
     folder = RunDir(search.folder)
     if search.sweep.force:
-        _put_aside(folder)
+        aside = replaced_folder(folder.path, "search")
+        make_folder(aside)
+        runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
+        # the journal last: it says what the others are
+        for path in (*runs, folder.search, folder.journal):
+            with contextlib.suppress(FileNotFoundError):
+                path.rename(aside / path.name)
     elif not folder.journal.exists() and find_runs(folder.path):
         raise ConfigError(
             f"{folder.path} holds runs that are no trials of a search; choose another run.dir, or "
@@ -196,16 +202,6 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
     return study, storage
 
 
-def _put_aside(folder: RunDir) -> None:
-    """Move everything of an earlier search into the folder of replaced runs."""
-    aside = replaced_folder(folder.path, "search")
-    make_folder(aside)
-    runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
-    for path in (*runs, folder.search, folder.journal):  # the journal last: it says what they are
-        with contextlib.suppress(FileNotFoundError):
-            path.rename(aside / path.name)
-
-
 class TrialRuns:
     """The runs of a search that are in progress: children of this process, or others' to follow."""
 
@@ -240,7 +236,7 @@ class TrialRuns:
             if not isinstance(error, NotNow) or not self.followed:
                 raise
             self._full = True
-            self._warn(f"{error}\nthe next trial waits until one has ended")
+            self._output.note(f"{error}\nthe next trial waits until one has ended", "yellow")
             return False
         self.followed.append(task)
         return True
@@ -277,11 +273,7 @@ class TrialRuns:
         try:
             cancel(task.run)
         except ClusterError as error:
-            self._warn(f"not stopped: {error}")
-
-    def _warn(self, text: str) -> None:
-        if not self._output.quiet:
-            say(self._output.console, text, "yellow")
+            self._output.note(f"not stopped: {error}", "yellow")
 
 
 @dataclass(kw_only=True, slots=True)
@@ -398,7 +390,7 @@ class Searcher:
                 self._waiting.pop(0)
             if started:
                 chosen = trial.task.point.overrides[len(self._search.space.fixed) :]
-                self._say(f"trial {trial.number} begins: {' '.join(chosen)}", "dim")
+                self._output.note(f"trial {trial.number} begins: {' '.join(chosen)}", "dim")
                 continue
             del self._running[path]
             if not trial.task.run.config.exists():
@@ -477,7 +469,15 @@ class Searcher:
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
         objective, value = self._search.sweep.objective, None
-        why = refusal or why_no_value(trial.task)
+        why = refusal
+        if not why:
+            [status], _ = statuses([trial.task.run])
+            failed = status.state == "failed"
+            culprit = (trial.task.run.read_result() or {}).get("culprit") if failed else None
+            if culprit:
+                why = describe_culprit(culprit)
+            elif status.state != "finished":
+                why = status.reason or f"it was {status.state}"
         if not why:
             result = trial.task.run.read_result() or {}
             found = {
@@ -510,7 +510,7 @@ class Searcher:
             self._storage.set_trial_user_attr(self._id(number), WHY, why)
         self._study.tell(number, value, state)
         self._write_table()
-        self._say(describe_trial(self.table, number), "")
+        self._output.note(describe_trial(self.table, number))
 
     def _id(self, number: int) -> int:
         study_id = self._storage.get_study_id_from_name(STUDY)
@@ -549,10 +549,6 @@ class Searcher:
         }
         write_json(RunDir(search.folder).search, self.table)
 
-    def _say(self, text: str, style: str) -> None:
-        if not self._output.quiet:
-            say(self._output.console, text, style)
-
 
 def is_judged(updates: int) -> bool:
     """Return whether a trial is judged after this many updates.
@@ -564,15 +560,6 @@ def is_judged(updates: int) -> bool:
     [7, 99, 110, 1100]
     """
     return updates % 10 ** max(0, len(str(updates)) - 2) == 0
-
-
-def why_no_value(task: PointTask) -> str:
-    """Return why a run that is over measured nothing; "" if it has finished."""
-    [status], _ = statuses([task.run])
-    if status.state == "finished":
-        return ""
-    culprit = (task.run.read_result() or {}).get("culprit") if status.state == "failed" else None
-    return describe_culprit(culprit) if culprit else status.reason or f"it was {status.state}"
 
 
 def run_search(composer: Composer, output: OutputOptions) -> int:

@@ -71,8 +71,8 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
 
         return run_search(composer, output)
     points = check_points(composer)
-    if not output.quiet and (remark := shared_output(points)):
-        say(output.console, f"warning: {remark}", "yellow", prose=True)
+    if remark := shared_output(points):
+        output.note(f"warning: {remark}", "yellow", prose=True)
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
             until_the_end.enter_context(locked_sweep(folder))
@@ -88,9 +88,9 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
 
     Raises `UsageError` for what refuses them, before any is started.
     """
-    if not output.quiet and any(task.why != "new" for task in tasks):
+    if any(task.why != "new" for task in tasks):
         for task in tasks:
-            say(output.console, f"{task.point.label}: {task.action.value} ({task.why})", "dim")
+            output.note(f"{task.point.label}: {task.action.value} ({task.why})", "dim")
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
     alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:
