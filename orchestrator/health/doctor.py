@@ -60,8 +60,6 @@ class CheckResult:
     do: str = ""
 
 
-Check = Callable[[], Iterable[CheckResult]]
-
 # The versions that the tests run with; constraints.txt has the same (a test compares them).
 TESTED = {
     "hydra-core": "1.3.8",
