@@ -290,7 +290,6 @@ class Accumulator:
         early = expected_weight is not None and self.precision.scale == 1.0
         self._expected_weight = float(expected_weight or 1.0) if early else 1.0
         self._window.begin(update, implied_by=implied_by)
-        self._window.error_breaks = "window"  # its buffers may hold the gradient of the last one
         if learning_rate is not None:
             self._rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)

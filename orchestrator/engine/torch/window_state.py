@@ -149,14 +149,16 @@ class WindowState:
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
         self._broken, self._undeclared = None, None
+        # Until the accumulator has begun, too: its buffers may hold the gradient of the last one.
+        self.error_breaks = "window"
         if any(map(_TRAINING, self._norms.values())):
+            norms, self._norms = list(self._norms), {}
             warnings.warn(
-                f"{norm_advice(list(self._norms), apart=self._group.size > 1)}. In a loop of your "
-                "own, model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
+                f"{norm_advice(norms, apart=self._group.size > 1)}. In a loop of your own, "
+                "model, _ = with_norms(model, 'group') or 'frozen' does the same, before the "
                 "optimizer is built",
                 stacklevel=4,  # of who calls backward() or begin_window()
             )
-            self._norms = {}
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {

@@ -343,6 +343,21 @@ def test_a_window_that_could_not_begin_keeps_nothing_of_the_one_before():
     assert ours.boundary().micro_steps == 1
 
 
+def test_a_window_whose_warning_was_an_error_has_to_begin_anew():
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4))
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    loss = Loss(model(torch.ones(5, 3)).square().sum(), 5)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(UserWarning, match="batch norm"):
+            ours.backward(loss)
+    with pytest.raises(JobError, match="begins it anew"):
+        ours.backward(loss)
+    ours.begin_window()
+    ours.backward(loss)
+    assert ours.boundary().micro_steps == 1
+
+
 def test_a_recorded_backward_under_float16_is_refused_as_it_was_not_scaled():
     ours, model = _accumulator(TorchGroup.alone(), precision="float16")
     ours.begin_window()
