@@ -190,7 +190,7 @@ def watch(
                 plan.update(run.read_plan())
             micro_steps = (latest.done, latest.steps) if latest else None
             progress.update(records, micro_steps, warnings.read(now=state.ended))
-            for sentence in handle.new_messages():
+            for sentence in () if output.quiet else handle.new_messages():
                 output.note(sentence, "yellow", prose=True)
             for text in log.read() if shows_output else ():
                 output.console.out(text, end="", highlight=False)

@@ -162,7 +162,11 @@ class Windows:
                 "the windows of run.windows() are one training, and were gone through already; "
                 "all epochs are one loop: epochs=3, say"
             )
-        self._begun, whole = True, False
+        self._begun = True
+        return self._each()
+
+    def _each(self) -> Iterator[UserWindow]:
+        whole = False
         try:
             for window in self._loop:
                 self._window = self._begin(window)

@@ -40,7 +40,8 @@ def _train(worker: WorkerProcess) -> int:
         finished = not progress.stopped
         if training.recorder is not None:
             training.recorder.close(finished=finished)
-            worker.fence.check()
+            if worker.topology.scheduled:  # others publish no attempts
+                worker.fence.check()
             if finished or not worker.depart(progress.updates):
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
@@ -121,7 +122,8 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
         except PeerLost as error:
             training.checkpoints.drop_parts()
             if membership is None:
-                worker.fence.check()
+                if worker.topology.scheduled:
+                    worker.fence.check()
                 checkpoints = training.checkpoints
                 if training.saves_on_failure and not checkpoints.has(progress.updates):
                     checkpoints.save_now(progress)

@@ -6,7 +6,7 @@ What has to be the same on all ranks is checked in `consistency_checks`.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
@@ -51,7 +51,7 @@ def check_arguments(model: Any, group: Any, options: AccumulationOptions) -> lis
     if isinstance(model, Module):
         return model
     expected = "model must be a torch.nn.Module, or its parameters (with or without names)"
-    if not isinstance(model, Iterable):
+    if isinstance(model, (str, Mapping)) or not isinstance(model, Iterable):
         raise ConfigError(f"{expected}; but it is {_describe(model)}")
     items: list[Any] = list(cast("Iterable[Any]", model))
     for item in items:

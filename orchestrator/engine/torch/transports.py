@@ -142,7 +142,7 @@ class PairwiseExchange:
         at_once: bool,
     ) -> None:
         self._turns = self._start_turns(group, rank, into, pieces)
-        self._started = list(self._turns) if at_once else [next(self._turns)]
+        self._started = list(self._turns) if at_once else [next(self._turns, [])]
 
     @staticmethod
     def _start_turns(
