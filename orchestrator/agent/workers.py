@@ -148,16 +148,16 @@ class Workers:
                 "and `-n`, pids.max of the job's cgroup, or memory"
             )
             log.warning("rank %d: %s", rank, cause)
-            unborn = Worker(
+            failed = Worker(
                 rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
             )
-            unborn.ended = time.monotonic()
+            failed.ended = time.monotonic()
             if not incarnation:  # else it counts as a replacement that was killed at once
-                unborn.status, unborn.signs.final_state = EXIT_FAILED, FAILED
+                failed.status, failed.signs.final_state = EXIT_FAILED, FAILED
                 node = self._spec.name
-                unborn.signs.failure = failure_record(rank, node, cause, secondary=False)
-            self.all[rank] = unborn
-            self._report(self.exit_of(unborn))
+                failed.signs.failure = failure_record(rank, node, cause, secondary=False)
+            self.all[rank] = failed
+            self._report(self.exit_of(failed))
             return
         finally:
             if os.getpid() == agent:

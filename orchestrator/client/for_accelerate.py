@@ -51,5 +51,5 @@ class AccelerateUpdates:
             folder = run.checkpoint_dir / f"{PREFIX}{update + 1}"
             self._accelerator.save_state(str(folder))
             self._accelerator.wait_for_everyone()
-            mark(folder, update, marks=self._accelerator.is_main_process)
+            mark(folder, update, first_rank=self._accelerator.is_main_process)
         return stops

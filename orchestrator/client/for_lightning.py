@@ -61,7 +61,7 @@ class LightningCallback(Base):
         if stops or (self._every and self._done % self._every == 0):
             path = run.checkpoint_dir / f"{PREFIX}{update + 1}"
             trainer.save_checkpoint(path)  # ends with a barrier
-            mark(path, update, marks=trainer.is_global_zero)
+            mark(path, update, first_rank=trainer.is_global_zero)
         if stops:
             fit = trainer.fit_loop
             fit.min_epochs = fit.epoch_loop.min_steps = None  # a stop does not wait for them

@@ -58,4 +58,4 @@ class TrainerCallback(Base):
         del args, control
         if run:
             done, first = state.global_step, state.is_world_process_zero
-            mark(run.checkpoint_dir / f"{PREFIX}{done}", done - 1, marks=first)
+            mark(run.checkpoint_dir / f"{PREFIX}{done}", done - 1, first_rank=first)

@@ -15,11 +15,11 @@ MARK = ".whole"
 NOT_FIGURES = ("loss", "samples", "update", "self")  # other arguments of `report`
 
 
-def mark(checkpoint: Path, update: int, *, marks: bool) -> None:
-    """Mark a checkpoint after `update` as complete, on the rank that `marks`, once all ranks have
-    written their parts and all earlier lines are on the disk: the next start continues after it.
+def mark(checkpoint: Path, update: int, *, first_rank: bool) -> None:
+    """Mark a checkpoint after `update` as complete, on the first rank, once all ranks have written
+    their parts and all earlier lines are on the disk: the next start continues after it.
     """
-    if marks:
+    if first_rank:
         current_run.flush()
         checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
     current_run.save_done(update)

@@ -82,7 +82,8 @@ class RunStatus:
 
 def kind_of(run: RunDir, handle: dict[str, Any] | None = None) -> str:
     """Return the kind of cluster that a run was placed on; see `cluster.kind`."""
-    handle = handle or run.read_handle() or {}
+    if handle is None:
+        handle = run.read_handle() or {}
     return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
 
 

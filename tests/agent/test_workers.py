@@ -148,7 +148,7 @@ def test_a_worker_has_nothing_of_its_agent_and_draws_numbers_of_its_own_started_
 
 @pytest.mark.parametrize("where", ["", "many", "unwritable"])
 def test_a_worker_that_raises_before_it_has_a_log_ends_with_its_traceback_in_the_nodes(where):
-    """Where the agent has many descriptors too, and a container that forbids a new oom score."""
+    """Also with many descriptors in the agent, and in a container that forbids a new oom score."""
     with node("raises", where, "", stderr=subprocess.PIPE) as process:
         events = events_of(process)
         log = process.stderr.read()

@@ -260,10 +260,10 @@ def test_a_frameworks_checkpoint_is_resumed_from_once_it_is_marked(ranks, monkey
     for folder in (first, last):
         folder.mkdir(parents=True)
     assert framework_state.newest("lightning-") is None
-    framework_state.mark(first, 2, marks=True)
-    framework_state.mark(last, 9, marks=False)  # of another rank than that which marks
+    framework_state.mark(first, 2, first_rank=True)
+    framework_state.mark(last, 9, first_rank=False)
     assert framework_state.newest("lightning-") == (3, first)
-    framework_state.mark(last, 9, marks=True)
+    framework_state.mark(last, 9, first_rank=True)
     assert framework_state.newest("lightning-") == (10, last)
     assert [line["saved"] for line in written(run)] == [2, 9, 9]
 
