@@ -25,6 +25,7 @@ from orchestrator.config.rules import (
 )
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
 from orchestrator.engine.api import Engine, Group
+from orchestrator.engine.common.micro_steps import generator_states
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, shortened
 from orchestrator.job import has_own_rate
@@ -41,11 +42,12 @@ _SEED = 20_240_229
 _DEEPEST = 8
 
 
-def agreed_samples(engine: Engine, dataset: Any) -> int:
+def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
     """Return the number of samples, once all ranks agree on it and on some samples. Collective.
 
     Samples that a rank cannot read twice alike, since the data set draws numbers that no seed
-    reaches, are not compared, but warned of.
+    reaches, are not compared, but warned of; and random numbers of a job that does not say that it
+    `augments`.
 
     Raises:
         JobError: `dataset` has no length, or is a loader; or on all ranks alike, naming those whose
@@ -72,10 +74,16 @@ def agreed_samples(engine: Engine, dataset: Any) -> int:
             "rank needs the whole data set, of which the plan gives it its part"
         )
     indices = _compared_indices(samples)
-    rows = engine.gather(_digests(dataset, indices))
+    digests, draws = _digests(dataset, indices)
+    if draws and not augments:
+        warn(
+            "dataset()[i] draws random numbers, but the job's class does not set augments = True, "
+            "so what it draws depends on how a batch is split over ranks and micro-steps"
+        )
+    rows = engine.gather(digests)
     if not (different := minority_ranks(rows)):
         return samples
-    if engine.gather(_digests(dataset, indices)) != rows:
+    if engine.gather(_digests(dataset, indices)[0]) != rows:
         warn(
             "dataset() gives another sample whenever it is asked for the same one, by random "
             "numbers that no seed reaches: whether ranks have the same data is unknown, and a "
@@ -104,9 +112,11 @@ def _compared_indices(samples: int) -> list[int]:
     return sorted(spread | {min(1, samples - 1)})
 
 
-def _digests(dataset: Any, indices: Sequence[int]) -> list[float]:
-    """Return the digest of each sample, read with all generators seeded by its index, so that
-    samples with random augmentation are equal on all ranks. The generators are as before then.
+def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
+    """Return the digest of each sample, and whether reading them drew random numbers.
+
+    They are read with all generators seeded by their index, so that samples with random
+    augmentation are equal on all ranks. The generators are as before then.
     """
     import numpy as np
 
@@ -114,19 +124,22 @@ def _digests(dataset: Any, indices: Sequence[int]) -> list[float]:
     python, numpys = random.getstate(), np.random.get_state()
     torchs = torch.default_generator.get_state() if torch else None
     found: list[float] = []
+    draws = False
     try:
         for index in indices:
             random.seed(_SEED + index)
             np.random.seed(_SEED + index)
             if torch:
                 torch.default_generator.manual_seed(_SEED + index)
+            before = generator_states()
             found.append(sample_digest(dataset[index]))
+            draws = draws or generator_states() != before
     finally:
         random.setstate(python)
         np.random.set_state(numpys)
         if torch:
             torch.default_generator.set_state(torchs)
-    return found
+    return found, draws
 
 
 def sample_digest(value: Any) -> float:

@@ -402,6 +402,8 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
         )
         return Plan.of(config, known)
 
-    planned = plan_with(engine.parameter_count(), agreed_samples(engine, dataset))
+    augments = bool(getattr(job, "augments", False))
+    samples = agreed_samples(engine, dataset, augments=augments)
+    planned = plan_with(engine.parameter_count(), samples)
     compare_facts(config.facts, planned, plan_with)
     return planned

@@ -24,10 +24,10 @@ class Gathers:
         return self._group.all_gather(torch.tensor([numbers], dtype=torch.float64)).tolist()
 
 
-def _agreed(data_of, ranks=3):
+def _agreed(data_of, ranks=3, augments=True):
     def be(group):
         try:
-            return agreed_samples(Gathers(group), data_of(group.rank))
+            return agreed_samples(Gathers(group), data_of(group.rank), augments=augments)
         except JobError as error:
             return str(error)
 
@@ -98,6 +98,14 @@ def test_samples_that_are_drawn_at_random_are_compared_after_the_same_seeds():
     # One rank, since the ranks of this test would share the generators.
     assert _agreed(lambda _: Augmented(draw), ranks=1) == [4]
     assert torch.equal(torch.rand(1), wanted)  # without any error
+
+
+@pytest.mark.parametrize("draw", SEEDED)
+def test_a_job_that_draws_without_augments_is_warned_of(draw, recwarn):
+    assert _agreed(lambda _: Augmented(draw), ranks=1, augments=True) == [4]
+    assert not recwarn
+    assert _agreed(lambda _: Augmented(draw), ranks=1, augments=False) == [4]
+    assert "does not set augments = True" in str(recwarn.pop(UserWarning).message)
 
 
 def test_samples_that_no_seed_reaches_are_warned_of(recwarn):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
+import sys
 import time
 from typing import Any
 
@@ -24,6 +26,18 @@ def derived_seed(purpose: str, seed: int, *position: int) -> int:
     packed = struct.pack(f"<{1 + len(position)}q", seed, *position)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode("ascii")).digest()
     return int.from_bytes(digest, "little")
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of Python's generator, and of NumPy's and torch's where they are loaded."""
+    states: list[Any] = [random.getstate()]
+    modules: dict[str, Any] = dict(sys.modules)
+    if "numpy" in modules:
+        name, keys, *rest = modules["numpy"].random.get_state()
+        states.append((name, keys.tobytes(), rest))
+    if "torch" in modules:
+        states.append(modules["torch"].default_generator.get_state().numpy().tobytes())
+    return tuple(states)
 
 
 # ------------------------------------------------------------------ Time accounting

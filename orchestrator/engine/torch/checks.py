@@ -5,12 +5,10 @@ What has to be the same on all ranks is checked in `consistency_checks`.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.nn import Module
@@ -20,6 +18,7 @@ from torch.optim import Optimizer
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.job_checks import check_loss
+from orchestrator.engine.common.micro_steps import generator_states
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.loader import collate_of
@@ -263,8 +262,8 @@ def check_samples(
 ) -> None:
     """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
 
-    Warns of random numbers that are drawn for a whole micro-batch. In evaluation mode, compares the
-    loss of a few samples together with the sum of the losses of two halves: totals and weights.
+    Warns of random numbers that `collate` draws. In evaluation mode, compares the loss of a few
+    samples together with the sum of the losses of two halves: totals and weights.
     A loss with random numbers of its own, and a compiled model, are not compared.
 
     Args:
@@ -280,16 +279,10 @@ def check_samples(
     if len(chosen) < 2 and len(dataset) > 1:
         chosen.append((chosen[0] + 1) % len(dataset))
     seed_everything(seed)
-    before = _generators()
     samples = [dataset[index] for index in chosen]
-    if _generators() != before and not getattr(job, "augments", False):
-        warn(
-            f"{name}: dataset[i] draws random numbers, but the class does not set augments = True, "
-            f"so what it draws depends on how a batch is split over ranks and micro-steps"
-        )
-    before = _generators()
+    before = generator_states()
     collate(samples)
-    if _generators() != before:
+    if generator_states() != before:
         warn(
             f"{name}: collate() draws random numbers for a whole micro-batch, so they depend on "
             f"how a batch is split over ranks and micro-steps; draw them in dataset[i], with "
@@ -334,10 +327,3 @@ def check_samples(
             f"the micro-batch. If samples need each other, define embed() and "
             f"loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
         )
-
-
-def _generators() -> tuple[Any, ...]:
-    """Return the states of Python's, NumPy's and torch's global generators."""
-    numpy_state: Any = np.random.get_state()
-    torch_state = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), numpy_state[1].tobytes(), numpy_state[2:], torch_state
