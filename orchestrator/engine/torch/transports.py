@@ -18,7 +18,7 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import chain
@@ -205,8 +205,9 @@ class TorchGroup(BaseGroup):
         Args:
             process_group: formed by the caller, who also ends it.
             device: where tensors live, the model's say; by default the one that the group is bound
-                to (`init_process_group(device_id=...)`), else the current device, on the CPU for
-                gloo.
+                to (`init_process_group(device_id=...)`), else the current one. Of a group with
+                several backends (`init_process_group()` on GPUs) it chooses one. With gloo always
+                the CPU: it reduces tensors of GPUs as well, but what ranks agree on stays there.
 
         Raises:
             ConfigError: it is no process group.
@@ -217,22 +218,24 @@ class TorchGroup(BaseGroup):
                 "torch.distributed.group.WORLD) after init_process_group(), of which this process "
                 f"is a member; but was given {process_group!r:.60}"
             )
-        backend = str(process_group.name()).lower()
         if device is None:
             device = getattr(process_group, "bound_device_id", None)
-        if device is None:
-            accelerator = torch.accelerator.current_accelerator()
+        if device is None and (accelerator := torch.accelerator.current_accelerator()) is not None:
+            device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        device = torch.device(device or "cpu")
+        one = process_group
+        with suppress(AttributeError, RuntimeError):  # a backend, or an unknown device
+            one = process_group._get_backend(device)
+        backend = str(one.name()).lower()
+        if backend == "gloo":
             device = torch.device("cpu")
-            if backend != "gloo" and accelerator is not None:
-                device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         wait_timeout_s = None
         if backend in _DEVICE_BACKENDS:
-            one = process_group._get_backend(torch.device(device))
             # Shortly before its watchdog would end the process. Plug-ins may not say when.
             timeout = getattr(getattr(one, "options", None), "_timeout", None)
             wait_timeout_s = None if timeout is None else 0.9 * timeout.total_seconds()
         group = cls(
-            process_group,
+            one,
             rank=process_group.rank(),
             size=process_group.size(),
             transport=backend,
@@ -422,13 +425,19 @@ def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
     """Return the ranks of `init_process_group()`; this process alone where there is but one.
 
     Raises:
-        ConfigError: a launcher has started more processes than this, and they have not met.
+        ConfigError: a launcher has started more processes than this, and they have not met; or
+            they have, over a backend that does not serve the model's device.
     """
     if dist.is_available() and dist.is_initialized():
-        # gloo reduces the tensors of a model on GPUs as well; what ranks agree on stays on the CPU.
-        gloo = str(dist.get_backend()).lower() == "gloo"
-        on_device = torch.device(device).type != "cpu" and not gloo
-        return TorchGroup.wrap(dist.group.WORLD, device=device if on_device else None)
+        backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", say
+        kind = torch.device(device).type
+        if f"{kind}:" not in backends:
+            raise ConfigError(
+                f"the model is on {device}, but the backend of init_process_group() serves other "
+                f"devices ({backends}): move the model there before the Accumulator is built, or "
+                "call init_process_group() without a backend, which serves both"
+            )
+        return TorchGroup.wrap(dist.group.WORLD, device=device)
     # Variables in which launchers state how many processes they have started.
     for name in ("WORLD_SIZE", RUN_RANKS, "SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE"):
         if (ranks := os.environ.get(name, "")).isdecimal() and int(ranks) > 1:

@@ -23,7 +23,7 @@ from orchestrator.engine.torch import (
     rendezvous,
     transports,
 )
-from orchestrator.errors import PeerLost, TransportError
+from orchestrator.errors import ConfigError, PeerLost, TransportError
 from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
@@ -262,7 +262,22 @@ def test_the_device_of_a_backend_that_is_no_ones_known_is_the_given_or_the_cpu(f
     ours = TorchGroup.wrap(fake_world)
     assert (ours.device.type, ours.size, ours.transport_collectives()) == ("cpu", 256, None)
     assert TorchGroup.wrap(fake_world, device="meta").device.type == "meta"
-    assert transports.group_of_torch("meta").device.type == "meta"
+    assert transports.group_of_torch("cuda").device.type == "cuda"
+    with pytest.raises(ConfigError, match=r"the model is on meta, but the backend.*move the model"):
+        transports.group_of_torch("meta")
+
+
+def test_of_a_group_with_several_backends_the_models_device_chooses_one(tmp_path):
+    """As of `init_process_group()` on a machine with GPUs: "cpu:gloo,cuda:nccl"."""
+    store = dist.FileStore(str(tmp_path / "store"), 1)
+    dist.init_process_group("cpu:gloo,cuda:fake", store=store, rank=0, world_size=1)
+    try:
+        on_cpu, on_gpu = transports.group_of_torch("cpu"), transports.group_of_torch("cuda")
+        assert (on_cpu.transport, on_cpu.device.type) == ("gloo", "cpu")
+        assert (on_gpu.transport, on_gpu.device.type) == ("fake", "cuda")
+        assert on_cpu.transport_collectives() == 0  # several backends together have no count
+    finally:
+        dist.destroy_process_group()
 
 
 def test_gloo_refuses_to_exchange_addresses_of_a_device():
