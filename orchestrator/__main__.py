@@ -96,10 +96,9 @@ def main_help(
 
 _program: list[str] = []
 """`--` and the program after it on our command line; empty without."""
-FROM_HYDRA: dict[str, Any] = {  # of verbs whose help and further options are Hydra's
-    "context_settings": {"ignore_unknown_options": True},
-    "add_help_option": False,
-}
+# The options of a program without `--` before it are refused together with the program.
+TAKES_PROGRAM: dict[str, Any] = {"context_settings": {"ignore_unknown_options": True}}
+FROM_HYDRA = TAKES_PROGRAM | {"add_help_option": False}  # verbs whose help and options are Hydra's
 
 
 @verb("launch -m accumulation.steps=1,2,4", **FROM_HYDRA)
@@ -120,7 +119,7 @@ def run(
     raise typer.Exit(launch_main([*(arguments or []), *(_program or ["--"])]))
 
 
-@verb("plan cluster.nodes=3 accumulation.global_batch=1000")
+@verb("plan cluster.nodes=3 accumulation.global_batch=1000", **TAKES_PROGRAM)
 def plan(
     overrides: AsForLaunch = None,
     config_dir: ConfigDir = None,
@@ -528,7 +527,7 @@ def rehearse(
         raise typer.Exit(EXIT_FAILED)
 
 
-@verb("audit cluster.ranks_per_node=2 -- train.py --accumulation 4")
+@verb("audit cluster.ranks_per_node=2 -- train.py --accumulation 4", **TAKES_PROGRAM)
 def audit(
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")

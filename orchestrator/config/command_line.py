@@ -133,6 +133,11 @@ def check_overrides(
     for override in overrides:
         if (key := key_of(override)) in LENGTHS:
             lengths[key] = override
+        if override.startswith("-") and override != "-":
+            raise ConfigError(
+                f"{verb} has no option '{override.partition('=')[0]}'; python -m orchestrator "
+                f"{verb} --help lists those that it has"
+            )
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:

@@ -50,6 +50,20 @@ def here(tmp_path, monkeypatch):
     return CliRunner()
 
 
+@pytest.mark.parametrize(
+    ("line", "answer"),
+    [
+        ("audit train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
+        ("plan cluster.nodes=1 train.py --lr=3", "plan cluster.nodes=1 -- train.py --lr=3"),
+        ("audit --step 3", "audit has no option '--step'; python -m orchestrator audit --help"),
+    ],
+)
+def test_options_of_a_program_need_its_dashes(here, line, answer):
+    found = here.invoke(app, line.split())
+    assert found.exit_code == 2
+    assert answer in " ".join(found.stderr.split())
+
+
 def test_a_search_is_read_back(tmp_path):
     assert search_of(tmp_path) is None
     write_json(RunDir(tmp_path).search, FOUND)
