@@ -1,8 +1,9 @@
 """Checks of a user's job class or program by its source, without importing it.
 
 The submitting side imports no framework and runs no user code, so it checks only that a job's
-module and class exist, and reads the class attributes that a plan needs. Everything else (missing
-methods, constructor arguments, return values) is checked by the workers, which build the job.
+module and class exist and that its constructor takes the configured arguments, and reads the class
+attributes that a plan needs. Everything else (missing methods, return values) is checked by the
+workers, which build the job.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -187,6 +188,8 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
             members[item.name] = item
         elif isinstance(item, ast.Assign | ast.AnnAssign):
             members |= dict.fromkeys(_assigned(item), item)
+    if node.decorator_list or node.keywords:  # these may make another constructor
+        members["__init__"] = node
     complete = True
     for base in node.bases:
         spelled = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
@@ -301,6 +304,54 @@ def check_target(dotted: str) -> TargetFacts:
         own_rate=isinstance(found.members.get("learning_rate"), Definition),
         talks_in_window=bool(found.constant("talks_in_window")),
     )
+
+
+def check_arguments(job: Mapping[str, Any]) -> None:
+    """Check the job's arguments by its constructor, as far as its source tells.
+
+    Raises:
+        JobError: one is not taken, or missing.
+    """
+    dotted = str(job["_target_"])
+    found = find_class(dotted)
+    if found is None or not found.complete or "__new__" in found.members:
+        return
+    required: dict[str, bool] = {}
+    takes_any = False
+    if (init := found.members.get("__init__")) is not None:
+        if not isinstance(init, ast.FunctionDef) or init.decorator_list:
+            return
+        takes_any, spelled = init.args.kwarg is not None, init.args
+        positional = [*spelled.posonlyargs, *spelled.args]
+        first_default = len(positional) - len(spelled.defaults)
+        required = {one.arg: n < first_default for n, one in enumerate(positional) if n}
+        for one, default in zip(spelled.kwonlyargs, spelled.kw_defaults, strict=True):
+            required[one.arg] = default is None
+    given = [key for key in job if key != "_target_"]
+    if sentence := refused_argument(dotted, given, required, takes_any=takes_any):
+        raise JobError(sentence)
+
+
+def refused_argument(
+    dotted: str, given: Collection[str], required: Mapping[str, bool], *, takes_any: bool
+) -> str | None:
+    """Return a sentence about an argument that a constructor does not take, or lacks.
+
+    Args:
+        required: by the names of its parameters.
+        takes_any: it has `**kwargs`.
+
+    >>> refused_argument("jobs.Net", ["layer"], {"layers": False}, takes_any=False)
+    "jobs.Net takes no argument 'layer' (from job.layer); did you mean 'layers'?"
+    """
+    for key in given:
+        if key not in required and not takes_any:
+            hint = did_you_mean(key, [*required])
+            return f"{dotted} takes no argument '{key}' (from job.{key}){hint}"
+    for key, needed in required.items():
+        if needed and key not in given:
+            return f"{dotted} needs the argument '{key}'; add job.{key}=…"
+    return None
 
 
 def builds_optimizer(dotted: str) -> bool | None:

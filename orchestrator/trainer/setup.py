@@ -14,7 +14,7 @@ from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
-from orchestrator.config.job_source import check_target
+from orchestrator.config.job_source import check_target, refused_argument
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
@@ -27,7 +27,6 @@ from orchestrator.errors import (
     JobError,
     OrchestratorError,
     RunFolderError,
-    did_you_mean,
 )
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
@@ -339,16 +338,14 @@ def build_job(settings: Mapping[str, Any]) -> Job:
         known = inspect.signature(target).parameters.values()
     except ValueError:  # a class implemented in C has none
         return target(**arguments)
-    names = [p.name for p in known if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)]
-    for key in arguments if all(p.kind is not p.VAR_KEYWORD for p in known) else ():
-        if key not in names:
-            raise JobError(
-                f"{dotted} takes no argument '{key}' (from job.{key}){did_you_mean(key, names)}"
-            )
-    for parameter in known:
-        key = parameter.name
-        if key in names and parameter.default is parameter.empty and key not in arguments:
-            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    required = {
+        p.name: p.default is p.empty
+        for p in known
+        if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
+    }
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in known)
+    if sentence := refused_argument(dotted, arguments, required, takes_any=takes_any):
+        raise JobError(sentence)
     return target(**arguments)
 
 

@@ -1,11 +1,12 @@
 """Checks of a job class: by its source before submission, and by the worker that builds it."""
 
+import re
 import sys
 import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_target, find_module
+from orchestrator.config.job_source import check_arguments, check_target, find_module
 from orchestrator.errors import JobError
 from orchestrator.trainer.setup import build_job
 
@@ -134,6 +135,62 @@ def test_a_job_builds_its_own_optimizer_unless_its_method_may_return_none(
     source = (tmp_path / package / "jobs.py").read_text()
     (tmp_path / package / "own.py").write_text(f"{source}\nclass Own(Good):\n    {body}\n")
     assert check_target(f"{package}.own.Own").own_optimizer is builds
+
+
+CONSTRUCTORS = """
+import dataclasses
+from orchestrator import Job
+from theirs.parts import Good, Unknowable
+
+class None_(Job): pass
+class Plain(Job):
+    def __init__(self, width, /, depth=2, *more, rate, seed=0): pass
+class Derived(Good, Plain): pass
+class Mixed(Plain, Good): pass
+class Any_(Job):
+    def __init__(self, width, **others): pass
+class Hidden(Unknowable, Good): pass
+@dataclasses.dataclass
+class Fields(Plain): size: int = 1
+class Made(Plain, metaclass=type): pass
+class New(Job):
+    def __new__(cls, width): pass
+class Wrapped(Job):
+    @dataclasses.wraps
+    def __init__(self, width): pass
+class Assigned(Plain): __init__ = print
+"""
+
+
+@pytest.mark.parametrize(
+    ("job", "words"),
+    [
+        ("None_ lr", "own.None_ takes no argument 'lr' (from job.lr)"),
+        ("Plain width rate", None),
+        ("Plain width", "own.Plain needs the argument 'rate'; add job.rate=…"),
+        ("Plain rate", "needs the argument 'width'"),
+        ("Plain width rate sed", "'sed' (from job.sed); did you mean 'seed'"),
+        ("Derived width", None),
+        ("Derived width seed", "Derived takes no argument 'seed'"),
+        ("Mixed width", "Mixed needs the argument 'rate'"),
+        ("Any_ width lr", None),
+        ("Any_ lr", "needs the argument 'width'"),
+        *[(f"{name} lr", None) for name in ("Hidden", "Fields", "Made", "New", "Wrapped")],
+        ("Assigned lr", None),
+        ("Lost lr", None),
+    ],
+)
+def test_arguments_are_checked_by_the_source_as_far_as_it_tells(package, tmp_path, job, words):
+    (tmp_path / package / "__init__.py").write_text("")
+    (tmp_path / package / "parts.py").write_text((tmp_path / package / "jobs.py").read_text())
+    (tmp_path / package / "own.py").write_text(CONSTRUCTORS)
+    name, *arguments = job.split()
+    settings = {"_target_": f"{package}.own.{name}", **dict.fromkeys(arguments, 1)}
+    if words is None:
+        check_arguments(settings)
+        return
+    with pytest.raises(JobError, match=re.escape(words)):
+        check_arguments(settings)
 
 
 @pytest.mark.parametrize(
