@@ -1,9 +1,9 @@
 """Checks of a user's job class or program by its source, without importing it.
 
 The submitting side imports no framework and runs no user code, so it checks only that a job's
-module and class exist and that its constructor takes the configured arguments, and reads the class
-attributes that a plan needs. Everything else (missing methods, return values) is checked by the
-workers, which build the job.
+module and class exist, has the required methods and takes the configured arguments, and reads the
+class attributes that a plan needs. What its source does not tell, and everything else, is checked
+by the workers, which build the job.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,7 +24,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
-from orchestrator.job import COUPLED_METHODS
+from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
 
 Value = TypeVar("Value")
 Given = ParamSpec("Given")
@@ -150,7 +150,7 @@ def _statements(body: Iterable[ast.stmt]) -> Generator[ast.stmt]:
 
 def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [target.id for target in targets if isinstance(target, ast.Name)]
+    return [ast.unparse(t) for t in targets if isinstance(t, ast.Name | ast.Attribute)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,11 +183,14 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
     if not isinstance(node, ast.ClassDef):
         return node
     members: dict[str, ast.stmt] = {}
-    for item in node.body:
+    for item in _statements(node.body):
         if isinstance(item, Definition):
             members[item.name] = item
         elif isinstance(item, ast.Assign | ast.AnnAssign):
             members |= dict.fromkeys(_assigned(item), item)
+    for spelled, item in module.names.items():  # `Class.member = …` after it
+        if spelled.startswith(f"{name}."):
+            members[spelled.removeprefix(f"{name}.")] = item
     if node.decorator_list or node.keywords:  # these may make another constructor
         members["__init__"] = node
     complete = True
@@ -306,19 +309,28 @@ def check_target(dotted: str) -> TargetFacts:
     )
 
 
-def check_arguments(job: Mapping[str, Any]) -> None:
-    """Check the job's arguments by its constructor, as far as its source tells.
+def check_class(job: Mapping[str, Any]) -> None:
+    """Check the methods of the job's class, and its arguments by the constructor, as far as the
+    source tells.
 
     Raises:
-        JobError: one is not taken, or missing.
+        JobError: a method is missing; or an argument is, or is not taken.
     """
     dotted = str(job["_target_"])
     found = find_class(dotted)
-    if found is None or not found.complete or "__new__" in found.members:
+    if found is None or not found.complete:
+        return
+    init = found.members.get("__init__")
+    if isinstance(init, ast.ClassDef):  # a decorator or a metaclass may add any
+        return
+    missing = [name for name in REQUIRED_METHODS if name not in found.members]
+    if missing and not (missing == ["loss"] and check_target(dotted).coupled):
+        raise JobError(no_job(dotted, missing))
+    if "__new__" in found.members:
         return
     required: dict[str, bool] = {}
     takes_any = False
-    if (init := found.members.get("__init__")) is not None:
+    if init is not None:
         if not isinstance(init, ast.FunctionDef) or init.decorator_list:
             return
         takes_any, spelled = init.args.kwarg is not None, init.args
@@ -330,6 +342,14 @@ def check_arguments(job: Mapping[str, Any]) -> None:
     given = [key for key in job if key != "_target_"]
     if sentence := refused_argument(dotted, given, required, takes_any=takes_any):
         raise JobError(sentence)
+
+
+def no_job(dotted: str, missing: Sequence[str]) -> str:
+    """Return a sentence about a class that lacks methods of a job."""
+    return (
+        f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
+        f"(see docs/tutorial/your-own-job.md)"
+    )
 
 
 def refused_argument(

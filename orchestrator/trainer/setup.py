@@ -14,7 +14,7 @@ from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.config.frameworks import check_installed, check_tracker
-from orchestrator.config.job_source import check_target, refused_argument
+from orchestrator.config.job_source import check_target, no_job, refused_argument
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
@@ -329,10 +329,7 @@ def build_job(settings: Mapping[str, Any]) -> Job:
     if missing == ["loss"] and is_coupled(target):
         missing = []
     if missing:
-        raise JobError(
-            f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
-            f"(see docs/tutorial/your-own-job.md)"
-        )
+        raise JobError(no_job(dotted, missing))
     arguments = {key: value for key, value in settings.items() if key != "_target_"}
     try:
         known = inspect.signature(target).parameters.values()

@@ -6,7 +6,7 @@ import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_arguments, check_target, find_module
+from orchestrator.config.job_source import check_class, check_target, find_module
 from orchestrator.errors import JobError
 from orchestrator.trainer.setup import build_job
 
@@ -142,23 +142,32 @@ import dataclasses
 from orchestrator import Job
 from theirs.parts import Good, Unknowable
 
-class None_(Job): pass
-class Plain(Job):
+class None_(Job): model = dataset = loss = print
+class Plain(None_):
     def __init__(self, width, /, depth=2, *more, rate, seed=0): pass
 class Derived(Good, Plain): pass
 class Mixed(Plain, Good): pass
-class Any_(Job):
+class Any_(None_):
     def __init__(self, width, **others): pass
 class Hidden(Unknowable, Good): pass
 @dataclasses.dataclass
 class Fields(Plain): size: int = 1
 class Made(Plain, metaclass=type): pass
-class New(Job):
+class New(None_):
     def __new__(cls, width): pass
-class Wrapped(Job):
+class Wrapped(None_):
     @dataclasses.wraps
     def __init__(self, width): pass
 class Assigned(Plain): __init__ = print
+class Poor(Job):
+    def model(self): ...
+@some.decorator
+class Completed(Poor): ...
+class Coupled(Job): model = dataset = embed = loss_of_embeddings = print
+class Later(Poor):
+    if int():
+        def dataset(self): ...
+Later.loss = print
 """
 
 
@@ -178,6 +187,10 @@ class Assigned(Plain): __init__ = print
         *[(f"{name} lr", None) for name in ("Hidden", "Fields", "Made", "New", "Wrapped")],
         ("Assigned lr", None),
         ("Lost lr", None),
+        ("Poor lr", "own.Poor is not a job: it has no dataset and no loss (see docs/"),
+        ("Completed", None),
+        ("Coupled", None),
+        ("Later", None),
     ],
 )
 def test_arguments_are_checked_by_the_source_as_far_as_it_tells(package, tmp_path, job, words):
@@ -187,10 +200,10 @@ def test_arguments_are_checked_by_the_source_as_far_as_it_tells(package, tmp_pat
     name, *arguments = job.split()
     settings = {"_target_": f"{package}.own.{name}", **dict.fromkeys(arguments, 1)}
     if words is None:
-        check_arguments(settings)
+        check_class(settings)
         return
     with pytest.raises(JobError, match=re.escape(words)):
-        check_arguments(settings)
+        check_class(settings)
 
 
 @pytest.mark.parametrize(
