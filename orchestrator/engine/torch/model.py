@@ -25,7 +25,7 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
-from orchestrator.engine.torch.buffers import local_part
+from orchestrator.engine.torch.buffers import is_dense, local_part
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -295,9 +295,10 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused is one kernel for the whole step, several times as fast as torch's default. torch has
-    # none of SGD for shards (DTensors).
+    # none of SGD for shards (DTensors), and those it has read memory as it lies.
     can_fuse = all(
         p.is_floating_point()
+        and is_dense(local_part(p))
         and p.device.type in ("cpu", "cuda")
         and (local_part(p) is p or settings.get("name") != "sgd")
         for p in parameters

@@ -37,6 +37,15 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
             assert optimizer.defaults[key] in (value, tuple(value) if key == "betas" else value)
 
 
+def test_numbers_between_those_of_a_parameter_are_not_stepped():
+    whole = torch.ones(4, 2)
+    optimizer = build_optimizer(nn.ParameterList([whole[::2]]), {"name": "adam"})
+    [parameter] = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.allclose(whole, torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
