@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
@@ -13,6 +16,23 @@ from orchestrator.plan.order import Shards
 
 NEAR = 256
 """Samples that a stream skips before the shard is opened once more instead."""
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """Give Python's, NumPy's and torch's global generators their states back."""
+    import numpy as np
+
+    torch: Any = sys.modules.get("torch")
+    python, numpys = random.getstate(), np.random.get_state()
+    torchs = torch.default_generator.get_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpys)
+        if torch:
+            torch.default_generator.set_state(torchs)
 
 
 class ShardedDataset:
@@ -58,8 +78,10 @@ class ShardedDataset:
         at = max(behind, default=wanted)
         stream = self._streams.pop((shard, at), None) or iter(self._read(shard, wanted))
         try:
-            for _ in range(wanted - at):
-                next(stream)
+            if at < wanted:
+                with kept_generators():  # samples of others may draw, too
+                    for _ in range(wanted - at):
+                        next(stream)
             sample = next(stream)
         except StopIteration:
             raise DataError(

@@ -24,6 +24,7 @@ from orchestrator.config.rules import (
     with_survival,
 )
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
+from orchestrator.data import kept_generators
 from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, shortened
@@ -111,21 +112,14 @@ def _digests(dataset: Any, indices: Sequence[int]) -> list[float]:
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
-    python, numpys = random.getstate(), np.random.get_state()
-    torchs = torch.default_generator.get_state() if torch else None
     found: list[float] = []
-    try:
+    with kept_generators():
         for index in indices:
             random.seed(_SEED + index)
             np.random.seed(_SEED + index)
             if torch:
                 torch.default_generator.manual_seed(_SEED + index)
             found.append(sample_digest(dataset[index]))
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        if torch:
-            torch.default_generator.set_state(torchs)
     return found
 
 
