@@ -339,8 +339,11 @@ def _prepared_shards(
 
     found: dict[str, Tensor] = {}
     offsets: dict[str, Any] = {}
+    kept, _ = _without_aliases(tensors)
     for name, tensor in tensors.items():
         local = local_part(tensor).detach()
+        if name not in kept:  # DCP knows no names for shared memory
+            local = local.clone()
         if local.dtype == torch.complex128:
             raise JobError(f"{name} is complex128, which a file of shards cannot hold")
         if is_sharded(tensor):

@@ -342,6 +342,37 @@ def test_a_rank_behind_gets_shards_and_extra_state_of_another_copy(tmp_path):
     assert one[0] == 2, "each update calls it once"
 
 
+class _Tied(_InParts):
+    def model(self):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+        net[2].weight = net[0].weight
+        return net
+
+    def loss(self, model, batch):
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def _saved_with_ties(group, folder):
+    group = form_group(spec(group.rank, group.size, folder))
+    found = []
+    for over in ("all", "none"):
+        engine = TorchEngine(_Tied(), EngineSettings(shard_model=over, metric_names=()), group)
+        if over == "all":
+            run(engine, [make_window(0, [(0, 4)])])
+            extra = engine.save_state(folder)
+        engine.load_state(folder, extra)
+        run(engine, [make_window(1, [(0, 4)])])
+        found.append(engine.weights_sha256())
+        engine.accumulator.close()
+    return found
+
+
+def test_shards_that_are_tied_are_saved_and_fit_a_whole_model(tmp_path):
+    [[sharded, whole]] = run_ranks(1, tmp_path, _saved_with_ties, tmp_path)
+    assert sharded == whole
+
+
 # ------------------------------------------------------------------ run.windows and checkpoints
 
 
