@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any
 
+from orchestrator.engine.common.micro_steps import kept_generators
 from orchestrator.errors import DataError
 from orchestrator.plan.order import Shards
 
@@ -58,8 +59,10 @@ class ShardedDataset:
         at = max(behind, default=wanted)
         stream = self._streams.pop((shard, at), None) or iter(self._read(shard, wanted))
         try:
-            for _ in range(wanted - at):
-                next(stream)
+            if at < wanted:
+                with kept_generators():  # samples of others may draw, too
+                    for _ in range(wanted - at):
+                        next(stream)
             sample = next(stream)
         except StopIteration:
             raise DataError(

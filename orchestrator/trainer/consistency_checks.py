@@ -25,7 +25,7 @@ from orchestrator.config.rules import (
 )
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
 from orchestrator.engine.api import Engine, Group
-from orchestrator.engine.common.micro_steps import generator_states
+from orchestrator.engine.common.micro_steps import generator_states, kept_generators
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, shortened
 from orchestrator.job import has_own_rate
@@ -121,11 +121,9 @@ def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
     import numpy as np
 
     torch: Any = sys.modules.get("torch")
-    python, numpys = random.getstate(), np.random.get_state()
-    torchs = torch.default_generator.get_state() if torch else None
     found: list[float] = []
     draws = False
-    try:
+    with kept_generators():
         for index in indices:
             random.seed(_SEED + index)
             np.random.seed(_SEED + index)
@@ -134,11 +132,6 @@ def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
             before = generator_states()
             found.append(sample_digest(dataset[index]))
             draws = draws or generator_states() != before
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpys)
-        if torch:
-            torch.default_generator.set_state(torchs)
     return found, draws
 
 

@@ -362,6 +362,21 @@ def _():
     ours.begin_window()
 
 
+@misuse("`add_param_group()` between windows")
+def _():
+    ours, _ = accumulated()
+    ours.optimizer.add_param_group({"params": net().parameters()})
+    ours.begin_window(learning_rate=0.1)
+
+
+@misuse("`add_param_group()` in mid-window")
+def _():
+    ours, model = accumulated()
+    ours.backward(loss_of(model))
+    ours.optimizer.add_param_group({"params": net().parameters()})
+    ours.boundary()
+
+
 @misuse("ranks with another `expected_weight`, learning rate or number of the update", ranks=2)
 def _(ours, model, group):
     ours.begin_window(expected_weight=2 + group.rank)

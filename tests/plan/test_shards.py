@@ -1,5 +1,7 @@
 """The order along shards: a permutation, the same for every number of ranks, in long stretches."""
 
+import random
+
 import numpy as np
 import pytest
 from hypothesis import given
@@ -72,6 +74,21 @@ def test_a_shard_is_opened_where_a_resumed_run_stands():
     data = ShardedDataset([100, 100], read)
     assert [data[150], data[151], data[153]] == [50, 51, 53]
     assert opened == [(1, 50)]
+
+
+def test_what_a_sample_draws_does_not_depend_on_which_were_skipped():
+    def read(shard, start):
+        return ((number, random.random(), np.random.rand()) for number in range(start, 100))
+
+    found = []
+    for before in ([], [6], [0, 3]):
+        data = ShardedDataset([100], read)
+        for index in before:
+            assert data[index][0] == index
+        random.seed(1)
+        np.random.seed(1)
+        found.append(data[7])
+    assert found[0] == found[1] == found[2]
 
 
 def test_a_shard_that_ends_early_is_named():

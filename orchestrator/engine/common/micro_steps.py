@@ -7,6 +7,8 @@ import random
 import struct
 import sys
 import time
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -38,6 +40,24 @@ def generator_states() -> tuple[Any, ...]:
     if "torch" in modules:
         states.append(modules["torch"].default_generator.get_state().numpy().tobytes())
     return tuple(states)
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """Give Python's, NumPy's and torch's global generators their states back."""
+    modules: dict[str, Any] = dict(sys.modules)
+    numpy, torch = modules.get("numpy"), modules.get("torch")
+    python = random.getstate()
+    numpys = numpy.random.get_state() if numpy else None
+    torchs = torch.default_generator.get_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numpys)
+        if torch:
+            torch.default_generator.set_state(torchs)
 
 
 # ------------------------------------------------------------------ Time accounting

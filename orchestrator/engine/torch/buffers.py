@@ -59,9 +59,8 @@ class GradientSlot:
         part = flat[start : start + self.count]
         if parameter.is_complex():
             part = torch.view_as_complex(part.view(-1, 2))
-        # Fused optimizers want the gradient's strides to be the parameter's. They can be where the
-        # parameter is dense, which is where an empty_like has its strides.
-        if torch.empty_like(parameter, device="meta").stride() == parameter.stride():
+        # Fused optimizers want the gradient's strides to be the parameter's.
+        if is_dense(parameter):
             return part.as_strided(parameter.size(), parameter.stride(), part.storage_offset())
         return part.view(parameter.shape)
 
@@ -69,6 +68,13 @@ class GradientSlot:
 def real_numbers(tensor: Tensor) -> int:
     """Return how many real numbers `tensor` holds: two for each complex one."""
     return tensor.numel() * (2 if tensor.is_complex() else 1)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether its numbers lie in one piece of memory, in any order: an empty_like has its
+    strides then.
+    """
+    return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
 def local_part(tensor: Tensor) -> Tensor:

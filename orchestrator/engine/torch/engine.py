@@ -23,7 +23,7 @@ from orchestrator.engine.common.job_checks import Hyperparameters, checked_figur
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.buffers import local_part
+from orchestrator.engine.torch.buffers import as_sharded, local_part
 from orchestrator.engine.torch.checks import check_samples
 from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
@@ -434,15 +434,14 @@ class TorchEngine(Engine):
             state = self._state_to_send() if among.rank == source else {}
             text, found = _send_state(among, source, progress, state)
             if behind:
+                held = self.model.state_dict()
+                self.model.load_state_dict(
+                    {name: as_sharded(value, held[name]) for name, value in found["model"].items()}
+                )
                 if self._sharded is not None:
-                    for name, tensor in self.model.state_dict().items():
-                        if isinstance(tensor, Tensor):
-                            local_part(tensor).copy_(found["model"][name])
                     self._sharded.load_own_state(self.accumulator.optimizer, found["optimizer"])
-                else:
-                    self.model.load_state_dict(found["model"])
-                    if whole is None:
-                        self.accumulator.load_optimizer_state(found["optimizer"])
+                elif whole is None:
+                    self.accumulator.load_optimizer_state(found["optimizer"])
                 self.accumulator.precision.load(found["precision"])
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
@@ -452,12 +451,8 @@ class TorchEngine(Engine):
         """Return the state for ranks that are behind: this rank's shards of a model in shards;
         without the state of a sharded optimizer.
         """
-        weights = self.model.state_dict()
         state: dict[str, Any] = {
-            "model": {
-                n: local_part(value) if isinstance(value, Tensor) else value
-                for n, value in weights.items()
-            },
+            "model": {name: local_part(value) for name, value in self.model.state_dict().items()},
             "precision": self.accumulator.precision.state(),
         }
         if self._sharded is not None:

@@ -370,7 +370,9 @@ class OptimizerShard:
                     if state:
                         end = piece.start + piece.weight.numel()
                         mine = {
-                            key: value[piece.start : end].clone()
+                            key: value[piece.start : end].to(
+                                torch.promote_types(value.dtype, piece.weight.dtype), copy=True
+                            )
                             if _is_elementwise(key, value)
                             else copy.deepcopy(value)  # optimizers count in place
                             for key, value in state.items()

@@ -163,17 +163,26 @@ float16 or bfloat16 parameters."""
 
 
 def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
-    """`load_state_dict`, but to the bit, and without the masters of a sharded optimizer."""
+    """`load_state_dict`, but to the bit, with strides that fused kernels can read, and without the
+    masters of a sharded optimizer.
+    """
     states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in saved["state"].items()}
-    saved = {**saved, "state": states}
-    optimizer.load_state_dict(saved)
-    # torch casts state to the parameter's dtype, which would round moments kept in a wider one.
+    optimizer.load_state_dict({**saved, "state": states})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
-    for number, values in saved["state"].items():
-        held = optimizer.state[parameters[number]]
+    for number, values in states.items():
+        parameter, mastered = parameters[number], MASTER in saved["state"][number]
+        held = optimizer.state[parameter]
         for key, value in values.items():
-            if isinstance(value, Tensor) and held[key].dtype != value.dtype:
-                held[key] = value.to(held[key].device)
+            if not isinstance(value, Tensor):
+                continue
+            like = parameter if value.shape == parameter.shape else value
+            # torch casts state to the parameter's dtype, which would round moments kept in a wider
+            # one. Those of a master were as wide as it was.
+            narrowed = mastered and like is parameter and key != "step"
+            dtype = parameter.dtype if narrowed else value.dtype
+            wanted = torch.empty_like(like, dtype=dtype, device=held[key].device)
+            if (held[key].dtype, held[key].stride()) != (wanted.dtype, wanted.stride()):
+                held[key] = wanted.copy_(value)
 
 
 def weights_sha256(model: Module, *, keep: bool = True) -> str:
@@ -330,8 +339,11 @@ def _prepared_shards(
 
     found: dict[str, Tensor] = {}
     offsets: dict[str, Any] = {}
+    kept, _ = _without_aliases(tensors)
     for name, tensor in tensors.items():
         local = local_part(tensor).detach()
+        if name not in kept:  # DCP knows no names for shared memory
+            local = local.clone()
         if local.dtype == torch.complex128:
             raise JobError(f"{name} is complex128, which a file of shards cannot hold")
         if is_sharded(tensor):

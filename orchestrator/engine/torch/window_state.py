@@ -71,6 +71,7 @@ class WindowState:
         self._layers = list(model.modules()) if isinstance(model, Module) else []
         self._norms = batch_norms_of(model) if options.warn_about_layers else {}
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
+        self._stepped = self._stepped_now()
         self.update, self.open, self.micro_steps = -1, False, 0
         self._running_call: str | None = None  # the call that runs now
         self.error_breaks = ""
@@ -124,7 +125,8 @@ class WindowState:
 
         Raises:
             JobError: the window before it has gradients that no boundary took, an undeclared
-                backward came before the call, or a parameter was unfrozen.
+                backward came before the call, a parameter was unfrozen, or the optimizer has other
+                ones.
         """
         if implied_by is not None and self._undeclared is not None:
             raise JobError(
@@ -143,6 +145,7 @@ class WindowState:
                     f"parameter {name} began to require gradients after the accumulator was built; "
                     "build another one, so that its gradients are reduced too"
                 )
+        self._check_stepped()
         if update is not None:
             self.update = update
         elif not self.open:  # one that was begun and not used is begun once more
@@ -256,6 +259,7 @@ class WindowState:
                     f"{counted - sent} collectives ran on this process group in mid-window of "
                     f"update {self.update}, besides the {sent} of the gradient's own reduction"
                 )
+        self._check_stepped()
         now = self._settings_now()
         for setting, before in self._settings.items():
             if now.get(setting) != before:
@@ -267,6 +271,18 @@ class WindowState:
         rate = self._optimizer.param_groups[0].get("lr") or 0.0  # some have none
         # One that is kept on a device is not looked at, as that would wait.
         return {**self._agreed, "the learning rate": 0.0 if isinstance(rate, Tensor) else rate}
+
+    def _stepped_now(self) -> list[int]:
+        """Return the identities of the parameters that the optimizer steps."""
+        return [id(p) for group in self._optimizer.param_groups for p in group["params"]]
+
+    def _check_stepped(self) -> None:
+        if self._stepped_now() != self._stepped:
+            raise JobError(
+                "the optimizer was given other parameters after the accumulator was built, by "
+                "add_param_group() say, whose gradients it would not reduce; close() the "
+                "accumulator, and build another one"
+            )
 
     def _settings_now(self) -> dict[str, Any]:
         """Return the optimizer's settings; of a tensor its identity and version, which takes no

@@ -293,6 +293,86 @@ def test_a_job_may_shard_its_model_itself(tmp_path):
     assert own is True
 
 
+class _Counting(nn.Linear):
+    """Counts its calls in training, in extra state."""
+
+    calls = 0
+
+    def forward(self, x):
+        self.calls += self.training
+        return super().forward(x)
+
+    def get_extra_state(self):
+        return {"calls": self.calls, "at": torch.tensor([self.calls])}
+
+    def set_extra_state(self, state):
+        assert int(state["at"]) == state["calls"]
+        self.calls = state["calls"]
+
+
+class _Counted(_InParts):
+    def model(self):
+        torch.manual_seed(0)
+        return _Counting(10, 3)
+
+    def loss(self, model, batch):
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def _behind(group, folder):
+    settings = EngineSettings(shard_model="node", metric_names=())
+    engine = TorchEngine(_Counted(), settings, form_group(spec(group.rank, 2, folder / "first")))
+    before = {name: engine.model.state_dict()[name].clone() for name in ("weight", "bias")}
+    run(engine, [make_window(0, [(0, 4)])])
+    if group.rank == 1:  # as if it had been built now
+        engine.model.load_state_dict({**before, "_extra_state": {"calls": 0, "at": 0}})
+        engine.accumulator.optimizer.state.clear()
+    again = form_group(spec(group.rank, 2, folder / "again"))
+    engine.catch_up(again, 1 - group.rank, "")
+    engine.regroup(again)
+    run(engine, [make_window(1, [(0, 4)])])
+    return engine.model.calls, engine.model.weight.full_tensor().tolist()
+
+
+def test_a_rank_behind_gets_shards_and_extra_state_of_another_copy(tmp_path):
+    for name in ("first", "again"):
+        (tmp_path / name).mkdir()
+    one, other = run_ranks(2, tmp_path, _behind, tmp_path)
+    assert one == other
+    assert one[0] == 2, "each update calls it once"
+
+
+class _Tied(_InParts):
+    def model(self):
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
+        net[2].weight = net[0].weight
+        return net
+
+    def loss(self, model, batch):
+        return Loss(model(batch[0]).square().sum(), len(batch[0]))
+
+
+def _saved_with_ties(group, folder):
+    group = form_group(spec(group.rank, group.size, folder))
+    found = []
+    for over in ("all", "none"):
+        engine = TorchEngine(_Tied(), EngineSettings(shard_model=over, metric_names=()), group)
+        if over == "all":
+            run(engine, [make_window(0, [(0, 4)])])
+            extra = engine.save_state(folder)
+        engine.load_state(folder, extra)
+        run(engine, [make_window(1, [(0, 4)])])
+        found.append(engine.weights_sha256())
+        engine.accumulator.close()
+    return found
+
+
+def test_shards_that_are_tied_are_saved_and_fit_a_whole_model(tmp_path):
+    [[sharded, whole]] = run_ranks(1, tmp_path, _saved_with_ties, tmp_path)
+    assert sharded == whole
+
+
 # ------------------------------------------------------------------ run.windows and checkpoints
 
 

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import LearningRate, build_optimizer
 from orchestrator.errors import ConfigError, JobError
 from tests.engine.torch.jobs import SAMPLES, Curve
@@ -35,6 +35,29 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
     for key, value in settings.items():
         if key not in ("name", "_target_"):
             assert optimizer.defaults[key] in (value, tuple(value) if key == "betas" else value)
+
+
+def test_a_parameter_may_be_used_for_the_first_time_in_a_later_update():
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    ours = Accumulator(
+        net, build_optimizer(net, {"name": "sgd", "momentum": 0.9}), TorchGroup.alone()
+    )
+    before = net[1].weight.detach().clone()
+    for used in (net[:1], net):
+        total = sum(layer(torch.ones(1, 2)).sum() for layer in used)
+        ours.backward(Loss(total, 1))
+        assert net[1].weight.equal(before), "until its first update"
+        ours.boundary()
+    assert not net[1].weight.equal(before)
+
+
+def test_numbers_between_those_of_a_parameter_are_not_stepped():
+    whole = torch.ones(4, 2)
+    optimizer = build_optimizer(nn.ParameterList([whole[::2]]), {"name": "adam"})
+    [parameter] = optimizer.param_groups[0]["params"]
+    parameter.grad = torch.ones(2, 2)
+    optimizer.step()
+    assert torch.allclose(whole, torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None], atol=1e-6)
 
 
 @pytest.mark.parametrize(

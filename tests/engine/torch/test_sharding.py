@@ -236,6 +236,27 @@ def test_weights_that_are_halves_step_from_float32_masters(dtype, ranks):
         assert not any(map(torch.equal, found, plain))
 
 
+@pytest.mark.parametrize("shard", [True, False])
+def test_state_of_halves_fits_with_and_without_shards(shard):
+    nets, group = [_half_net(torch.bfloat16) for _ in range(2)], TorchGroup.alone()
+    ours = [
+        Accumulator(net, optim.Adam(net.parameters(), lr=0.1), group, shard_optimizer=which)
+        for net, which in zip(nets, (shard, not shard), strict=True)
+    ]
+
+    def update(number):
+        ours[number].backward(Loss(nets[number](torch.ones(2, 6).bfloat16()).sum(), 2))
+        ours[number].boundary()
+
+    update(0)
+    nets[1].load_state_dict(nets[0].state_dict())
+    ours[1].load_optimizer_state(ours[0].optimizer_state())
+    for number in (0, 1):
+        update(number)
+    for one, other in zip(nets[0].parameters(), nets[1].parameters(), strict=True):
+        torch.testing.assert_close(one, other, atol=0.02, rtol=0.02)
+
+
 def test_sums_of_halves_are_as_good_as_float32s():
     net, steps = _half_net(torch.bfloat16), 256
     data = torch.randn(steps, 3, 6).bfloat16()

@@ -111,6 +111,25 @@ def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind
         _step(other, theirs)
 
 
+def test_restored_state_has_the_strides_of_its_parameter_as_fused_kernels_want_it(tmp_path):
+    torch.manual_seed(0)
+    net = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, fused=True)
+    gradient = torch.randn_like(net.weight)
+
+    def step():
+        net.weight.grad = gradient
+        optimizer.step()
+        return net.weight.detach().clone()
+
+    before = step()
+    _, packed = _save(net, optimizer, tmp_path)
+    undisturbed = step()
+    net.weight.data.copy_(before)
+    _load(optimizer, tmp_path, packed)
+    assert step().equal(undisturbed)
+
+
 def test_state_wider_than_its_parameter_is_not_rounded(tmp_path):
     parameter = nn.Parameter(torch.zeros(3).bfloat16())
     optimizer = torch.optim.SGD([parameter], lr=0.1, momentum=0.9)
