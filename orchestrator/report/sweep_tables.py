@@ -29,6 +29,7 @@ from orchestrator.units import (
     format_ratio,
     format_seconds,
     plural,
+    short_key,
     short_number,
 )
 
@@ -164,12 +165,6 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
     add("weights differ by", differences(cells))
     return found
-
-
-def short_key(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a key, if no other swept key ends in the same."""
-    last = key.rsplit(".", 1)[-1]
-    return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
 
 
 def _width(columns: Sequence[Column]) -> int:
