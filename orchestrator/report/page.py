@@ -86,8 +86,8 @@ FORMULA = re.compile(r"[=@]|[+-](?!(\d+\.?|\d*\.\d+)(e[+-]?\d+)?$)", re.IGNORECA
 
 
 def csv_of(data: Mapping[str, Any]) -> str:
-    """Return a line for each run: what varies, how it ended, then raw figures (seconds, bytes,
-    counts).
+    """Return a line for each run: what varies, how it ended, then raw figures (loss, seconds,
+    bytes, counts).
     """
     keys = list(dict.fromkeys(key for run in data["runs"] for key in run["overrides"]))
     figures = [figure["key"] for figure in data["figures"]]

@@ -82,6 +82,7 @@ ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("updates", "updates", format_count),
     ("samples", "samples", format_count),
+    ("loss", "final loss", format_number),
     ("seconds", "time", format_seconds),
     ("seconds_per_update", "time per update", format_seconds),
     ("samples_per_second", "samples per second", lambda v: format_rate(v, "").replace(" /s", "")),

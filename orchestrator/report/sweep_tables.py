@@ -160,7 +160,7 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     for name in metrics:
         add(name, (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures))
     if not metrics:
-        add("final loss", (format_number((cell.result or {}).get("loss")) for cell in cells))
+        add("final loss", (format_number(f.loss) for f in figures))
     add_costs("collectives /update", "collectives_per_update", format_count)
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
     add("weights differ by", differences(cells))
