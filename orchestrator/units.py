@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
 
 UNKNOWN = "unknown"
 FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
@@ -116,6 +117,28 @@ def short_number(text: str) -> str:
     ['0.0123457', '0.1', '2.02611e+07', '1234567890', 'adam']
     """
     return format(float(text), "g") if len(text) > 8 and FRACTION.fullmatch(text) else text
+
+
+def short_key(key: str, keys: Collection[str]) -> str:
+    """Return the last part of a key, if no other of these keys ends in the same.
+
+    >>> short_key("job.lr", ["job.lr", "train.seed"]), short_key("a.lr", ["a.lr", "b.lr"])
+    ('lr', 'a.lr')
+    """
+    last = key.rpartition(".")[2]
+    return last if [k.rpartition(".")[2] for k in keys].count(last) == 1 else key
+
+
+def short_overrides(overrides: Mapping[str, Any]) -> str:
+    """Return overrides with short keys and readable values.
+
+    >>> short_overrides({"optimizer.lr": "0.012345678901", "train.seed": 1})
+    'lr=0.0123457 seed=1'
+    """
+    return " ".join(
+        f"{short_key(key, overrides)}={short_number(str(value))}"
+        for key, value in overrides.items()
+    )
 
 
 def format_number(value: object) -> str:

@@ -174,11 +174,11 @@ def prepared_run(
     request, admission = _admitted(cluster, run, 0, output)
     with interrupts:
         cluster.trust(run)
-        run.create()
         for sentence in plan.warnings:
             output.note(f"warning: {sentence}", "yellow")
         if cluster.survival.description:
             output.note(cluster.survival.description, "dim", prose=True)
+        run.create()
         try:
             # Before anything else: another command would take the run for one that was lost.
             with wrap_disk_errors(run), locked(run):

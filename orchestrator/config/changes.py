@@ -106,10 +106,15 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]:
-    """Return what differs between two configurations, as plain values."""
+    """Return what differs between two configurations, as plain values.
+
+    >>> nan = {"job": {"fill": float("nan"), "samples": 1}}
+    >>> [change.text for change in changes(nan, {"job": {"fill": float("nan"), "samples": 2}})]
+    ['job.samples=2']
+    """
     old, new = dict(flat(before)), dict(flat(after))
     return [
         Change(key=key, before=old.get(key), after=new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key)
+        if old.get(key) != new.get(key) and repr(old.get(key)) != repr(new.get(key))  # NaN
     ]

@@ -244,7 +244,10 @@ class FaultOutcome:
         elif lost and self._injected.gone <= lost:
             if after := updates_of(self._new[self._new.index(survived[-1]) :]):
                 self._record("survived", after[0])
-        elif not self._injected.gone and (after := updates_of(self._new)):
+        elif not self._injected.gone and (
+            # One that ended just before may have been unread until now.
+            after := [r for r in updates_of(self._new) if r["time"] >= self._began]
+        ):
             self._record("went on", after[0])
         return bool(self.row.how)
 

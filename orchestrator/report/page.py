@@ -82,9 +82,12 @@ def json_of(data: Mapping[str, Any]) -> str:
     return json.dumps(data, indent=1, allow_nan=False) + "\n"
 
 
+FORMULA = re.compile(r"[=@]|[+-](?!(\d+\.?|\d*\.\d+)(e[+-]?\d+)?$)", re.IGNORECASE)
+
+
 def csv_of(data: Mapping[str, Any]) -> str:
-    """Return a line for each run: what varies, how it ended, then raw figures (seconds, bytes,
-    counts).
+    """Return a line for each run: what varies, how it ended, then raw figures (loss, seconds,
+    bytes, counts).
     """
     keys = list(dict.fromkeys(key for run in data["runs"] for key in run["overrides"]))
     figures = [figure["key"] for figure in data["figures"]]
@@ -102,12 +105,12 @@ def csv_of(data: Mapping[str, Any]) -> str:
 
 
 def _inert(value: Any) -> Any:
-    """Return text that no spreadsheet takes for a formula.
+    """Return text that no spreadsheet takes for a formula. Numbers stay numbers.
 
-    >>> _inert("=1+1"), _inert(-1), _inert("-x"), _inert("adam")
-    ("'=1+1", -1, "'-x", 'adam')
+    >>> _inert("=1+1"), _inert(-1), _inert("-1e-3"), _inert("-x"), _inert("adam")
+    ("'=1+1", -1, '-1e-3', "'-x", 'adam')
     """
-    return f"'{value}" if isinstance(value, str) and value[:1] in ("=", "+", "-", "@") else value
+    return f"'{value}" if isinstance(value, str) and FORMULA.match(value) else value
 
 
 FORMATS: Mapping[str, Callable[[dict[str, Any]], str]] = {

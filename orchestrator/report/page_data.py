@@ -24,7 +24,6 @@ from orchestrator.report.sweep_tables import (
     differences,
     names,
     only_varying,
-    short_key,
     swept_run,
     timed_concurrently,
     verdict,
@@ -43,7 +42,7 @@ from orchestrator.units import (
     format_rate,
     format_seconds,
     plural,
-    short_number,
+    short_overrides,
 )
 
 DIGITS = 6
@@ -83,6 +82,7 @@ ELSEWHERE = re.compile(r"[+~]*(run\.dir=|hydra[/.]|sweep\.)")
 FIGURES: Sequence[tuple[str, str, Callable[[float | None], str]]] = (
     ("updates", "updates", format_count),
     ("samples", "samples", format_count),
+    ("loss", "final loss", format_number),
     ("seconds", "time", format_seconds),
     ("seconds_per_update", "time per update", format_seconds),
     ("samples_per_second", "samples per second", lambda v: format_rate(v, "").replace(" /s", "")),
@@ -200,15 +200,15 @@ def sanitized(value: Any) -> Any:
 def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) -> dict[str, Any]:
     """Return the data of one run, with at most so many points of each line."""
     summary, result = cell.summary, cell.result or {}
-    keys, rows = list(cell.overrides), _rows(cell.updates)
+    rows = _rows(cell.updates)
     drawn = thinned(rows, most)
     pruned = (read_json(run.pruned) or {}).get("why", "")  # why a search ended it early
     why = describe_culprit(culprit) if (culprit := result.get("culprit")) else ""
-    swept = (f"{short_key(k, keys)}={short_number(str(v))}" for k, v in cell.overrides.items())
+    overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
     return {
-        "name": " ".join(swept) or run.path.name,
+        "name": short_overrides(overrides) or run.path.name,
         "folder": str(cell.folder),
-        "overrides": {key: shown(key, value) for key, value in cell.overrides.items()},
+        "overrides": overrides,
         "state": "pruned" if pruned and summary.state == "stopped" else summary.state,
         "why": why or pruned,
         "sha256": result.get("weights_sha256"),

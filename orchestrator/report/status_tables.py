@@ -24,7 +24,7 @@ from orchestrator.units import (
     format_rate,
     format_seconds,
     plural,
-    short_number,
+    short_overrides,
 )
 
 # ruff: noqa: RUF001 - the signs are meant, and have stand-ins where they cannot be shown.
@@ -235,7 +235,7 @@ def print_search(search: Mapping[str, Any], console: Console) -> None:
             str(trial["number"]),
             literal(trial["state"], console, TRIAL_STYLES[trial["state"]]),
             _value(trial),
-            literal(" ".join(map(_short, trial["point"])) + why, console),
+            literal(short_overrides(_chosen(trial)) + why, console),
             style="bold" if best else None,
         )
     console.print(table)
@@ -252,7 +252,7 @@ def with_trials(
     of_run: dict[str | None, list[dict[str, Any]]] = {}
     for trial in search["trials"]:
         shown = {key: trial[key] for key in ("number", "state", "value", "why")}
-        shown["parameters"] = dict(item.split("=", 1) for item in trial["point"])
+        shown["parameters"] = _chosen(trial)
         of_run.setdefault(trial["folder"], []).append(shown)
     runs = [{**row, "trials": of_run.get(PurePath(row["folder"]).name, [])} for row in rows]
     return runs + [
@@ -274,15 +274,9 @@ def describe_search(search: Mapping[str, Any]) -> list[str]:
     return found
 
 
+def _chosen(trial: Mapping[str, Any]) -> dict[str, str]:
+    return dict(item.split("=", 1) for item in trial["point"])
+
+
 def _value(trial: Mapping[str, Any]) -> str:
     return UNKNOWN if trial["value"] is None else format_number(trial["value"])
-
-
-def _short(override: str) -> str:
-    """Shorten an override to its key's last part and a readable value.
-
-    >>> _short("optimizer.lr=0.012345678901")
-    'lr=0.0123457'
-    """
-    key, _, value = override.partition("=")
-    return f"{key.rpartition('.')[2]}={short_number(value)}"

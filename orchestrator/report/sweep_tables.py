@@ -29,6 +29,7 @@ from orchestrator.units import (
     format_ratio,
     format_seconds,
     plural,
+    short_key,
     short_number,
 )
 
@@ -159,17 +160,11 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     for name in metrics:
         add(name, (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures))
     if not metrics:
-        add("final loss", (format_number((cell.result or {}).get("loss")) for cell in cells))
+        add("final loss", (format_number(f.loss) for f in figures))
     add_costs("collectives /update", "collectives_per_update", format_count)
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
     add("weights differ by", differences(cells))
     return found
-
-
-def short_key(key: str, keys: Sequence[str]) -> str:
-    """Return the last part of a key, if no other swept key ends in the same."""
-    last = key.rsplit(".", 1)[-1]
-    return last if [k.rsplit(".", 1)[-1] for k in keys].count(last) == 1 else key
 
 
 def _width(columns: Sequence[Column]) -> int:

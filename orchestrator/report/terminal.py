@@ -47,7 +47,10 @@ def exit_on_broken_pipe() -> Generator[None]:
     """End silently when the reader of our output ends, as in `… --help | head -2`.
 
     What is still unwritten is written within, where it can fail, rather than at Python's exit.
+    Streams that were closed before the start (`>&-`) lead nowhere.
     """
+    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
     try:
         try:
             yield

@@ -172,6 +172,7 @@ class Summary:
     state: str
     updates: int
     samples: int | None
+    loss: float | None
     seconds: float | None
     seconds_per_update: float | None
     samples_per_second: float | None
@@ -194,6 +195,7 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
         state=str(result.get("state", "no result")),
         updates=len(updates) if count is None else count,
         samples=total(updates, "samples") if samples is None else samples,
+        loss=result.get("loss"),
         seconds=result.get("seconds") or None,  # no update was made, or none was reported
         seconds_per_update=seconds_per_update(updates),
         samples_per_second=_samples_per_second(result, updates),

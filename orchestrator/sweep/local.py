@@ -351,10 +351,9 @@ def _outcome(one: PointResult) -> str:
     if result.get("culprit"):
         return describe_culprit(result["culprit"]).partition("\n")[0]
     figures = summarize(result, ())
-    loss = result.get("loss")
     return ", ".join([
         f"{figures.state}",
         plural(figures.updates, "update"),
-        *([] if loss is None else [f"loss {format_number(loss)}"]),
+        *([] if figures.loss is None else [f"loss {format_number(figures.loss)}"]),
         *([] if figures.seconds is None else [format_seconds(figures.seconds)]),
     ])  # fmt: skip

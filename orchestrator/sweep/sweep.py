@@ -106,7 +106,7 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
         # They go on when this command has ended; a table would show runs that have not begun.
         folders = {path.parent for path in queued}
         shown = folders.pop() if len(folders) == 1 else queued[0]
-        text = f"{plural(len(queued), 'point')} queued; to see their status: "
+        text = f"{plural(len(queued), 'point')} queued or running; to see their status: "
         say(output.console, f"{text}{command('status', shown)}", "bold")
         return max(codes, default=EXIT_FINISHED)
     interrupted = len(ended) < len(here)

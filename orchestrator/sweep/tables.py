@@ -21,7 +21,7 @@ from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, print_json, say
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.tasks import Action, PointTask, tasks_of
-from orchestrator.units import plural
+from orchestrator.units import plural, short_overrides
 
 STYLES = {
     Action.NOTHING: "green",
@@ -125,10 +125,9 @@ def _print_tasks(tasks: Sequence[PointTask], console: Console) -> None:
     table = new_table(("run", "point", "", "because", "nodes"), right=(4,))
     varying = only_varying([task.point.overrides for task in tasks])
     for task, overrides in zip(tasks, varying, strict=True):
-        values = " ".join(f"{k.rpartition('.')[2]}={v}" for k, v in overrides.items())
         table.add_row(
             literal(task.run.path.name, console),
-            literal(values, console),
+            literal(short_overrides(overrides), console),
             literal(task.action.value, console, STYLES[task.action]),
             literal(task.why, console),
             str(_row_of(task)["nodes"]),

@@ -14,7 +14,7 @@ from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import OrchestratorError, RunFolderError
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
@@ -110,7 +110,12 @@ class Scalars:
 
     def __init__(self, run: RunDir, config: Config) -> None:
         kind = config.tracker.kind
-        self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
+        try:
+            self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
+        except OrchestratorError:
+            raise
+        except Exception as error:  # noqa: BLE001  # a server that does not answer, say
+            self._give_up(f"tracker={kind} could not start", error)
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.write(step, values))
@@ -126,12 +131,15 @@ class Scalars:
         try:
             write(tracker)
         except Exception as error:  # noqa: BLE001  # said, and no reason to end a training
-            self._tracker = None
-            why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
-            warn(
-                f"{tracker.title} could not be written: {why}; the tracker is off for the "
-                f"rest of this attempt, and metrics.jsonl has all of it"
-            )
+            self._give_up(f"{tracker.title} could not be written", error)
+
+    def _give_up(self, what: str, error: Exception) -> None:
+        self._tracker = None
+        why = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        warn(
+            f"{what}: {why}; the tracker is off for the rest of this attempt, and metrics.jsonl "
+            f"has all of it"
+        )
 
 
 # ----------------------------------------------------------------------

@@ -161,3 +161,24 @@ def test_a_reader_that_goes_away_ends_a_command_without_a_word(script, command):
         env=environment(), capture_output=True, text=True, check=False, timeout=100,
     )  # fmt: skip
     assert (len(done.stdout), done.stderr) == (1, "")
+
+
+@pytest.mark.parametrize("command", ["launch --cfg job", "plan", "status", "plan train.seed=x"])
+def test_closed_streams_change_no_exit_code(script, tmp_path, command):
+    codes = {
+        subprocess.run(
+            ["bash", "-c", f"{script} {command} {closed}"],
+            cwd=tmp_path, env=environment(), capture_output=True, check=False, timeout=100,
+        ).returncode
+        for closed in ("", "<&- >&-", ">&- 2>&-")
+    }  # fmt: skip
+    assert codes == {2 if "=x" in command else 0}
+
+
+def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_path):
+    line = f"{script} launch run.dir={tmp_path}/run train.updates=1 schedule.warmup_updates=2"
+    done = subprocess.run(
+        ["bash", "-c", f"{line} | true"],
+        env=environment(), capture_output=True, check=False, timeout=100,
+    )  # fmt: skip
+    assert not (tmp_path / "run").exists(), done.stderr

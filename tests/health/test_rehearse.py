@@ -3,6 +3,7 @@
 import json
 import signal
 import subprocess
+import time
 from dataclasses import replace
 from itertools import islice
 
@@ -150,6 +151,17 @@ def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
     following.finish()
     assert following.row.how == how
     assert (following.row.recovered_s is None) == (not how)
+
+
+def test_an_update_that_ended_before_a_fault_is_not_the_next_one(tmp_path, small):
+    run = SimulatedRun(tmp_path / "run-001", small)
+    following = FaultOutcome(run, FREEZE_NODE, Injected(text="only one was left"))
+    following.row.noticed_s = 0.1
+    run.records += [line(5)]
+    assert not following.recovered(False)
+    run.records += [line(6, time=time.time() + 1)]
+    assert following.recovered(False)
+    assert (following.row.how, following.row.recovered_s > 0) == ("went on", True)
 
 
 def beside(tmp_path, small, ours, **end):

@@ -101,6 +101,7 @@ def test_csv_has_a_line_a_run_with_raw_figures(sweep):
     assert [line["accumulation.steps"] for line in lines] == ["1", "2", "4"]
     assert [line["state"] for line in lines] == ["finished", "finished", "failed"]
     assert float(lines[0]["seconds_per_update"]) == 0.2
+    assert lines[0]["loss"] == "0.05"
 
 
 def test_json_is_the_pages_data(sweep):

@@ -28,6 +28,9 @@ def test_secrets_among_overrides_are_hidden_everywhere(made):
     data = data_of(made("one", "+job.api_key=hunter2", "train.seed=4").path)
     assert "hunter2" not in json.dumps(data)
     assert "train.seed=4" in data["runs"][0]["command"]
+    sweep = made("sweep/0", "+job.api_key=hunter2").path.parent
+    made("sweep/1", "+job.api_key=hunter3")
+    assert "hunter" not in json.dumps(data_of(sweep))
 
 
 def test_the_command_repeats_the_run_wherever_its_folder_and_settings_came_from(made):

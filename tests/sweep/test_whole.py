@@ -11,6 +11,8 @@ from orchestrator.cli.start import prepare, with_notes
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
+from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import locked
 from orchestrator.sweep.points import check_points, shared_output
 from tests.helpers import LIGHT, call, result, verb
 from tests.programs import script
@@ -29,6 +31,10 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     assert "done (finished)" in gone_on.stdout
     assert "to go on (lost)" in gone_on.stdout
     assert [result(sweep / n)["updates"] for n in "01"] == [2, 2]
+    with locked(RunDir(sweep / "1")):
+        (sweep / "1" / "result.json").rename(tmp_path / "kept")
+        assert "1 point queued or running" in verb("resume", sweep, code=0).stdout
+    (tmp_path / "kept").rename(sweep / "1" / "result.json")
     verb("resume", sweep, "train.updates=3", code=0)
     assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
     refused = verb("resume", sweep, "train.seed=7", code=2)
@@ -95,6 +101,11 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     words = planned(*asked)
     for number in range(points):
         assert f"point {number}: " in words
+
+
+def test_swept_keys_that_end_alike_keep_their_names():
+    values = ("+job.data.seed=1,2", "train.seed=1,2", "train.clip_norm=1,2")
+    assert "job.data.seed=2 train.seed=1 clip_norm=2" in planned("-m", *values)
 
 
 def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():

@@ -88,6 +88,15 @@ def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, mon
         frameworks.check_tracker(kind)
 
 
+def test_a_server_that_does_not_answer_is_a_warning(tmp_path):
+    options = ("tracker=mlflow", "tracker.options.uri=http://127.0.0.1:9")
+    call(
+        TINY, SMALL, *options, "train.updates=3", f"run.dir={tmp_path}/run", "-q",
+        code=0, MLFLOW_HTTP_REQUEST_MAX_RETRIES="0",
+    )  # fmt: skip
+    assert "tracker=mlflow could not start" in str(records(tmp_path / "run"))
+
+
 def test_a_run_is_tracked_and_leaves_no_process(tmp_path):
     run = RunDir(tmp_path / "run")
     call(
