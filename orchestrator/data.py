@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from bisect import bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import accumulate
 from typing import Any
 
-from orchestrator.engine.common.micro_steps import kept_generators
 from orchestrator.errors import DataError
 from orchestrator.plan.order import Shards
 
@@ -73,3 +75,36 @@ class ShardedDataset:
         if len(self._streams) > 2 * self.shards.lanes:
             self._streams.popitem(last=False)
         return sample
+
+
+# ------------------------------------------------------------------ Random numbers of samples
+
+
+def generator_states() -> tuple[Any, ...]:
+    """Return the states of Python's generator, and of NumPy's and torch's where they are loaded."""
+    states: list[Any] = [random.getstate()]
+    modules: dict[str, Any] = dict(sys.modules)
+    if "numpy" in modules:
+        name, keys, *rest = modules["numpy"].random.get_state()
+        states.append((name, keys.tobytes(), rest))
+    if "torch" in modules:
+        states.append(modules["torch"].default_generator.get_state().numpy().tobytes())
+    return tuple(states)
+
+
+@contextmanager
+def kept_generators() -> Generator[None]:
+    """Give Python's, NumPy's and torch's global generators their states back."""
+    modules: dict[str, Any] = dict(sys.modules)
+    numpy, torch = modules.get("numpy"), modules.get("torch")
+    python = random.getstate()
+    numpys = numpy.random.get_state() if numpy else None
+    torchs = torch.default_generator.get_state() if torch else None
+    try:
+        yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numpys)
+        if torch:
+            torch.default_generator.set_state(torchs)

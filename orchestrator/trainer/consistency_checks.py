@@ -24,8 +24,8 @@ from orchestrator.config.rules import (
     with_survival,
 )
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, ScheduleConfig, gpu_count
+from orchestrator.data import generator_states, kept_generators
 from orchestrator.engine.api import Engine, Group
-from orchestrator.engine.common.micro_steps import generator_states, kept_generators
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.errors import ConfigError, JobError, shortened
 from orchestrator.job import has_own_rate

@@ -104,8 +104,8 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
 
 
 def test_swept_keys_that_end_alike_keep_their_names():
-    values = ("+job.data.seed=1,2", "train.seed=1,2", "train.clip_norm=1,2")
-    assert "job.data.seed=2 train.seed=1 clip_norm=2" in planned("-m", *values)
+    values = ("+cluster.environment.seed=a,b", "train.seed=1,2", "train.clip_norm=1,2")
+    assert "cluster.environment.seed=b train.seed=1 clip_norm=2" in planned("-m", *values)
 
 
 def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import random
 import struct
-import sys
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
 from typing import Any
 
 
@@ -28,36 +24,6 @@ def derived_seed(purpose: str, seed: int, *position: int) -> int:
     packed = struct.pack(f"<{1 + len(position)}q", seed, *position)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode("ascii")).digest()
     return int.from_bytes(digest, "little")
-
-
-def generator_states() -> tuple[Any, ...]:
-    """Return the states of Python's generator, and of NumPy's and torch's where they are loaded."""
-    states: list[Any] = [random.getstate()]
-    modules: dict[str, Any] = dict(sys.modules)
-    if "numpy" in modules:
-        name, keys, *rest = modules["numpy"].random.get_state()
-        states.append((name, keys.tobytes(), rest))
-    if "torch" in modules:
-        states.append(modules["torch"].default_generator.get_state().numpy().tobytes())
-    return tuple(states)
-
-
-@contextmanager
-def kept_generators() -> Generator[None]:
-    """Give Python's, NumPy's and torch's global generators their states back."""
-    modules: dict[str, Any] = dict(sys.modules)
-    numpy, torch = modules.get("numpy"), modules.get("torch")
-    python = random.getstate()
-    numpys = numpy.random.get_state() if numpy else None
-    torchs = torch.default_generator.get_state() if torch else None
-    try:
-        yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpys)
-        if torch:
-            torch.default_generator.set_state(torchs)
 
 
 # ------------------------------------------------------------------ Time accounting

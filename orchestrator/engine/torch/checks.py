@@ -15,10 +15,10 @@ from torch.nn import Module
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
+from orchestrator.data import generator_states
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.job_checks import check_loss
-from orchestrator.engine.common.micro_steps import generator_states
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.loader import collate_of
