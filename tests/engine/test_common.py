@@ -123,6 +123,13 @@ def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
     assert after(resumed, 1) == FIRST_SCALE
 
 
+@pytest.mark.parametrize("scales", [True, False])
+def test_a_loss_scale_is_not_that_of_another_precision(scales):
+    scale, fresh = LossScale(scales=scales), LossScale(scales=scales).scale
+    scale.load(LossScale(scales=not scales).state())
+    assert scale.scale == fresh
+
+
 # ------------------------------------------------------------------ Evaluation
 
 

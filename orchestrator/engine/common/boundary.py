@@ -217,12 +217,13 @@ class LossScale:
             self.scale, self._calm = min(LARGEST_SCALE, self.scale * 2), 0
 
     def state(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-        return {"scale": self.scale, "calm": self._calm}
+        """Return the state for a checkpoint; nothing where it is always 1."""
+        return {"scale": self.scale, "calm": self._calm} if self._scales else {}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Load what `state` returned."""
-        self.scale, self._calm = float(state["scale"]), int(state["calm"])
+        """Load what `state` returned, perhaps with another precision."""
+        if self._scales and state:
+            self.scale, self._calm = float(state["scale"]), int(state["calm"])
 
 
 # ------------------------------------------------------------------ Decision

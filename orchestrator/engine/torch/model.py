@@ -285,7 +285,7 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
         model: whose parameters are trained where they require gradients.
         settings: `{"name": "sgd" | "adam" | "adamw", ...}` or `{"_target_": "dotted.name", ...}`;
             the other keys are the constructor's. Without the learning rate, which is the
-            schedule's. By name they are fused where torch can, unless `foreach`, `fused`,
+            schedule's. By name, Adam is fused where torch can, unless `foreach`, `fused`,
             `capturable` or `differentiable` is given.
 
     Raises:
@@ -294,13 +294,10 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
     spelled, make, given = optimizer_class(settings, BY_NAME)
     _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
-    # Fused is one kernel for the whole step, several times as fast as torch's default. torch has
-    # none of SGD for shards (DTensors), and those it has read memory as it lies.
-    can_fuse = all(
-        p.is_floating_point()
-        and is_dense(local_part(p))
-        and p.device.type in ("cpu", "cuda")
-        and (local_part(p) is p or settings.get("name") != "sgd")
+    # Fused is one kernel for the whole step, several times as fast as torch's default; it reads
+    # memory as it lies. That of SGD gains little, and fails where a parameter is first used late.
+    can_fuse = settings.get("name") != "sgd" and all(
+        p.is_floating_point() and is_dense(local_part(p)) and p.device.type in ("cpu", "cuda")
         for p in parameters
     )
     by_hand = given.keys() & {"foreach", "fused", "capturable", "differentiable"}

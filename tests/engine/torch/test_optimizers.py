@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import LearningRate, build_optimizer
 from orchestrator.errors import ConfigError, JobError
 from tests.engine.torch.jobs import SAMPLES, Curve
@@ -35,6 +35,20 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
     for key, value in settings.items():
         if key not in ("name", "_target_"):
             assert optimizer.defaults[key] in (value, tuple(value) if key == "betas" else value)
+
+
+def test_a_parameter_may_be_used_for_the_first_time_in_a_later_update():
+    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
+    ours = Accumulator(
+        net, build_optimizer(net, {"name": "sgd", "momentum": 0.9}), TorchGroup.alone()
+    )
+    before = net[1].weight.detach().clone()
+    for used in (net[:1], net):
+        total = sum(layer(torch.ones(1, 2)).sum() for layer in used)
+        ours.backward(Loss(total, 1))
+        assert net[1].weight.equal(before), "until its first update"
+        ours.boundary()
+    assert not net[1].weight.equal(before)
 
 
 def test_numbers_between_those_of_a_parameter_are_not_stepped():
@@ -69,9 +83,9 @@ def test_misspelled_or_unusable_settings_are_refused(settings, message):
         build_optimizer(MODEL, settings)
 
 
-def test_optimizers_by_name_are_fused_by_default():
-    for name in ("sgd", "adam", "adamw"):
-        assert build_optimizer(MODEL, {"name": name}).defaults["fused"] is True
+def test_adam_by_name_is_fused_by_default():
+    for name, fused in (("adam", True), ("adamw", True), ("sgd", None)):
+        assert build_optimizer(MODEL, {"name": name}).defaults["fused"] is fused
     assert build_optimizer(MODEL, {"name": "adam", "foreach": True}).defaults["fused"] is None
     assert build_optimizer(MODEL, {"name": "adam", "fused": False}).defaults["fused"] is False
     assert build_optimizer(MODEL, {"_target_": "torch.optim.Adam"}).defaults["fused"] is None
