@@ -24,7 +24,7 @@ def refused(tmp_path, *arguments, code=2, **more):
         (("transport=nccl",), "transport=gloo"),
         (
             ("optimizer=3",),
-            "a group (cluster, experiment, job, optimizer or tracker) takes the name",
+            "a group (cluster, experiment, job, optimizer or tracker) takes",
         ),
         (("-m", "train.seed=1,1"), "all points: they are equal; leave all but one of them out"),
         (
