@@ -373,12 +373,12 @@ def _with_overrides(
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     """Return what has changed in the code and data of a run since it began, or since a resume
     accepted what had changed. Nothing counts where no update is done, nor other paths of data that
-    are asked for.
+    are asked for, nor initial weights: the run has a copy.
     """
     if not resumed.done and not is_program(resumed.config.job):
         return []
     before = run.read_submission().get(INPUTS) or {}
-    moved = {change.key for change in resumed.changes}
+    moved = {"train.initial_weights", *(change.key for change in resumed.changes)}
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
     return differences(run, {**before, "data": data}, resumed.config)
 

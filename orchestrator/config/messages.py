@@ -96,6 +96,10 @@ MESSAGES = {
         "{0}={1} holds commas: to sweep over its values add -m, for a list write {0}=[{1}], for "
         "one text {0}=\"'{1}'\""
     ),
+    r"Config group override must be a string or a list\. Got (\w+)": (
+        "a group (cluster, experiment, job, optimizer or tracker) takes the name of a file, as in "
+        "optimizer=adam, but one of them has a value of type {0}; leave it out, or name a file"
+    ),
     r"Sweep parameters '([^']+)' requires --multirun": "{0} is for a sweep: add -m",
     r"BasicSweeper does not support sweep type": (
         "a sweep runs all of its points, so it takes values (a,b or range(1,9)), no interval; to "

@@ -22,6 +22,10 @@ def refused(tmp_path, *arguments, code=2, **more):
     [
         (("+clutser=slurm",), "did you mean 'cluster'"),
         (("transport=nccl",), "transport=gloo"),
+        (
+            ("optimizer=3",),
+            "a group (cluster, experiment, job, optimizer or tracker) takes",
+        ),
         (("-m", "train.seed=1,1"), "all points: they are equal; leave all but one of them out"),
         (
             (
