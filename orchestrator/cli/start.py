@@ -28,7 +28,7 @@ from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
 from orchestrator.config.job_source import check_class, check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
-from orchestrator.config.reading import read_config, to_yaml
+from orchestrator.config.reading import options_of, read_config, to_yaml
 from orchestrator.config.rules import planned_survival, refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
@@ -44,7 +44,7 @@ from orchestrator.notify import check_recipients
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
-from orchestrator.plugins import CLUSTERS
+from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
 from orchestrator.rundir.files import write_atomically, write_json
@@ -83,6 +83,11 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     if is_program(config.job):
         check_program(program_of(config.job))
         return plan_of_program(config)
+    if config.tracker.options:
+        from orchestrator.trainer.recorder import Tracker  # what few submissions need
+
+        schema = TRACKERS.load(config.tracker.kind, Tracker).Options
+        options_of(schema, config.tracker.options, "tracker.options")
     if new:
         initial_weights(config)
     facts = check_target(config.job["_target_"])

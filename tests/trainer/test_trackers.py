@@ -8,7 +8,9 @@ from itertools import groupby
 import psutil
 import pytest
 
+from orchestrator.cli.start import prepare
 from orchestrator.config import frameworks
+from orchestrator.config.composer import compose
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.testing import TrackerSuite
@@ -86,6 +88,13 @@ def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, mon
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"pip install [\w-]+, or tracker"):
         frameworks.check_tracker(kind)
+
+
+@pytest.mark.parametrize("option", ["tracker.options.rate=1", "tracker.options.urii=x"])
+def test_an_option_that_a_tracker_does_not_have_is_refused_before_the_run(option):
+    config = compose(["tracker=mlflow" if "uri" in option else "tracker=tensorboard", option])
+    with pytest.raises(ConfigError, match="there is no key 'tracker.options"):
+        prepare(config)
 
 
 def test_a_server_that_does_not_answer_is_a_warning(tmp_path):
