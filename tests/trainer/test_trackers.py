@@ -93,7 +93,7 @@ def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, mon
 @pytest.mark.parametrize("option", ["tracker.options.rate=1", "tracker.options.urii=x"])
 def test_an_option_that_a_tracker_does_not_have_is_refused_before_the_run(option):
     config = compose(["tracker=mlflow" if "uri" in option else "tracker=tensorboard", option])
-    with pytest.raises(ConfigError, match="there is no key 'tracker.options"):
+    with pytest.raises(ConfigError, match=r"there is no key 'tracker\.options"):
         prepare(config)
 
 
