@@ -26,7 +26,6 @@ from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_INTERRUPTED,
-    EXIT_USAGE,
     ClusterError,
     OrchestratorError,
     RunFolderError,
@@ -216,7 +215,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
             "yellow",
         )
         return EXIT_INTERRUPTED
-    code = EXIT_CODES.get(state, EXIT_USAGE)
+    code = EXIT_CODES[state]
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"

@@ -14,8 +14,6 @@ from pathlib import Path
 from orchestrator.cli.follow import handle_of, resolve_submissions
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import LogReader, command
 from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
@@ -24,6 +22,7 @@ from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
     OVER,
+    UNREADABLE,
     RunStatus,
     correct_by_lock,
     find_runs,
@@ -32,7 +31,7 @@ from orchestrator.rundir.status import (
     kind_of,
     status_or_damage,
 )
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:

@@ -15,7 +15,7 @@ from rich.text import Text
 from orchestrator.report.terminal import command, legible, literal, new_table, print_facts, say
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import RunStatus
+from orchestrator.rundir.status import UNREADABLE, RunStatus
 from orchestrator.units import (
     UNKNOWN,
     format_count,
@@ -42,7 +42,6 @@ HEADINGS = (
 )  # fmt: skip
 ALWAYS = ("run", "state", "updates")
 RIGHT = ("updates", "samples/s", "restarts")
-UNREADABLE = ("private", "damaged")
 NONE = "–"
 
 

@@ -42,14 +42,13 @@ from orchestrator.errors import (
     UsageError,
     expand_user,
 )
-from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import UNREADABLE, describe_trial, print_search
+from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import OVER, find_runs
+from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
@@ -62,7 +61,7 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 COMBINATIONS = 8  # tried before a value is refused as impossible in all of them
 TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would be no search

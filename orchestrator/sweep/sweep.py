@@ -34,7 +34,7 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import OVER, RunStatus
+from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus
 from orchestrator.sweep.points import Point, check_points, shared_output
 from orchestrator.sweep.tasks import (
     Action,
@@ -178,7 +178,7 @@ def _task_of_run(
 ) -> PointTask:
     """Return the task of a point as its folder describes it; add what has changed to `changed`."""
     run = RunDir(status.folder)
-    if status.state in ("damaged", "private"):
+    if status.state in UNREADABLE:
         raise RunFolderError(
             f"nothing was started: {status.reason}; the sweep's command, repeated, restarts "
             f"such points"

@@ -15,11 +15,11 @@ from orchestrator.clusters.slurm.outcome import finalize_ended_job
 from orchestrator.clusters.slurm.root_cause import diagnose
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
-from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import (
     DAMAGE,
     ENDED_STATES,
+    UNREADABLE,
     RunStatus,
     from_folder,
     has_begun,
