@@ -216,7 +216,7 @@ def prepared_resume(
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
-        to: the whole configuration to go on with, in place of overrides.
+        to: the whole configuration to go on with, where overrides have been applied already.
         changed: go on although the code or data has changed.
 
     Returns:

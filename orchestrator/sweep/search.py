@@ -342,15 +342,15 @@ class Searcher:
         self._folders = {n: task.run.path for n, task in tasks.items() if task.run.config.exists()}
         trials = self._trials()
         changed = {
-            number: task.why
+            number: task.changed
             for number, task in tasks.items()
-            if trials[number].state is not TrialState.FAIL and task.why.startswith("changed")
+            if trials[number].state is not TrialState.FAIL and task.changed
         }
         if changed:  # trials that count are of other code or data
             raise ConfigError(
                 f"{named_numbers('trial', sorted(changed))} of {self._search.folder} cannot be "
-                f"compared with what would run now ({next(iter(changed.values()))}); choose "
-                f"another run.dir, or begin the search anew with --force"
+                f"compared with what would run now (changed: {next(iter(changed.values()))}); "
+                f"choose another run.dir, or begin the search anew with --force"
             )
         for number, task in tasks.items():
             if self._trials()[number].state is TrialState.RUNNING:
@@ -368,7 +368,7 @@ class Searcher:
                 )
             self._running[task.run.path] = trial
             self._runs.follow(task)
-        elif task.action is Action.NOTHING or task.why == "failed":
+        elif task.action is Action.NOTHING or task.state == "failed":
             self._evaluate(trial)
         else:
             self._waiting.append(trial)
@@ -419,7 +419,7 @@ class Searcher:
                 except UsageError as error:
                     self._tell(number, TrialState.FAIL, str(error))
                 else:
-                    task = PointTask(point=point, action=Action.START, why="new", notes=notes)
+                    task = PointTask(point=point, action=Action.START, state="new", notes=notes)
                     self._take_up(number, task)
                     self._start_waiting()
             self._write_table()

@@ -88,7 +88,7 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
 
     Raises `UsageError` for what refuses them, before any is started.
     """
-    if any(task.why != "new" for task in tasks):
+    if any(task.state != "new" for task in tasks):
         for task in tasks:
             output.note(f"{task.point.label}: {task.action.value} ({task.why})", "dim")
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
@@ -199,4 +199,6 @@ def _task_of_run(
         config=config,
         plan=prepare(config, new=False),
     )
-    return PointTask(point=point, action=action, why=status.state, notes={})
+    return PointTask(
+        point=point, action=action, state=status.state, notes={}, overrides=tuple(overrides)
+    )
