@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -36,7 +36,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, say
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -103,16 +103,28 @@ class PreparedRun:
     Attributes:
         request: what its cluster was asked to admit, with the number of the start that a person
             asked for.
+        end: of a resumed run, the files that said how it had ended, with their contents.
     """
 
     run: RunDir
     cluster: Cluster
     request: Request
     output: OutputOptions
+    end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     @property
     def config(self) -> Config:
         return self.cluster.config
+
+    def withdraw(self) -> None:
+        """Remove a new run, or restore the end of one; unless it has begun, or may be queued."""
+        queued = (self.run.read_handle() or {}).get("attempt", -1) >= self.request.attempt
+        begun = self.run.attempts_made() > self.request.attempt
+        if queued or begun or self.run.is_being_submitted:
+            return
+        self.run.withdraw()
+        for file, content in self.end.items():
+            write_atomically(file, content)
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -178,7 +190,7 @@ def watch(
     with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
             state = handle.poll(POLL_S)
-            current = max(0, run.attempts_made() - 1)
+            current = run.latest_attempt
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())

@@ -47,7 +47,7 @@ from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_pro
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
-from orchestrator.rundir.files import write_atomically, write_json
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
@@ -266,26 +266,17 @@ def prepared_resume(
         record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
-        with _without_end(run):
-            yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
-
-
-@contextlib.contextmanager
-def _without_end(run: RunDir) -> Generator[None]:
-    """Remove what says that a run has ended; restore it if no attempt was started or queued."""
-    handle, begun = run.read_handle(), run.attempts_made()
-    files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
-    end = {file: file.read_bytes() for file in files}
-    for file in files:
-        file.unlink()
-    try:
-        yield
-    except UsageError:
-        same = run.read_handle() == handle and run.attempts_made() == begun
-        if same and not run.is_being_submitted:
-            for file, content in end.items():
-                write_atomically(file, content)
-        raise
+        files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
+        end = {file: file.read_bytes() for file in files}
+        ready = PreparedRun(run=run, cluster=cluster, request=request, output=output, end=end)
+        for file in files:
+            file.unlink()
+        try:
+            yield ready
+        except BaseException:
+            with contextlib.suppress(OSError):  # the error itself matters more
+                ready.withdraw()
+            raise
 
 
 def config_of(run: RunDir) -> Config:

@@ -182,15 +182,7 @@ def read_log(
         RunFolderError: the rank has no log; or whether the run that is followed has ended cannot
             be known, since it is damaged or private.
     """
-    path = run.rank_log(rank or 0)
-    if not follow and not os.path.lexists(path):
-        if rank is not None:
-            known, there = "no rank began", run.ranks_with_logs()
-            if there:
-                known = f"there are logs of ranks {there[0]} to {there[-1]}"
-            raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
-        path = run.batch_log if run.batch_log.exists() else path
-    reader, next_look = LogReader(path, lines), 0.0
+    reader, next_look = LogReader(run.rank_log(rank or 0), lines), 0.0
     while follow:
         yield from reader.read()
         if time.monotonic() >= next_look:
@@ -201,6 +193,13 @@ def read_log(
                 break
             next_look = time.monotonic() + class_of(kind_of(run)).status_interval_s
         time.sleep(0.2)
+    if not os.path.lexists(reader.path):
+        if rank is not None:
+            known, there = "no rank began", run.ranks_with_logs()
+            if there:
+                known = f"there are logs of ranks {there[0]} to {there[-1]}"
+            raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
+        reader = LogReader(run.batch_log, lines)
     yield from reader.read()
     yield reader.rest()
 

@@ -401,7 +401,7 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
         yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
     yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")
-    measured = read_json(run.attempt(0) / exchange.NODES_FILE) or {}
+    measured = read_json(run.attempt(run.latest_attempt) / exchange.NODES_FILE) or {}
     for one in measured.get("nodes", ()):
         rate = one["bytes_per_s"]
         speed = f", {format_bytes(rate)}/s to and from other nodes" if rate else ""

@@ -160,6 +160,11 @@ class RunDir:
         """Return how many attempts were begun."""
         return max(self.attempt_numbers(), default=-1) + 1
 
+    @property
+    def latest_attempt(self) -> int:
+        """The number of the latest attempt; 0 before the first."""
+        return max(self.attempt_numbers(), default=0)
+
     def create(self) -> None:
         """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.
 

@@ -201,7 +201,7 @@ def describe_stop(run: RunDir) -> str:
     program: dict[str, Any] | None = plan.get("program")
     if program is None:
         return "stops at its next update boundary, with a checkpoint"
-    folder = run.attempt(max(0, run.attempts_made() - 1))
+    folder = run.attempt(run.latest_attempt)
     if all((folder / STOP_HANDLER.format(rank)).exists() for rank in range(int(plan["ranks"]))):
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"

@@ -222,7 +222,7 @@ def _beat(path: Path) -> str:
 
 
 def _beats(run: RunDir) -> list[str]:
-    folder = run.attempt(max(0, run.attempts_made() - 1))
+    folder = run.attempt(run.latest_attempt)
     return [_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
 
 

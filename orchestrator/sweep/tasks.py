@@ -360,5 +360,5 @@ def _refuse_interrupted() -> None:
 
 def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
-        if not ready.run.may_be_queued:
-            ready.run.withdraw()
+        with contextlib.suppress(OSError):  # what this is done for matters more
+            ready.withdraw()

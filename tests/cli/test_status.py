@@ -12,9 +12,10 @@ import pytest
 from rich.console import Console
 
 from orchestrator.cli.follow import resolve_submissions
-from orchestrator.cli.status import expand, statuses
+from orchestrator.cli.status import expand, read_log, statuses
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
+from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -69,6 +70,15 @@ def test_a_sound_run_is_told_in_full(tmp_path):
     text = shown([status])
     assert "warning: rank 1: slow" in text
     assert "a node was lost" in text
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_shown(tmp_path, follow):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="no log of rank 7; no rank began"):
+        list(read_log(run, 7, follow=follow))
+    run.batch_log.write_text("no such partition\n")
+    assert "".join(read_log(run, None, follow=follow)) == "no such partition\n"
 
 
 def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):

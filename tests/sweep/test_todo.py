@@ -212,6 +212,25 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
             sweep.tasks()
 
 
+def test_a_resume_that_is_given_up_leaves_a_point_as_it_ended(sweep):
+    write_result_again(sweep.run_of(0), State.STOPPED)
+    task, _ = sweep.tasks()
+    end = task.run.result.read_bytes()
+
+    def give_up():
+        with prepared_task(task, QUIET):
+            assert not task.run.result.exists()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        give_up()
+    assert task.run.result.read_bytes() == end
+    with prepared_task(task, QUIET) as ready:
+        pass
+    ready.withdraw()  # as where another point is refused
+    assert task.run.result.read_bytes() == end
+
+
 def test_another_users_folder_is_never_used(sweep):
     foreign = sweep.folder / "2" / "theirs"
     foreign.parent.mkdir()

@@ -244,7 +244,7 @@ class SlurmHandle(Handle):
             waited_s = time.monotonic() - self._reported_silence_at
             self._reported_silence_at = None
             found.append(f"the scheduler answers again, {waited_s:.0f} s later")
-        job, attempt = self.job, max(0, self._run.attempts_made() - 1)
+        job, attempt = self.job, self._run.latest_attempt
         present = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
         if job is None or not job.alive or present == self._reported_state:
             return found
