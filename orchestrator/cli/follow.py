@@ -103,6 +103,7 @@ class PreparedRun:
     Attributes:
         request: what its cluster was asked to admit, with the number of the start that a person
             asked for.
+        handle: of a resumed run, handle.json of its start before.
         end: of a resumed run, the files that said how it had ended, with their contents.
     """
 
@@ -110,17 +111,22 @@ class PreparedRun:
     cluster: Cluster
     request: Request
     output: OutputOptions
+    handle: Mapping[str, Any] | None = None
     end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     @property
     def config(self) -> Config:
         return self.cluster.config
 
+    @property
+    def is_queued(self) -> bool:
+        """True once a scheduler knows this start of the run; it may have known earlier ones."""
+        return self.run.read_handle() != self.handle
+
     def withdraw(self) -> None:
         """Remove a new run, or restore the end of one; unless it has begun, or may be queued."""
-        queued = (self.run.read_handle() or {}).get("attempt", -1) >= self.request.attempt
         begun = self.run.attempts_made() > self.request.attempt
-        if queued or begun or self.run.is_being_submitted:
+        if begun or self.is_queued or self.run.is_being_submitted:
             return
         self.run.withdraw()
         for file, content in self.end.items():

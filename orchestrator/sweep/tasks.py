@@ -317,10 +317,10 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
             try:
                 with CLUSTERS.wrap_errors(kind, "to submit the points"):
                     class_of(kind).submit_all(members, most)
-            except ClusterError as error:
-                queued = [r for r in made if r.run.handle.exists()]
+            except BaseException as error:
                 _withdraw(made)
-                if not queued:
+                queued = [ready for ready in made if ready.is_queued]
+                if not queued or not isinstance(error, ClusterError):
                     raise
                 raise ClusterError(
                     f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
