@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
-from orchestrator.clusters.slurm.root_cause import diagnose
+from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError

@@ -11,8 +11,8 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.outcome import finalize_ended_job
-from orchestrator.clusters.slurm.root_cause import diagnose
+from orchestrator.clusters.slurm.diagnosis import diagnose
+from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.folder import RunDir
