@@ -23,6 +23,7 @@ from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
 RECENT_BYTES = 64 * 1024
+PACE_UPDATES = 50  # whose mean is the pace
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
 _PROGRESS = struct.Struct("<qqqd")
@@ -233,6 +234,19 @@ def seconds_per_update(updates: Sequence[Record]) -> float | None:
     """
     timed = [r["update_s"] for r in _warm(updates)]
     return statistics.median(timed) if timed else None
+
+
+def recent_pace(updates: Sequence[Record]) -> float | None:
+    """Return the mean seconds from one update to the next, with evaluations and checkpoints between
+    them; the first one's own where it is the only one.
+
+    >>> recent_pace([{"time": t, "update_s": 1.0} for t in (10.0, 11.0, 14.0)])
+    2.0
+    """
+    times = [r["time"] for r in updates if r.get("time") is not None][-PACE_UPDATES:]
+    if len(times) > 1 and times[-1] > times[0]:
+        return (times[-1] - times[0]) / (len(times) - 1)
+    return updates[-1].get("update_s") if updates else None
 
 
 def _warm(updates: Sequence[Record]) -> list[Record]:

@@ -17,9 +17,9 @@ from orchestrator.rundir.folder import RESUMED, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import (
+    recent_pace,
     recent_records,
     samples_per_second,
-    seconds_per_update,
     updates_of,
 )
 from orchestrator.rundir.warnings import read_warnings
@@ -115,7 +115,7 @@ def from_folder(run: RunDir) -> RunStatus:
     updates = updates_of(records)
     last = updates[-1] if updates else {}
     evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
-    pace, total = seconds_per_update(updates), plan.get("updates")
+    pace, total = recent_pace(updates), plan.get("updates")
     done = int(result["updates"]) if result else last.get("update", -1) + 1
     age_s: float | None = None
     if result is None:

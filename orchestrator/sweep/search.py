@@ -62,6 +62,7 @@ from orchestrator.units import named_numbers, plural
 COMBINATIONS = 8  # tried before a value is refused as impossible in all of them
 TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would be no search
 POLL_S = 0.1
+FOLLOW_S = 1.0  # runs elsewhere, whose metrics may lie on a slow disk
 STUDY = "search"
 WHY = "why"  # attribute of a trial: why it has no value
 STATES = {
@@ -250,7 +251,7 @@ class TrialRuns:
             one = self.queue.wait_one(POLL_S)
             ended += [one] if one is not None else []
         else:
-            time.sleep(POLL_S)
+            time.sleep(FOLLOW_S)
         if not self.followed or time.monotonic() < self._next_poll:
             return ended
         found = statuses(RunDir(task.run.path) for task in self.followed)[0]

@@ -7,18 +7,21 @@ import random
 import shutil
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.follow import resolve_submissions
+from orchestrator.cli.follow import OutputOptions, resolve_submissions, watch
 from orchestrator.cli.status import expand, read_log, statuses
+from orchestrator.clusters.api import Handle, State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.status import from_folder
 
 NOBODY = 65534
 WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
@@ -70,6 +73,33 @@ def test_a_sound_run_is_told_in_full(tmp_path):
     text = shown([status])
     assert "warning: rank 1: slow" in text
     assert "a node was lost" in text
+
+
+def test_what_is_left_takes_as_long_as_updates_took_with_all_that_is_between_them(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.result.unlink()
+    write_json(run.plan, run.read_plan() | {"updates": 20})
+    assert from_folder(run).seconds_left == 8.0, "an update a second, of which it is busy for half"
+
+
+def test_a_follower_rests_longer_where_the_folder_is_slow_to_read(tmp_path, monkeypatch):
+    run, clock, waited = make_run(tmp_path / "run"), [0.0], []
+
+    class Four(Handle):
+        def poll(self, timeout_s):
+            waited.append(timeout_s)
+            return State.FINISHED if len(waited) == 4 else State.RUNNING
+
+        def stop(self): ...
+        def kill(self): ...
+
+    def read(path):
+        clock[0] += (0.0, 0.1, 60.0, 0.0)[len(waited) - 1]
+
+    monkeypatch.setattr("orchestrator.cli.follow.read_progress", read)
+    monkeypatch.setattr("orchestrator.cli.follow.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch(Four(), run, OutputOptions(console=Console(quiet=True), quiet=True), lambda: False)
+    assert waited == pytest.approx([0.1, 0.1, 0.9, 2.0])
 
 
 @pytest.mark.parametrize("follow", [False, True])
