@@ -195,7 +195,8 @@ def prepared_run(
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
                 begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
-                if not (begun or run.metrics.exists() or run.may_be_queued):
+                queued = run.handle.exists() or run.is_being_submitted
+                if not (begun or queued or run.metrics.exists()):
                     run.withdraw()
             raise
 

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
-from orchestrator.report.status_tables import describe_search, search_of
+from orchestrator.report.status_tables import describe_search
 from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
@@ -132,7 +132,7 @@ def data_of(path: Path) -> dict[str, Any]:
         raise RunFolderError("\n".join(unreadable))
     search: dict[str, Any] | None = None
     try:
-        search = search_of(path)
+        search = RunDir(path).read_search()
     except RunFolderError as error:
         unreadable.append(str(error))
     sweep = len(runs) > 1

@@ -40,7 +40,7 @@ from orchestrator.errors import (
 )
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import make_folder, read_json, write_json
+from orchestrator.rundir.files import make_folder, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record, Tail
 from orchestrator.rundir.outcome import describe_culprit
@@ -168,7 +168,7 @@ def open_search(search: Search) -> dict[str, Any]:
             f"put them aside with --force"
         )
     now = search.made_of
-    table = read_json(folder.search) or {"made_of": now, "trials": []}
+    table = folder.read_search() or {"made_of": now, "trials": []}
     before = table.get("made_of") or {}
     if differing := [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]:
         keys = ", ".join(f"{key.lstrip('+')} is not what it was" for key in differing)
@@ -625,9 +625,10 @@ def resume_search(
         ConfigError: overrides that make it another search.
     """
     check_overrides(overrides)
-    line: dict[str, Any] = (read_json(RunDir(folder).search) or {}).get("line") or {}
+    search = RunDir(folder)
+    line: dict[str, Any] = (search.read_search() or {}).get("line") or {}
     if not line:
-        raise RunFolderError(f"{RunDir(folder).search} does not say which line the search is of")
+        raise RunFolderError(f"{search.search} does not say which line the search is of")
     keys = {key_of(override) for override in (*overrides, "run.dir=", "sweep.force=")}
     kept = [override for override in line["overrides"] if key_of(override) not in keys]
     resumed = CommandLine(
@@ -636,7 +637,7 @@ def resume_search(
         config_name=line["config_name"],
         multirun=True,
     )
-    with submission_directory(RunDir(folder), Path(line["folder"])):
+    with submission_directory(search, Path(line["folder"])):
         composer = Composer(resumed)
         composer.compose()
         return run_search(composer, output)
