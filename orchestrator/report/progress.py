@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
-from orchestrator.rundir.metrics import PACE_UPDATES, Record, is_no_update, recent_pace
+from orchestrator.rundir.metrics import PACE_UPDATES, Kind, Record, recent_pace
 from orchestrator.units import format_count, format_number, format_rate, format_seconds, plural
 
 MOST_DOTS = 16
@@ -161,8 +161,9 @@ class Progress:
             return
         for sentence in warnings:
             self._say(f"warning: {sentence}")
-        records = [record for record in records if not is_no_update(record)]
         for record in records:
+            if Kind.of(record) not in (Kind.UPDATE, Kind.EVALUATION):
+                continue
             self._add(record)
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,28 @@ PACE_UPDATES = 50  # whose mean is the pace
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
 _PROGRESS = struct.Struct("<qqqd")
+
+
+class Kind(Enum):
+    """The subject of a line of `metrics.jsonl`."""
+
+    UPDATE = "an update"
+    EVALUATION = "held-out figures after an update"
+    CHANGE = "a change of the group"
+    NOTE = "late warnings, or that a program saved"
+
+    @classmethod
+    def of(cls, record: Record) -> Kind:
+        """Return the kind of a line. A program's updates need have no loss."""
+        if "evaluation" in record:
+            return cls.EVALUATION
+        if "saved" in record:
+            return cls.NOTE
+        if "loss" in record:
+            return cls.UPDATE
+        if any(key in record for key in CHANGES):
+            return cls.CHANGE
+        return cls.NOTE if "warnings" in record else cls.UPDATE
 
 
 class Tail:
@@ -90,11 +113,10 @@ class History:
     def add(self, records: Iterable[Record]) -> None:
         """Add new records in the order in which they were written."""
         for record in records:
-            if "evaluation" in record:
+            kind = Kind.of(record)
+            if kind is Kind.EVALUATION:
                 self._evaluations[record["update"]] = record
-                continue
-            change = is_change(record)
-            if is_no_update(record) and not change:
+            if kind not in (Kind.UPDATE, Kind.CHANGE):
                 continue
             attempt = record.get("attempt", 0)
             if attempt < self._attempt:
@@ -102,7 +124,7 @@ class History:
             if attempt > self._attempt:
                 self._forget_from(record["update"])
                 self._attempt = attempt
-            if change:
+            if kind is Kind.CHANGE:
                 self.changes.append(record)
                 if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
                     self._forget_from(record["update"])
@@ -122,19 +144,6 @@ class History:
     def evaluations(self) -> list[Record]:
         """One record per evaluation that counts, by update."""
         return [self._evaluations[n] for n in sorted(self._evaluations)]
-
-
-def is_change(record: Record) -> bool:
-    """Return whether a line is of a change of the group."""
-    return "loss" not in record and any(key in record for key in CHANGES)
-
-
-def is_no_update(record: Record) -> bool:
-    """Return whether a line is of no update: a change of the group, late warnings, or a program's
-    note that it saved.
-    """
-    late = "warnings" in record and "loss" not in record
-    return "saved" in record or late or is_change(record)
 
 
 def read_metrics(path: Path) -> History:
@@ -163,7 +172,7 @@ def recent_records(path: Path) -> list[Record]:
 
 def updates_of(records: Iterable[Record]) -> list[Record]:
     """Return the records of updates."""
-    return [r for r in records if "evaluation" not in r and not is_no_update(r)]
+    return [record for record in records if Kind.of(record) is Kind.UPDATE]
 
 
 @dataclass(frozen=True, kw_only=True)
