@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -13,11 +14,11 @@ import pytest
 from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions, resolve_submissions, watch
-from orchestrator.cli.status import expand, read_log, statuses
+from orchestrator.cli.status import cancel_sweep, expand, read_log, statuses
 from orchestrator.clusters.api import Handle, State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -109,6 +110,14 @@ def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_show
         list(read_log(run, 7, follow=follow))
     run.batch_log.write_text("no such partition\n")
     assert "".join(read_log(run, None, follow=follow)) == "no such partition\n"
+
+
+def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "sweep" / "0")
+    running = replace(from_folder(run), state="running")
+    monkeypatch.setattr("orchestrator.cli.status.statuses", lambda _: ([running], []))
+    with pytest.raises(ClusterError, match=r"none of the 1 point in .* is queued or running"):
+        cancel_sweep(tmp_path / "sweep", now=False)
 
 
 def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):
