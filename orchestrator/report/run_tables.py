@@ -15,7 +15,7 @@ from rich.panel import Panel
 
 from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
-from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
@@ -313,7 +313,7 @@ def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> l
         return []
     lost = sum(note["lost_updates"] for note in notes)
     again = f"; {plural(lost, 'update')} done again" if lost else ""
-    resumed = sum(note["why"] == RESUMED for note in notes)
+    resumed = sum(bool(note.get("asked")) for note in notes)
     rows: list[Row] = []
     if restarts := len(notes) - resumed:
         rows.append(("restarts", f"{format_count(restarts)}{again}", "yellow"))

@@ -220,9 +220,16 @@ class RunDir:
             shutil.rmtree(gone)
 
     def restarts(self) -> list[dict[str, Any]]:
-        """Return the notes of all attempts that continued an earlier one."""
+        """Return the notes of all attempts that continued an earlier one, and whether a person had
+        `asked` for each: its reason may still be the loss that ended the attempt before.
+        """
+        asked = {int(entry["attempt"]) for entry in self.read_resumes()}
         notes = (read_json(self.restart(number)) for number in self.attempt_numbers())
-        return [note for note in notes if note]
+        return [
+            {**note, "asked": note["attempt"] in asked or note["why"] == RESUMED}
+            for note in notes
+            if note
+        ]
 
     def begin_attempt(self) -> int:
         """Create the next attempt's folder and return its number, from 0."""

@@ -13,7 +13,7 @@ from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
-from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
 from orchestrator.rundir.metrics import (
@@ -123,7 +123,7 @@ def from_folder(run: RunDir) -> RunStatus:
             age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
 
     made, notes = run.attempts_made(), run.restarts()
-    resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    resumed = {note["attempt"] for note in notes if note["asked"]}
     resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
     generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
     return RunStatus(
@@ -145,7 +145,7 @@ def from_folder(run: RunDir) -> RunStatus:
         survived=sum(1 for found in generations if found.get("gone")),
         came_back=sum(len(found.get("joined", ())) for found in generations),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
-        why=next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
+        why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
         reason=reason,
         culprit=None if rank is None else f"rank {rank} on {culprit.get('node')}",
         program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
 from dataclasses import replace
@@ -19,9 +20,12 @@ from orchestrator.clusters.api import Handle, State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.report.run_tables import print_closing
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.outcome import result_from_records
 from orchestrator.rundir.status import from_folder
 
 NOBODY = 65534
@@ -118,6 +122,19 @@ def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, 
     monkeypatch.setattr("orchestrator.cli.status.statuses", lambda _: ([running], []))
     with pytest.raises(ClusterError, match=r"none of the 1 point in .* is queued or running"):
         cancel_sweep(tmp_path / "sweep", now=False)
+
+
+def test_a_lost_run_that_a_person_resumed_was_resumed_not_restarted(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert from_folder(run).restarts == 1
+    write_json(run.resumes, {"resumes": [{"attempt": 1}]})
+    assert from_folder(run).restarts == 0
+    console = Console(file=io.StringIO(), width=100)
+    ended = result_from_records(run, State.FINISHED)
+    print_closing(ended, read_metrics(run.metrics), run.path, console)
+    text = console.file.getvalue()
+    assert re.search(r"resumed +1 time; 2 updates done again", text)
+    assert "restarts" not in text
 
 
 def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):
