@@ -290,21 +290,22 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
         return []
     gone = [rank for note in notes for rank in note["gone"]]
     came = [rank for note in joined for rank in note["came"]]
-    lost = f"{named_numbers('rank', gone)} lost"
-    again = f"; {named_numbers('rank', came)} came back" if came else ""
+    lost = f"{_in_order(gone)} lost"
+    again = f"; {_in_order(came)} came back" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
     text = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
-    why = [
-        f"{named_numbers('rank', note['gone'])} {', '.join(note['why'])}"
-        for note in notes
-        if note["why"]
-    ]
+    why = [f"{_in_order(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
     return [
         ("survived", text, "yellow"),
         *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:]),
     ]
+
+
+def _in_order(ranks: Sequence[int]) -> str:
+    """Name ranks as they were lost, or came back."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> list[Row]:
