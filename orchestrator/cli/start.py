@@ -195,8 +195,7 @@ def prepared_run(
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
                 begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
-                queued = run.handle.exists() or run.is_being_submitted
-                if not (begun or queued or run.metrics.exists()):
+                if not (begun or run.metrics.exists() or run.may_be_queued):
                     run.withdraw()
             raise
 
@@ -278,7 +277,7 @@ def prepared_resume(
         try:
             yield ready
         except BaseException:
-            with contextlib.suppress(OSError):  # the error itself matters more
+            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
                 ready.withdraw()
             raise
 

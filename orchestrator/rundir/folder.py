@@ -95,6 +95,11 @@ class RunDir:
         self._made = self._claimed = False  # by `create` of this object
 
     @property
+    def may_be_queued(self) -> bool:
+        """True if a scheduler knows the run, or may: then the folder must not be removed."""
+        return self.handle.exists() or self.is_being_submitted
+
+    @property
     def is_being_submitted(self) -> bool:
         """True during a submission, of this run or of an array, and after one that was ended."""
         of_array = self.path.parent / self.submitting.name

@@ -22,6 +22,7 @@ from orchestrator.rundir.metrics import (
     samples_per_second,
     updates_of,
 )
+from orchestrator.rundir.outcome import name_of_culprit
 from orchestrator.rundir.warnings import read_warnings
 
 LOOK_TWICE_S = 2.5
@@ -108,8 +109,6 @@ def from_folder(run: RunDir) -> RunStatus:
     """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
     plan, result, handle = run.read_plan(), run.read_result(), run.read_handle() or {}
     state, reason = ("running", None) if result is None else end_of(run, result)
-    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
-    rank = culprit.get("rank")
 
     records = recent_records(run.metrics)
     updates = updates_of(records)
@@ -147,7 +146,7 @@ def from_folder(run: RunDir) -> RunStatus:
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
         why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
         reason=reason,
-        culprit=None if rank is None else f"rank {rank} on {culprit.get('node')}",
+        culprit=name_of_culprit((result or {}).get("culprit") or {}),
         program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
         warnings=[w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
     )

@@ -360,5 +360,5 @@ def _refuse_interrupted() -> None:
 
 def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
-        with contextlib.suppress(OSError):  # what this is done for matters more
+        with contextlib.suppress(OSError, RunFolderError):  # why they are withdrawn matters more
             ready.withdraw()
