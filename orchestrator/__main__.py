@@ -209,7 +209,7 @@ def status(
     from orchestrator.rundir.status import find_runs
 
     paths = [path.absolute() for path in runs or []]
-    search = tables.search_of(paths[0]) if len(paths) == 1 else None
+    search = RunDir(paths[0]).read_search() if len(paths) == 1 else None
     unbegun = search is not None and not find_runs(paths[0])
     found, sentences = statuses([] if unbegun else expand(paths))
     console = Console()

@@ -236,21 +236,6 @@ def error_text(error: BaseException) -> str:
     )
 
 
-def spans(numbers: Iterable[int]) -> list[str]:
-    """Return numbers in order, with neighbours joined.
-
-    >>> spans([3, 1, 2, 7])
-    ['1-3', '7']
-    """
-    found: list[list[int]] = []
-    for number in sorted(numbers):
-        if found and number == found[-1][1] + 1:
-            found[-1][1] = number
-        else:
-            found.append([number, number])
-    return [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
-
-
 def describe_status(status: int) -> str:
     """Describe an exit status.
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 UNKNOWN = "unknown"
@@ -65,6 +65,33 @@ def first_few(texts: Sequence[str], most: int, *, noun: str = "", separator: str
     """
     shown, beyond = separator.join(texts[:most]), len(texts) - most
     return f"{shown} and {beyond} more {noun}".rstrip() if beyond > 0 else shown
+
+
+def spans(numbers: Iterable[int]) -> list[str]:
+    """Return numbers in order, with neighbours joined.
+
+    >>> spans([3, 1, 2, 7])
+    ['1-3', '7']
+    """
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return [f"{first}" if first == last else f"{first}-{last}" for first, last in found]
+
+
+def named_numbers(noun: str, numbers: Sequence[int], most: int = 8) -> str:
+    """Name numbered things, with ranges shortened to `most` groups: never longer than a line.
+
+    >>> named_numbers("point", [0, 1, 2])
+    'points 0-2'
+    """
+    texts = spans(numbers)
+    beyond = len(texts) - most
+    more = f" and {beyond} more group{'s' * (beyond > 1)}" if beyond > 0 else ""
+    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts[:most])}{more}"
 
 
 def format_seconds(seconds: float | None) -> str:

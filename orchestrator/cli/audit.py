@@ -49,11 +49,10 @@ from orchestrator.errors import (
     EXIT_STOPPED,
     EXIT_UNJUDGED,
     ConfigError,
-    spans,
 )
 from orchestrator.report.terminal import literal, new_table, say
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.units import plural
+from orchestrator.units import plural, spans
 
 OBSERVER = "orchestrator.audit"
 STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged last window

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
@@ -26,7 +27,6 @@ from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     EXIT_INTERRUPTED,
-    EXIT_USAGE,
     ClusterError,
     OrchestratorError,
     RunFolderError,
@@ -37,7 +37,7 @@ from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.terminal import LogReader, command, say
-from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
 from orchestrator.rundir.outcome import (
@@ -51,6 +51,9 @@ from orchestrator.rundir.outcome import (
 )
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
+
+REST = 9.0  # times that a follower waits as long as it read: the folder's disk may be slow
+LONGEST_POLL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -104,16 +107,34 @@ class PreparedRun:
     Attributes:
         request: what its cluster was asked to admit, with the number of the start that a person
             asked for.
+        handle: of a resumed run, handle.json of its start before.
+        end: of a resumed run, the files that said how it had ended, with their contents.
     """
 
     run: RunDir
     cluster: Cluster
     request: Request
     output: OutputOptions
+    handle: Mapping[str, Any] | None = None
+    end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
 
     @property
     def config(self) -> Config:
         return self.cluster.config
+
+    @property
+    def is_queued(self) -> bool:
+        """True once a scheduler knows this start of the run; it may have known earlier ones."""
+        return self.run.read_handle() != self.handle
+
+    def withdraw(self) -> None:
+        """Remove a new run, or restore the end of one; unless it has begun, or may be queued."""
+        begun = self.run.attempts_made() > self.request.attempt
+        if begun or self.is_queued or self.run.is_being_submitted:
+            return
+        self.run.withdraw()
+        for file, content in self.end.items():
+            write_atomically(file, content)
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -174,12 +195,14 @@ def watch(
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
+    read_s = 0.0
     shows_output = output.verbose and is_program(run.read_config()["job"])
     log = LogReader(run.rank_log(0))
     with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
-            state = handle.poll(POLL_S)
-            current = max(0, run.attempts_made() - 1)
+            state = handle.poll(min(max(POLL_S, REST * read_s), LONGEST_POLL_S))
+            began = time.monotonic()
+            current = run.latest_attempt
             if current != attempt:
                 attempt = current
                 warnings = NewWarnings(run.attempt(attempt), already=plan.get("warnings") or ())
@@ -196,6 +219,7 @@ def watch(
                 output.console.out(text, end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
                 output.console.out(rest, highlight=False)
+            read_s = time.monotonic() - began
             if state.ended or stop():
                 return state
 
@@ -216,7 +240,7 @@ def follow(handle: Handle, run: RunDir, output: OutputOptions, *, recent: int = 
             "yellow",
         )
         return EXIT_INTERRUPTED
-    code = EXIT_CODES.get(state, EXIT_USAGE)
+    code = EXIT_CODES[state]
     result = run.read_result()
     if result is None and handle.culprit is None:
         lost = f"{run.path} has ended without a result: its launcher is gone"

@@ -280,7 +280,7 @@ def resumption(
 
     Args:
         config: of the run so far.
-        to: what is asked for as a whole, in place of overrides.
+        to: what is asked for as a whole, where overrides have been applied already.
 
     Raises:
         ConfigError: a key that is none, a value that cannot be, or one that makes other numbers.

@@ -47,7 +47,7 @@ from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_pro
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
-from orchestrator.rundir.files import write_atomically, write_json
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
@@ -222,7 +222,7 @@ def prepared_resume(
     Args:
         overrides: of its configuration: what leaves its numbers as they are, or more updates.
         config_dir: a folder of the user's own configs, for `cluster=…` among the overrides.
-        to: the whole configuration to go on with, in place of overrides.
+        to: the whole configuration to go on with, where overrides have been applied already.
         changed: go on although the code or data has changed.
 
     Returns:
@@ -272,26 +272,20 @@ def prepared_resume(
         record(run, resumed, attempt, inputs)
         if admission.notice:
             write_json(run.submission, {**run.read_submission(), **admission.notice})
-        with _without_end(run):
-            yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
-
-
-@contextlib.contextmanager
-def _without_end(run: RunDir) -> Generator[None]:
-    """Remove what says that a run has ended; restore it if no attempt was started or queued."""
-    handle, begun = run.read_handle(), run.attempts_made()
-    files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
-    end = {file: file.read_bytes() for file in files}
-    for file in files:
-        file.unlink()
-    try:
-        yield
-    except UsageError:
-        same = run.read_handle() == handle and run.attempts_made() == begun
-        if same and not run.is_being_submitted:
-            for file, content in end.items():
-                write_atomically(file, content)
-        raise
+        files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
+        end = {file: file.read_bytes() for file in files}
+        ready = PreparedRun(
+            run=run, cluster=cluster, request=request, output=output, handle=run.read_handle(),
+            end=end,
+        )  # fmt: skip
+        for file in files:
+            file.unlink()
+        try:
+            yield ready
+        except BaseException:
+            with contextlib.suppress(OSError, RunFolderError):  # the error itself matters more
+                ready.withdraw()
+            raise
 
 
 def config_of(run: RunDir) -> Config:

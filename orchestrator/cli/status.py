@@ -14,8 +14,6 @@ from pathlib import Path
 from orchestrator.cli.follow import handle_of, resolve_submissions
 from orchestrator.clusters.api import Cluster, class_of
 from orchestrator.errors import ClusterError, ConfigError, RunFolderError
-from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.report.terminal import LogReader, command
 from orchestrator.rundir.files import is_full
 from orchestrator.rundir.folder import RunDir
@@ -24,6 +22,7 @@ from orchestrator.rundir.outcome import describe_stop
 from orchestrator.rundir.status import (
     ENDED_STATES,
     OVER,
+    UNREADABLE,
     RunStatus,
     correct_by_lock,
     find_runs,
@@ -32,7 +31,7 @@ from orchestrator.rundir.status import (
     kind_of,
     status_or_damage,
 )
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 
 def expand(paths: Sequence[Path]) -> list[RunDir]:
@@ -126,7 +125,11 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_locked(sweep):  # it was resumed alone
-            sentences.append(handle_of(run).cancel(run, now=now))
+            try:
+                sentences.append(handle_of(run).cancel(run, now=now))
+            except ClusterError:
+                if is_locked(run):  # else it has ended meanwhile
+                    raise
     for cluster, some in members.items():
         for path, message in cluster.cancel_all(some, now=now).items():
             found.setdefault(message, []).append(path)
@@ -183,15 +186,7 @@ def read_log(
         RunFolderError: the rank has no log; or whether the run that is followed has ended cannot
             be known, since it is damaged or private.
     """
-    path = run.rank_log(rank or 0)
-    if not follow and not os.path.lexists(path):
-        if rank is not None:
-            known, there = "no rank began", run.ranks_with_logs()
-            if there:
-                known = f"there are logs of ranks {there[0]} to {there[-1]}"
-            raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
-        path = run.batch_log if run.batch_log.exists() else path
-    reader, next_look = LogReader(path, lines), 0.0
+    reader, next_look = LogReader(run.rank_log(rank or 0), lines), 0.0
     while follow:
         yield from reader.read()
         if time.monotonic() >= next_look:
@@ -202,6 +197,13 @@ def read_log(
                 break
             next_look = time.monotonic() + class_of(kind_of(run)).status_interval_s
         time.sleep(0.2)
+    if not os.path.lexists(reader.path):
+        if rank is not None:
+            known, there = "no rank began", run.ranks_with_logs()
+            if there:
+                known = f"there are logs of ranks {there[0]} to {there[-1]}"
+            raise RunFolderError(f"{run.path} has no log of rank {rank}; {known}")
+        reader = LogReader(run.batch_log, lines)
     yield from reader.read()
     yield reader.rest()
 

@@ -29,8 +29,8 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.cli.follow import OutputOptions, start_run
 from orchestrator.cli.start import prepared_run
-from orchestrator.config.command_line import CommandLine, program_overrides
-from orchestrator.config.composer import Composer
+from orchestrator.config.command_line import program_overrides
+from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, UsageError
 from orchestrator.health import exchange
 from orchestrator.rundir.files import read_json
@@ -384,7 +384,7 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Check
     if not any(one.startswith("run.dir=") for one in given):
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
-    config = Composer(CommandLine(overrides=(*given, *own))).compose().config()
+    config = compose((*given, *own))
     with prepared_run(config, output, overrides=given) as ready:
         code = start_run(ready)
     yield from trial_findings(RunDir(Path(config.run.dir or "")), code)
@@ -401,7 +401,7 @@ def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:
         yield CheckResult("collective", f"{where}: {why}", BAD, remedy)
         return
     yield CheckResult("runs", f"{run.path} was written here and read on {where}, and back")
-    measured = read_json(run.attempt(0) / exchange.NODES_FILE) or {}
+    measured = read_json(run.attempt(run.latest_attempt) / exchange.NODES_FILE) or {}
     for one in measured.get("nodes", ()):
         rate = one["bytes_per_s"]
         speed = f", {format_bytes(rate)}/s to and from other nodes" if rate else ""

@@ -36,7 +36,7 @@ from orchestrator.health.faults import (
 )
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
-from orchestrator.rundir.metrics import Tail, is_change, updates_of
+from orchestrator.rundir.metrics import Kind, Tail, updates_of
 from orchestrator.slurm_client import Job, SchedulerDown, SlurmClient, queued
 
 CLOSE = 1e-4
@@ -122,7 +122,8 @@ class RehearsedRun(ABC):
 
     def read_new(self) -> list[dict[str, Any]]:
         """Return the new records of updates and of changes of the group."""
-        new = [record for record in self._tail.read() if "loss" in record or is_change(record)]
+        shown = (Kind.UPDATE, Kind.CHANGE)
+        new = [record for record in self._tail.read() if Kind.of(record) in shown]
         self.records += new
         return new
 

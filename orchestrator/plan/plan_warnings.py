@@ -6,12 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.errors import spans
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import Length, Rates
 from orchestrator.plan.split import Split
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 
 def warnings_of(
@@ -55,18 +54,6 @@ def named_ranks(ranks: Sequence[int]) -> str:
     ('rank 3', 'ranks 1, 3-5')
     """
     return named_numbers("rank", ranks)
-
-
-def named_numbers(noun: str, numbers: Sequence[int]) -> str:
-    """Name numbered things, with ranges shortened: never longer than a line.
-
-    >>> named_numbers("point", [0, 1, 2])
-    'points 0-2'
-    """
-    texts = spans(numbers)
-    beyond = len(texts) - 8
-    more = f" and {beyond} more group{'s' * (beyond > 1)}" if beyond > 0 else ""
-    return f"{noun}{'s' * (len(numbers) > 1)} {', '.join(texts[:8])}{more}"
 
 
 def _idle(split: Split, batch: Batch, reduction: str) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
-from orchestrator.report.status_tables import describe_search, search_of
+from orchestrator.report.status_tables import describe_search
 from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
@@ -29,11 +29,10 @@ from orchestrator.report.sweep_tables import (
     verdict,
 )
 from orchestrator.report.terminal import harmless
-from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import find_runs
+from orchestrator.rundir.status import end_of, find_runs
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -133,14 +132,14 @@ def data_of(path: Path) -> dict[str, Any]:
         raise RunFolderError("\n".join(unreadable))
     search: dict[str, Any] | None = None
     try:
-        search = search_of(path)
+        search = RunDir(path).read_search()
     except RunFolderError as error:
         unreadable.append(str(error))
     sweep = len(runs) > 1
     unique = len({run["name"] for run in runs}) == len(runs)
     weights = differences(cells) if sweep else [UNKNOWN]
     for run, point, difference in zip(runs, names(cells), weights, strict=True):
-        run["point"], run["weights"] = point if sweep else "1", difference
+        run["point"], run["weights"] = point, difference
         if not unique:  # charts identify their lines by names
             run["name"] += f" ({point})"
     data = {
@@ -202,15 +201,15 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
     summary, result = cell.summary, cell.result or {}
     rows = _rows(cell.updates)
     drawn = thinned(rows, most)
-    pruned = (read_json(run.pruned) or {}).get("why", "")  # why a search ended it early
-    why = describe_culprit(culprit) if (culprit := result.get("culprit")) else ""
+    state, why = end_of(run, cell.result) if cell.result else (summary.state, None)
+    why = describe_culprit(culprit) if (culprit := result.get("culprit")) else why or ""
     overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
     return {
         "name": short_overrides(overrides) or run.path.name,
         "folder": str(cell.folder),
         "overrides": overrides,
-        "state": "pruned" if pruned and summary.state == "stopped" else summary.state,
-        "why": why or pruned,
+        "state": state,
+        "why": why,
         "sha256": result.get("weights_sha256"),
         "figures": {
             key: {"value": (value := getattr(summary, key)), "text": form(value)}
@@ -237,7 +236,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
         ),
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
-        "marks": _marks(cell.updates, rows, summary.state, why),
+        "marks": _marks(cell.updates, rows, state, why),
         "evaluations": _evaluations(thinned(cell.evaluations, most)),
         "environment": _environment(run.read_environment() or {}),
         "command": _command(run, submission),

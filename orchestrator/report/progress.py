@@ -14,7 +14,7 @@ from rich.live import Live
 from rich.text import Text
 
 from orchestrator.report.terminal import harmless, legible, literal, say
-from orchestrator.rundir.metrics import Record, is_no_update
+from orchestrator.rundir.metrics import PACE_UPDATES, Kind, Record, recent_pace
 from orchestrator.units import format_count, format_number, format_rate, format_seconds, plural
 
 MOST_DOTS = 16
@@ -124,7 +124,7 @@ class Progress:
         self._plan, self._console, self._clock = plan, console, clock
         self._quiet, self._verbose = quiet, verbose
         # Only what the line needs: a month's run must not make its watcher grow or slow down.
-        self._recent: deque[Record] = deque(maxlen=50)
+        self._recent: deque[Record] = deque(maxlen=PACE_UPDATES)
         self._evaluation: Record = {}
         self._window: tuple[int, int] | None = None  # micro-steps done, and of how many
         self._closed = False
@@ -161,8 +161,9 @@ class Progress:
             return
         for sentence in warnings:
             self._say(f"warning: {sentence}")
-        records = [record for record in records if not is_no_update(record)]
         for record in records:
+            if Kind.of(record) not in (Kind.UPDATE, Kind.EVALUATION):
+                continue
             self._add(record)
             # A live line has the latest evaluation; a job need not evaluate.
             if self._verbose or (self._live is None and record.get("evaluation")):
@@ -235,11 +236,7 @@ class Progress:
 
     def _moment(self) -> Moment:
         last: Record = self._recent[-1] if self._recent else {}
-        # Mean seconds from update to update, with evaluations and checkpoints between them.
-        times = [r["time"] for r in self._recent if r.get("time") is not None]
-        pace: float | None = last.get("update_s")
-        if len(times) > 1 and times[-1] > times[0]:
-            pace = (times[-1] - times[0]) / (len(times) - 1)
+        pace = recent_pace(self._recent)
         done, total = last["update"] + 1 if last else 0, self._plan.get("updates")
         samples = [r["samples"] for r in self._recent if r.get("samples") is not None]
         mean_samples = sum(samples) / len(samples) if samples else None

@@ -13,9 +13,9 @@ from rich import box
 from rich.console import Console
 from rich.panel import Panel
 
-from orchestrator.errors import spans
+from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
-from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import History, Record, Summary, summarize
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
@@ -27,6 +27,7 @@ from orchestrator.units import (
     format_percent,
     format_rate,
     format_seconds,
+    named_numbers,
     plural,
 )
 
@@ -35,7 +36,7 @@ from orchestrator.units import (
 
 Row = tuple[str, str, str]  # label, value and style
 SHOWN_GROUPS = 12
-SHOWN_RANGES = 6
+SHOWN_RANGES = 4
 SHOWN_SIZES = 4
 
 TREE = "reproducible"
@@ -119,7 +120,10 @@ def _rank_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank, sizes in enumerate(plan.get("micro_batches") or []):
         groups.setdefault(tuple(sizes), []).append(rank)
-    rows = [(_ranks(ranks), _work(sizes)) for sizes, ranks in groups.items()]
+    rows = [
+        (named_numbers("rank", ranks, SHOWN_RANGES), _work(sizes))
+        for sizes, ranks in groups.items()
+    ]
     hidden = len(rows) - SHOWN_GROUPS
     if hidden > 0:
         rows = [*rows[:SHOWN_GROUPS], ("", f"and {plural(hidden, 'more group')} (see --json)")]
@@ -142,12 +146,6 @@ def _work(sizes: Sequence[int]) -> str:
     runs = [(size, len(list(same))) for size, same in groupby(sizes)]
     shown = " + ".join(f"{count}×{size}" for size, count in runs[:SHOWN_SIZES])
     return f"{total} = {shown}{' + …' if len(runs) > SHOWN_SIZES else ''}"
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    ranges = spans(ranks)
-    more = ", …" if len(ranges) > SHOWN_RANGES else ""
-    return f"rank{'s' * (len(ranks) > 1)} {', '.join(ranges[:SHOWN_RANGES])}{more}"
 
 
 def _compilation(updates: Sequence[Record]) -> list[Row]:
@@ -174,7 +172,6 @@ def _compilation(updates: Sequence[Record]) -> list[Row]:
     return rows
 
 
-STATE_STYLES = {"finished": "bold green", "failed": "bold red", "stopped": "bold yellow"}
 LOG_LINES = 20
 RESTARTS_SHOWN = 5
 # Causes that a node's hardware may have; a Python exception of the job is none.
@@ -220,7 +217,7 @@ def _rows(
     planned_updates = plan.get("updates")
     of = "" if planned_updates is None else f" of {format_count(planned_updates)}"
     rows = [
-        ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
+        ("state", summary.state, STATE_STYLES.get(summary.state, "")),
         ("updates", f"{format_count(summary.updates)}{of}", ""),
         *_skipped(updates),
         ("samples", format_count(summary.samples), ""),
@@ -258,7 +255,7 @@ def _rows_of_program(
 ) -> list[Row]:
     """Return what is known of a program: how it ended, and what it reported itself."""
     rows = [
-        ("state", summary.state, STATE_STYLES.get(summary.state, "bold")),
+        ("state", summary.state, STATE_STYLES.get(summary.state, "")),
         ("program", " ".join(map(str, program["argv"])), ""),
     ]
     if summary.updates:
@@ -293,21 +290,22 @@ def _survived(result: Mapping[str, Any]) -> list[Row]:
         return []
     gone = [rank for note in notes for rank in note["gone"]]
     came = [rank for note in joined for rank in note["came"]]
-    lost = f"{_named(gone)} lost"
-    again = f"; {_named(came)} came back" if came else ""
+    lost = f"{_in_order(gone)} lost"
+    again = f"; {_in_order(came)} came back" if came else ""
     at_the_end = len(result.get("peak_memory_bytes") or ()) or notes[-1]["ranks"]
     left = f"{plural(at_the_end, 'rank')} went on"
     redone = sum(note.get("redone", 1) + note.get("lost_updates", 0) for note in notes)
     text = f"{lost}; {plural(redone, 'update')} redone{again}; {left}"
-    why = [f"{_named(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
+    why = [f"{_in_order(note['gone'])} {', '.join(note['why'])}" for note in notes if note["why"]]
     return [
         ("survived", text, "yellow"),
         *(("  lost", one, "") for one in why[-RESTARTS_SHOWN:]),
     ]
 
 
-def _named(numbers: Sequence[int]) -> str:
-    return f"rank{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}"
+def _in_order(ranks: Sequence[int]) -> str:
+    """Name ranks as they were lost, or came back."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> list[Row]:
@@ -316,7 +314,7 @@ def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> l
         return []
     lost = sum(note["lost_updates"] for note in notes)
     again = f"; {plural(lost, 'update')} done again" if lost else ""
-    resumed = sum(note["why"] == RESUMED for note in notes)
+    resumed = sum(bool(note.get("asked")) for note in notes)
     rows: list[Row] = []
     if restarts := len(notes) - resumed:
         rows.append(("restarts", f"{format_count(restarts)}{again}", "yellow"))

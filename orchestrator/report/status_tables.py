@@ -13,9 +13,7 @@ from rich.console import Console
 from rich.text import Text
 
 from orchestrator.report.terminal import command, legible, literal, new_table, print_facts, say
-from orchestrator.rundir.files import read_json
-from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import RunStatus
+from orchestrator.rundir.status import UNREADABLE, RunStatus
 from orchestrator.units import (
     UNKNOWN,
     format_count,
@@ -42,7 +40,6 @@ HEADINGS = (
 )  # fmt: skip
 ALWAYS = ("run", "state", "updates")
 RIGHT = ("updates", "samples/s", "restarts")
-UNREADABLE = ("private", "damaged")
 NONE = "–"
 
 
@@ -195,15 +192,6 @@ def _rows(run: RunStatus) -> list[tuple[str, str, str]]:
 
 
 TRIAL_STYLES = {"complete": "green", "pruned": "yellow", "failed": "bold red", "open": "cyan"}
-
-
-def search_of(folder: Path) -> dict[str, Any] | None:
-    """Return the table that a search wrote in its folder; None if the folder is of no search.
-
-    Raises:
-        RunFolderError: it is damaged.
-    """
-    return read_json(RunDir(folder).search)
 
 
 def describe_trial(search: Mapping[str, Any], number: int) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from orchestrator.errors import UsageError
-from orchestrator.report.run_tables import STATE_STYLES
+from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
 from orchestrator.rundir.checkpoints import list_checkpoints, weights_of
 from orchestrator.rundir.folder import RunDir
@@ -255,7 +255,6 @@ def _rows(pair: Pair) -> Iterator[tuple[str, str, str, str]]:
         first, second = value_of(pair.one), value_of(pair.many)
         return name, form(first), form(second), format_ratio(_ratio(second, first))
 
-    yield "state", one.state, many.state, ""
     yield row("global batch", lambda c: c.plan.get("global_batch"))
     yield row("largest micro-batch", _micro_batch)
     yield row("updates", lambda c: c.summary.updates)

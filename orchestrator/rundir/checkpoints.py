@@ -296,13 +296,13 @@ def newest(
             why = str(error)
         else:
             if not (why := damage(found)):
-                return found, skipped
-        skipped.append(f"{why}; going on from an earlier checkpoint")
+                return found, [f"{why}; going on from an earlier checkpoint" for why in skipped]
+        skipped.append(why)
     if skipped:
-        first = skipped[0].removesuffix("; going on from an earlier checkpoint")
         raise RunFolderError(
-            f"no checkpoint in {checkpoints} is sound, so there is nothing to go on from: {first}. "
-            f"Bring one back from a copy; or remove them all, and the run begins again at update 0"
+            f"no checkpoint in {checkpoints} is sound, so there is nothing to go on from: "
+            f"{skipped[0]}. Bring one back from a copy; or remove them all, and the run begins "
+            "again at update 0"
         )
     return None, skipped
 

@@ -87,8 +87,7 @@ class RunDir:
     cancel = _below("cancel")
     newest_attempt = _below("attempts", "newest")
     pruned = _below("pruned.json")  # why a search ended it early
-    # Of a search, in the sweep's folder: its trials, and what people are shown of them.
-    journal = _below("search.journal")
+    # Of a search, in the sweep's folder: its trials.
     search = _below("search.json")
 
     def __init__(self, path: Path) -> None:
@@ -161,6 +160,11 @@ class RunDir:
         """Return how many attempts were begun."""
         return max(self.attempt_numbers(), default=-1) + 1
 
+    @property
+    def latest_attempt(self) -> int:
+        """The number of the latest attempt; 0 before the first."""
+        return max(self.attempt_numbers(), default=0)
+
     def create(self) -> None:
         """Create the folder, private to its owner, and claim it; of concurrent starts one succeeds.
 
@@ -221,9 +225,16 @@ class RunDir:
             shutil.rmtree(gone)
 
     def restarts(self) -> list[dict[str, Any]]:
-        """Return the notes of all attempts that continued an earlier one."""
+        """Return the notes of all attempts that continued an earlier one, and whether a person had
+        `asked` for each: its reason may still be the loss that ended the attempt before.
+        """
+        asked = {int(entry["attempt"]) for entry in self.read_resumes()}
         notes = (read_json(self.restart(number)) for number in self.attempt_numbers())
-        return [note for note in notes if note]
+        return [
+            {**note, "asked": note["attempt"] in asked or note["why"] == RESUMED}
+            for note in notes
+            if note
+        ]
 
     def begin_attempt(self) -> int:
         """Create the next attempt's folder and return its number, from 0."""
@@ -314,6 +325,10 @@ class RunDir:
 
     def read_result(self) -> dict[str, Any] | None:
         return read_json(self.result)
+
+    def read_search(self) -> dict[str, Any] | None:
+        """Return the table of a search in its folder; None if the folder is of no search."""
+        return read_json(self.search)
 
     def read_environment(self) -> dict[str, Any] | None:
         return read_json(self.environment)

@@ -14,6 +14,7 @@ import struct
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from enum import Enum
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,32 @@ from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
 RECENT_BYTES = 64 * 1024
+PACE_UPDATES = 50  # whose mean is the pace
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
 _PROGRESS = struct.Struct("<qqqd")
+
+
+class Kind(Enum):
+    """The subject of a line of `metrics.jsonl`."""
+
+    UPDATE = "an update"
+    EVALUATION = "held-out figures after an update"
+    CHANGE = "a change of the group"
+    NOTE = "late warnings, or that a program saved"
+
+    @classmethod
+    def of(cls, record: Record) -> Kind:
+        """Return the kind of a line. A program's updates need have no loss."""
+        if "evaluation" in record:
+            return cls.EVALUATION
+        if "saved" in record:
+            return cls.NOTE
+        if "loss" in record:
+            return cls.UPDATE
+        if any(key in record for key in CHANGES):
+            return cls.CHANGE
+        return cls.NOTE if "warnings" in record else cls.UPDATE
 
 
 class Tail:
@@ -89,11 +113,10 @@ class History:
     def add(self, records: Iterable[Record]) -> None:
         """Add new records in the order in which they were written."""
         for record in records:
-            if "evaluation" in record:
+            kind = Kind.of(record)
+            if kind is Kind.EVALUATION:
                 self._evaluations[record["update"]] = record
-                continue
-            change = is_change(record)
-            if is_no_update(record) and not change:
+            if kind not in (Kind.UPDATE, Kind.CHANGE):
                 continue
             attempt = record.get("attempt", 0)
             if attempt < self._attempt:
@@ -101,7 +124,7 @@ class History:
             if attempt > self._attempt:
                 self._forget_from(record["update"])
                 self._attempt = attempt
-            if change:
+            if kind is Kind.CHANGE:
                 self.changes.append(record)
                 if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
                     self._forget_from(record["update"])
@@ -121,19 +144,6 @@ class History:
     def evaluations(self) -> list[Record]:
         """One record per evaluation that counts, by update."""
         return [self._evaluations[n] for n in sorted(self._evaluations)]
-
-
-def is_change(record: Record) -> bool:
-    """Return whether a line is of a change of the group."""
-    return "loss" not in record and any(key in record for key in CHANGES)
-
-
-def is_no_update(record: Record) -> bool:
-    """Return whether a line is of no update: a change of the group, late warnings, or a program's
-    note that it saved.
-    """
-    late = "warnings" in record and "loss" not in record
-    return "saved" in record or late or is_change(record)
 
 
 def read_metrics(path: Path) -> History:
@@ -162,7 +172,7 @@ def recent_records(path: Path) -> list[Record]:
 
 def updates_of(records: Iterable[Record]) -> list[Record]:
     """Return the records of updates."""
-    return [r for r in records if "evaluation" not in r and not is_no_update(r)]
+    return [record for record in records if Kind.of(record) is Kind.UPDATE]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -191,6 +201,9 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
     ranks = [size for size in result.get("peak_memory_bytes") or [] if size is not None]
     seen = [r["peak_memory_bytes"] for r in updates if r.get("peak_memory_bytes") is not None]
     memory = (result.get("memory") or {}).items()
+    rate = samples_per_second(updates)
+    if rate is None and result.get("samples") and result.get("seconds"):
+        rate = result["samples"] / result["seconds"]
     return Summary(
         state=str(result.get("state", "no result")),
         updates=len(updates) if count is None else count,
@@ -198,7 +211,7 @@ def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Su
         loss=result.get("loss"),
         seconds=result.get("seconds") or None,  # no update was made, or none was reported
         seconds_per_update=seconds_per_update(updates),
-        samples_per_second=_samples_per_second(result, updates),
+        samples_per_second=rate,
         time_shares=time_shares(updates),
         collectives_per_update=_per_update(result, updates, "collectives"),
         bytes_on_wire_per_update=_per_update(result, updates, "bytes_on_wire"),
@@ -234,6 +247,19 @@ def seconds_per_update(updates: Sequence[Record]) -> float | None:
     return statistics.median(timed) if timed else None
 
 
+def recent_pace(updates: Sequence[Record]) -> float | None:
+    """Return the mean seconds from one update to the next, with evaluations and checkpoints between
+    them; the first one's own where it is the only one.
+
+    >>> recent_pace([{"time": t, "update_s": 1.0} for t in (10.0, 11.0, 14.0)])
+    2.0
+    """
+    times = [r["time"] for r in updates if r.get("time") is not None][-PACE_UPDATES:]
+    if len(times) > 1 and times[-1] > times[0]:
+        return (times[-1] - times[0]) / (len(times) - 1)
+    return updates[-1].get("update_s") if updates else None
+
+
 def _warm(updates: Sequence[Record]) -> list[Record]:
     """Return timed updates without the first of each attempt, unless there are no others."""
     timed = [r for r in updates if r.get("update_s")]
@@ -256,14 +282,14 @@ def time_shares(updates: Sequence[Record]) -> dict[str, float]:
     return {**shares, "other": round(1 - sum(shares.values()), 12)}
 
 
-def _samples_per_second(result: Mapping[str, Any], updates: Sequence[Record]) -> float | None:
-    """Return the rate. Updates first: `seconds` may be of one attempt, `samples` of all."""
+def samples_per_second(updates: Sequence[Record]) -> float | None:
+    """Return the mean rate without the first update of each attempt.
+
+    >>> samples_per_second([{"samples": 8, "update_s": s} for s in (9.0, 1.0, 3.0)])
+    4.0
+    """
     timed = [r for r in _warm(updates) if r.get("samples") is not None]
-    if timed:
-        return sum(r["samples"] for r in timed) / sum(r["update_s"] for r in timed)
-    if result.get("samples") and result.get("seconds"):
-        return result["samples"] / result["seconds"]
-    return None
+    return sum(r["samples"] for r in timed) / sum(r["update_s"] for r in timed) if timed else None
 
 
 def _per_update(result: Mapping[str, Any], updates: Sequence[Record], name: str) -> float | None:

@@ -141,6 +141,18 @@ def note_departure(run: RunDir, attempt: int, why: str, updates: int | None = No
     write_json(run.departure(attempt), {**note, **earlier, "updates": updates})
 
 
+def name_of_culprit(culprit: Mapping[str, Any]) -> str | None:
+    """Return which rank failed first, and where; None if that is unknown.
+
+    >>> name_of_culprit({"rank": 2, "node": "node1"})
+    'rank 2 on node1'
+    """
+    rank, node = culprit.get("rank"), culprit.get("node")
+    if rank is None:
+        return None
+    return f"rank {rank}" if node is None else f"rank {rank} on {node}"
+
+
 def describe_culprit(culprit: Mapping[str, Any]) -> str:
     """Return who failed first and why, as one sentence.
 
@@ -149,11 +161,10 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
     >>> describe_culprit({"rank": None, "node": None, "cause": "no rank started"})
     'the run failed: no rank started'
     """
-    rank, node = culprit.get("rank"), culprit.get("node")
-    cause = culprit.get("cause") or "cause unknown"
-    if rank is None:
-        return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
-    return f"rank {rank}{'' if node is None else f' on {node}'} failed first: {cause}"
+    node, cause = culprit.get("node"), culprit.get("cause") or "cause unknown"
+    if name := name_of_culprit(culprit):
+        return f"{name} failed first: {cause}"
+    return f"the run failed{'' if node is None else f' on {node}'}: {cause}"
 
 
 def write_result(
@@ -201,7 +212,7 @@ def describe_stop(run: RunDir) -> str:
     program: dict[str, Any] | None = plan.get("program")
     if program is None:
         return "stops at its next update boundary, with a checkpoint"
-    folder = run.attempt(max(0, run.attempts_made() - 1))
+    folder = run.attempt(run.latest_attempt)
     if all((folder / STOP_HANDLER.format(rank)).exists() for rank in range(int(plan["ranks"]))):
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"

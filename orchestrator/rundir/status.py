@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
@@ -13,16 +13,23 @@ from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import names_in, read_json, read_text
-from orchestrator.rundir.folder import RESUMED, RunDir
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
-from orchestrator.rundir.metrics import recent_records, seconds_per_update, updates_of
+from orchestrator.rundir.metrics import (
+    recent_pace,
+    recent_records,
+    samples_per_second,
+    updates_of,
+)
+from orchestrator.rundir.outcome import name_of_culprit
 from orchestrator.rundir.warnings import read_warnings
 
 LOOK_TWICE_S = 2.5
 """Longer than two heartbeats of a node take."""
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
+UNREADABLE = ("private", "damaged")
 # Exceptions of reading a file whose content no run writes.
 DAMAGE = (
     RunFolderError, ClusterError, OSError, ValueError, TypeError, KeyError, IndexError,
@@ -87,25 +94,27 @@ def kind_of(run: RunDir, handle: dict[str, Any] | None = None) -> str:
     return str(handle.get("kind") or run.read_submission().get("cluster") or "local")
 
 
+def end_of(run: RunDir, result: Mapping[str, Any]) -> tuple[str, str | None]:
+    """Return the state of a run that has ended, and why, if that is known."""
+    state, culprit = str(result["state"]), result.get("culprit") or {}
+    why = culprit.get("cause") or result.get("why")
+    if state == "stopped" and culprit:  # it was not agreed: the job was cancelled
+        return "cancelled", why
+    if state == "stopped" and (pruned := read_json(run.pruned)):
+        return "pruned", why or pruned["why"]
+    return state, why
+
+
 def from_folder(run: RunDir) -> RunStatus:
     """Return the status by the folder alone. Raises one of `DAMAGE` if the folder is damaged."""
     plan, result, handle = run.read_plan(), run.read_result(), run.read_handle() or {}
-    state, pruned = "running" if result is None else str(result["state"]), dict[str, Any]()
-    culprit: dict[str, Any] = (result or {}).get("culprit") or {}
-    if state == "stopped":
-        pruned = read_json(run.pruned) or {}
-        if culprit:  # a stop with a culprit was not agreed: the job was cancelled
-            state = "cancelled"
-        elif pruned:
-            state = "pruned"
-    rank = culprit.get("rank")
+    state, reason = ("running", None) if result is None else end_of(run, result)
 
     records = recent_records(run.metrics)
     updates = updates_of(records)
     last = updates[-1] if updates else {}
     evaluations = [record["evaluation"] for record in records if record.get("evaluation")]
-    samples = [r["samples"] for r in updates if r.get("samples")]
-    pace, total = seconds_per_update(updates), plan.get("updates")
+    pace, total = recent_pace(updates), plan.get("updates")
     done = int(result["updates"]) if result else last.get("update", -1) + 1
     age_s: float | None = None
     if result is None:
@@ -113,7 +122,7 @@ def from_folder(run: RunDir) -> RunStatus:
             age_s = max(0.0, time.time() - run.metrics.stat().st_mtime)
 
     made, notes = run.attempts_made(), run.restarts()
-    resumed = {note["attempt"] for note in notes if note["why"] == RESUMED}
+    resumed = {note["attempt"] for note in notes if note["asked"]}
     resumed |= {int(entry["attempt"]) for entry in run.read_resumes()}
     generations = list(GenerationRecord(run.attempt(made - 1)).since()) if made else []
     return RunStatus(
@@ -126,7 +135,7 @@ def from_folder(run: RunDir) -> RunStatus:
         loss=last.get("loss"),
         learning_rate=last.get("learning_rate"),
         evaluation=dict(evaluations[-1]) if evaluations else {},
-        samples_per_second=sum(samples) / len(samples) / pace if samples and pace else None,
+        samples_per_second=samples_per_second(updates),
         seconds_left=(total - done) * pace if total and pace and not result else None,
         boundary_age_s=age_s,
         attempts=made,
@@ -135,9 +144,9 @@ def from_folder(run: RunDir) -> RunStatus:
         survived=sum(1 for found in generations if found.get("gone")),
         came_back=sum(len(found.get("joined", ())) for found in generations),
         lost_updates=sum(int(note["lost_updates"]) for note in notes),
-        why=next((str(n["why"]) for n in reversed(notes) if n["why"] != RESUMED), None),
-        reason=culprit.get("cause") or (result or {}).get("why") or pruned.get("why"),
-        culprit=None if rank is None else f"rank {rank} on {culprit.get('node')}",
+        why=next((str(n["why"]) for n in reversed(notes) if not n["asked"]), None),
+        reason=reason,
+        culprit=name_of_culprit((result or {}).get("culprit") or {}),
         program=" ".join(map(str, plan["program"]["argv"])) if plan.get("program") else None,
         warnings=[w.text for w in read_warnings(run.attempt(made - 1))] if made else [],
     )
@@ -212,7 +221,7 @@ def _beat(path: Path) -> str:
 
 
 def _beats(run: RunDir) -> list[str]:
-    folder = run.attempt(max(0, run.attempts_made() - 1))
+    folder = run.attempt(run.latest_attempt)
     return [_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
 
 

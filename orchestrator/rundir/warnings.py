@@ -22,7 +22,7 @@ from typing import Any
 
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow
-from orchestrator.units import first_few
+from orchestrator.units import named_numbers
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,7 @@ MOST_KINDS = 50  # of one rank
 LONGEST = 1000  # characters of a sentence
 MOST_FILES = 64
 MOST_BYTES = 256 * 1024  # read of one file
-MOST_NAMED = 4  # ranks
+MOST_NAMED = 4  # groups of ranks
 ABOUT_RANK = "it "  # the beginning of a sentence about the rank itself
 POLL_S = 2.0
 
@@ -53,10 +53,9 @@ class RunWarning:
     @property
     def text(self) -> str:
         """The sentence with its ranks, unless it is rank 0's about the run."""
-        named = first_few([*map(str, self.ranks)], MOST_NAMED)
-        about_run = 0 in self.ranks and not self.sentence.startswith(ABOUT_RANK)
-        who = "" if about_run else f"rank{'s' * (len(self.ranks) > 1)} {named}: "
-        return f"{who}{self.sentence}"
+        if 0 in self.ranks and not self.sentence.startswith(ABOUT_RANK):
+            return self.sentence
+        return f"{named_numbers('rank', self.ranks, MOST_NAMED)}: {self.sentence}"
 
 
 class _RankWarnings:

@@ -19,8 +19,8 @@ from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
-from orchestrator.plan.plan_warnings import named_numbers
 from orchestrator.plan.program import ProgramPlan
+from orchestrator.units import named_numbers
 
 # Sections that do not tell a point from another.
 NOT_IDENTIFYING = ("run", "sweep")

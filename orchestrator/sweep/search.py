@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import optuna
-from optuna.exceptions import OptunaError
 from optuna.pruners import MedianPruner
-from optuna.storages import JournalStorage
-from optuna.storages.journal import JournalFileBackend
-from optuna.study import Study
+from optuna.storages import InMemoryStorage
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
@@ -42,14 +38,13 @@ from orchestrator.errors import (
     UsageError,
     expand_user,
 )
-from orchestrator.plan.plan_warnings import named_numbers
-from orchestrator.report.status_tables import UNREADABLE, describe_trial, print_search
+from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
+from orchestrator.rundir.files import make_folder, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Tail
+from orchestrator.rundir.metrics import Record, Tail
 from orchestrator.rundir.outcome import describe_culprit
-from orchestrator.rundir.status import OVER, find_runs
+from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
 from orchestrator.sweep.points import Point, identifies, trial_point
 from orchestrator.sweep.search_space import space_of
@@ -62,15 +57,20 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 COMBINATIONS = 8  # tried before a value is refused as impossible in all of them
 TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would be no search
 POLL_S = 0.1
+FOLLOW_S = 1.0  # runs elsewhere, whose metrics may lie on a slow disk
 STUDY = "search"
-MADE_OF = "made_of"  # attribute of the study: what its trials have in common
 WHY = "why"  # attribute of a trial: why it has no value
-STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
+STATES = {
+    TrialState.COMPLETE: "complete",
+    TrialState.PRUNED: "pruned",
+    TrialState.FAIL: "failed",
+    TrialState.RUNNING: "open",
+}
 
 
 class Search:
@@ -146,60 +146,59 @@ class Search:
         return point
 
 
-def open_study(search: Search) -> tuple[Study, JournalStorage]:
-    """Load the search's study from its journal, or create it; `force` puts an earlier one aside.
+def open_search(search: Search) -> dict[str, Any]:
+    """Return the search's table as its folder has it; `force` puts an earlier one aside.
 
     Raises:
         ConfigError: the folder holds something else.
-        RunFolderError: the journal is damaged, or cannot be written.
+        RunFolderError: the table is damaged.
     """
     folder = RunDir(search.folder)
     if search.sweep.force:
         aside = replaced_folder(folder.path, "search")
         make_folder(aside)
         runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
-        # the journal last: it says what the others are
-        for path in (*runs, folder.search, folder.journal):
+        # the table last: it says what the others are
+        for path in (*runs, folder.search):
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside / path.name)
-    elif not folder.journal.exists() and find_runs(folder.path):
+    elif not folder.search.exists() and find_runs(folder.path):
         raise ConfigError(
             f"{folder.path} holds runs that are no trials of a search; choose another run.dir, or "
             f"put them aside with --force"
         )
-    try:
-        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
-        with os.fdopen(os.open(folder.journal, flags, PRIVATE_FILE), "rb+") as file:
-            # Cut off an unfinished last line, which Optuna would continue.
-            file.truncate(file.read().rfind(b"\n") + 1)
-        storage = JournalStorage(JournalFileBackend(str(folder.journal)))
-        study = optuna.create_study(
-            storage=storage,
-            study_name=STUDY,
-            direction="maximize" if search.maximize else "minimize",
-            load_if_exists=True,
-        )
-        before = study.user_attrs.get(MADE_OF) or search.made_of
-        trials = len(study.trials)
-    except OSError as error:
-        raise RunFolderError(f"{folder.journal} cannot be written: {error.strerror}") from error
-    except (OptunaError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise RunFolderError(f"{folder.journal} is damaged: {error}") from error
     now = search.made_of
+    table = folder.read_search() or {"made_of": now, "trials": []}
+    before = table.get("made_of") or {}
     if differing := [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]:
         keys = ", ".join(f"{key.lstrip('+')} is not what it was" for key in differing)
         raise ConfigError(
             f"{folder.path} holds another search ({keys}); choose another run.dir, or begin the "
             f"search anew with --force"
         )
-    if trials > search.trials:
+    if len(table["trials"]) > search.trials:
         raise ConfigError(
-            f"{folder.path} holds {trials} trials already, more than sweep.trials={search.trials}; "
-            f"ask for at least as many"
+            f"{folder.path} holds {len(table['trials'])} trials already, more than "
+            f"sweep.trials={search.trials}; ask for at least as many"
         )
-    if MADE_OF not in study.user_attrs:
-        study.set_user_attr(MADE_OF, now)
-    return study, storage
+    return table
+
+
+def judged_values(
+    records: Iterable[Record], objective: str, after: int = -1
+) -> Iterator[tuple[int, float]]:
+    """Yield the values of the objective that a trial is judged by, each with its update; of an
+    update that was redone the first.
+    """
+    for record in records:
+        update = record["update"]
+        figures = record if objective == "loss" else record.get("evaluation") or {}
+        value = figures.get(objective)
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            continue
+        if update > after and is_judged(update + 1):
+            after = update
+            yield update, float(value)
 
 
 class TrialRuns:
@@ -252,7 +251,7 @@ class TrialRuns:
             one = self.queue.wait_one(POLL_S)
             ended += [one] if one is not None else []
         else:
-            time.sleep(POLL_S)
+            time.sleep(FOLLOW_S)
         if not self.followed or time.monotonic() < self._next_poll:
             return ended
         found = statuses(RunDir(task.run.path) for task in self.followed)[0]
@@ -297,8 +296,14 @@ class Searcher:
 
     def __init__(self, search: Search, runs: TrialRuns, output: OutputOptions) -> None:
         self._search, self._runs, self._output = search, runs, output
-        self._study, self._storage = open_study(search)
         self._pruner = MedianPruner() if search.sweep.prune == "median" else None
+        self._storage = InMemoryStorage()  # search.json has all that outlives this process
+        self._study = optuna.create_study(
+            storage=self._storage,
+            study_name=STUDY,
+            direction="maximize" if search.maximize else "minimize",
+        )
+        self._study.add_trials(map(self._restored, open_search(search)["trials"]))
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
         self._folders: dict[int, Path] = {}
@@ -323,6 +328,21 @@ class Searcher:
                 self._end(ended)
             self._prune()
 
+    def _restored(self, row: Mapping[str, Any]) -> FrozenTrial:
+        """Return a trial as its row in search.json and its run's metrics have it."""
+        values: dict[int, float] = {}
+        if self._pruner is not None and row["folder"] is not None:
+            records = Tail(RunDir(self._search.folder / row["folder"]).metrics).read()
+            values = dict(judged_values(records, self._search.sweep.objective))
+        return create_trial(
+            state=next(state for state, name in STATES.items() if name == row["state"]),
+            value=row["value"],
+            params=row["drawn"],
+            distributions=self._search.space.distributions,
+            user_attrs={WHY: row["why"]},
+            intermediate_values=values,
+        )
+
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
 
@@ -343,15 +363,15 @@ class Searcher:
         self._folders = {n: task.run.path for n, task in tasks.items() if task.run.config.exists()}
         trials = self._trials()
         changed = {
-            number: task.why
+            number: task.changed
             for number, task in tasks.items()
-            if trials[number].state is not TrialState.FAIL and task.why.startswith("changed")
+            if trials[number].state is not TrialState.FAIL and task.changed
         }
         if changed:  # trials that count are of other code or data
             raise ConfigError(
                 f"{named_numbers('trial', sorted(changed))} of {self._search.folder} cannot be "
-                f"compared with what would run now ({next(iter(changed.values()))}); choose "
-                f"another run.dir, or begin the search anew with --force"
+                f"compared with what would run now (changed: {next(iter(changed.values()))}); "
+                f"choose another run.dir, or begin the search anew with --force"
             )
         for number, task in tasks.items():
             if self._trials()[number].state is TrialState.RUNNING:
@@ -369,7 +389,7 @@ class Searcher:
                 )
             self._running[task.run.path] = trial
             self._runs.follow(task)
-        elif task.action is Action.NOTHING or task.why == "failed":
+        elif task.action is Action.NOTHING or task.state == "failed":
             self._evaluate(trial)
         else:
             self._waiting.append(trial)
@@ -413,6 +433,7 @@ class Searcher:
                 user_attrs={WHY: same[0]} if same else {},
             )
             self._study.add_trial(trial)
+            self._write_table()  # before its run begins
             if not same:
                 try:
                     point = self._search.point(number, drawn)
@@ -420,7 +441,7 @@ class Searcher:
                 except UsageError as error:
                     self._tell(number, TrialState.FAIL, str(error))
                 else:
-                    task = PointTask(point=point, action=Action.START, why="new", notes=notes)
+                    task = PointTask(point=point, action=Action.START, state="new", notes=notes)
                     self._take_up(number, task)
                     self._start_waiting()
             self._write_table()
@@ -443,18 +464,12 @@ class Searcher:
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
+        records = trial.metrics.read() if self._pruner is not None else ()
         objective = self._search.sweep.objective
-        for record in trial.metrics.read() if self._pruner is not None else ():
-            update = record.get("update", -1)
-            figures = record if objective == "loss" else record.get("evaluation") or {}
-            value = figures.get(objective)
-            if not isinstance(value, int | float) or not math.isfinite(value):
-                continue
-            if update > trial.reported and is_judged(update + 1):  # not one that is redone
-                trial.reported = update
-                trial_id = self._id(trial.number)
-                self._storage.set_trial_intermediate_value(trial_id, update, float(value))
-                yield update
+        for update, value in judged_values(records, objective, trial.reported):
+            trial.reported = update
+            self._storage.set_trial_intermediate_value(self._id(trial.number), update, value)
+            yield update
 
     def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.task.run.path)
@@ -524,8 +539,9 @@ class Searcher:
             folder = self._folders.get(trial.number)
             trials.append({
                 "number": trial.number,
-                "state": STATES.get(trial.state.name, "open"),
+                "state": STATES[trial.state],
                 "value": trial.value if trial.state is TrialState.COMPLETE else None,
+                "drawn": trial.params,
                 "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
                 "folder": folder.name if folder is not None else None,
                 "why": trial.user_attrs.get(WHY),
@@ -538,6 +554,7 @@ class Searcher:
             "objective": search.sweep.objective,
             "maximize": search.maximize,
             "wanted": search.trials,
+            "made_of": search.made_of,
             "trials": trials,
             "best": min(known)[1] if known else None,
             "line": {
@@ -608,9 +625,10 @@ def resume_search(
         ConfigError: overrides that make it another search.
     """
     check_overrides(overrides)
-    line: dict[str, Any] = (read_json(RunDir(folder).search) or {}).get("line") or {}
+    search = RunDir(folder)
+    line: dict[str, Any] = (search.read_search() or {}).get("line") or {}
     if not line:
-        raise RunFolderError(f"{RunDir(folder).search} does not say which line the search is of")
+        raise RunFolderError(f"{search.search} does not say which line the search is of")
     keys = {key_of(override) for override in (*overrides, "run.dir=", "sweep.force=")}
     kept = [override for override in line["overrides"] if key_of(override) not in keys]
     resumed = CommandLine(
@@ -619,7 +637,7 @@ def resume_search(
         config_name=line["config_name"],
         multirun=True,
     )
-    with submission_directory(RunDir(folder), Path(line["folder"])):
+    with submission_directory(search, Path(line["folder"])):
         composer = Composer(resumed)
         composer.compose()
         return run_search(composer, output)

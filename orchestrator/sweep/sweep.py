@@ -34,7 +34,7 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.status import OVER, RunStatus
+from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus
 from orchestrator.sweep.points import Point, check_points, shared_output
 from orchestrator.sweep.tasks import (
     Action,
@@ -88,7 +88,7 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
 
     Raises `UsageError` for what refuses them, before any is started.
     """
-    if any(task.why != "new" for task in tasks):
+    if any(task.state != "new" for task in tasks):
         for task in tasks:
             output.note(f"{task.point.label}: {task.action.value} ({task.why})", "dim")
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
@@ -178,7 +178,7 @@ def _task_of_run(
 ) -> PointTask:
     """Return the task of a point as its folder describes it; add what has changed to `changed`."""
     run = RunDir(status.folder)
-    if status.state in ("damaged", "private"):
+    if status.state in UNREADABLE:
         raise RunFolderError(
             f"nothing was started: {status.reason}; the sweep's command, repeated, restarts "
             f"such points"
@@ -199,4 +199,6 @@ def _task_of_run(
         config=config,
         plan=prepare(config, new=False),
     )
-    return PointTask(point=point, action=action, why=status.state, notes={})
+    return PointTask(
+        point=point, action=action, state=status.state, notes={}, overrides=tuple(overrides)
+    )

@@ -97,18 +97,27 @@ class PointTask:
     """A point, and the next step for it.
 
     Attributes:
-        why: for people: in which state its run is, or what has changed.
+        state: of its run; "new" without one, or what is wrong with its folder.
         notes: as `notes_of` returns them now.
+        changed: what has changed since its run began.
         old: an existing folder, moved aside before the start.
         replaces: `old` holds a finished run whose inputs have changed since.
+        overrides: that a person gave to resume it.
     """
 
     point: Point
     action: Action
-    why: str
+    state: str
     notes: Mapping[str, Any]
+    changed: str | None = None
     old: Path | None = None
     replaces: bool = False
+    overrides: tuple[str, ...] = ()
+
+    @property
+    def why(self) -> str:
+        """Return the reason for the action, for people."""
+        return f"changed: {self.changed}" if self.changed else self.state
 
     @property
     def run(self) -> RunDir:
@@ -141,7 +150,7 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
             for point, now in zip(placed, made, strict=True)
         ]  # fmt: skip
     for point, task in zip(placed, tasks, strict=True):
-        if task.action is Action.IN_PROGRESS and (task.why.startswith("changed") or force):
+        if task.action is Action.IN_PROGRESS and (task.changed or force):
             state = by_folder[point.folder].state
             sentence = (
                 f"it is in progress as it was ({state}), and to be run anew ({task.why}); cancel "
@@ -194,15 +203,15 @@ def _task_of_point(
     force: bool,
 ) -> PointTask:
     run = RunDir(point.folder)
-    anew = PointTask(point=point, action=Action.START, why="", notes=now, old=run.path)
+    anew = PointTask(point=point, action=Action.START, state="new", notes=now, old=run.path)
     if not before or status is None:  # without a record of this task
         if run.path.exists() and _is_half_written(run):
-            return replace(anew, why="its folder is half-written")
-        return replace(anew, why="new", old=None)  # its start checks what is in the folder
+            return replace(anew, state="its folder is half-written")
+        return replace(anew, old=None)  # its start checks what is in the folder
     if status.state == "damaged":
-        return replace(anew, why=f"its folder is damaged: {status.reason}")
+        return replace(anew, state=f"its folder is damaged: {status.reason}")
     changed = why_changed(run, before, now, point.config)
-    task = replace(anew, why=f"changed: {changed}" if changed else status.state)
+    task = replace(anew, state=status.state, changed=changed)
     if status.state not in OVER:
         return replace(task, action=Action.IN_PROGRESS, old=None)
     if changed or force or not status.attempts:
@@ -278,7 +287,7 @@ def prepared_task(
     point = task.point
     if task.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        return prepared_resume(task.run.path, output, to=point.config, changed=True)
+        return prepared_resume(task.run.path, output, task.overrides, to=point.config, changed=True)
     if task.old is not None:
         task.old.rename(replaced_folder(task.old.parent, task.old.name))
     return prepared_run(
@@ -308,10 +317,10 @@ def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:
             try:
                 with CLUSTERS.wrap_errors(kind, "to submit the points"):
                     class_of(kind).submit_all(members, most)
-            except ClusterError as error:
-                queued = [r for r in made if r.run.handle.exists()]
+            except BaseException as error:
                 _withdraw(made)
-                if not queued:
+                queued = [ready for ready in made if ready.is_queued]
+                if not queued or not isinstance(error, ClusterError):
                     raise
                 raise ClusterError(
                     f"{error}\n{plural(len(queued), 'point')} of {len(made)} "
@@ -351,5 +360,5 @@ def _refuse_interrupted() -> None:
 
 def _withdraw(made: Sequence[PreparedRun]) -> None:
     for ready in made:
-        if not ready.run.may_be_queued:
-            ready.run.withdraw()
+        with contextlib.suppress(OSError, RunFolderError):  # why they are withdrawn matters more
+            ready.withdraw()

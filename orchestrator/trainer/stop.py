@@ -3,7 +3,7 @@
 Agents act on signals and send workers a message. All ranks then stop after the same update, since
 the request travels with the boundary's reduction. If that boundary would come after the scheduler's
 kill, rank 0 saves what the last one left and leaves inside the window, and the others follow. Rank
-0 writes `departure.json`, and the batch script requeues the job (`clusters.slurm.outcome`): no
+0 writes `departure.json`, and the batch script requeues the job (`clusters.slurm.finalize`): no
 worker needs SLURM's commands, which a container may lack.
 """
 

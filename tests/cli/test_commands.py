@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 from orchestrator import errors
 from orchestrator.__main__ import EXIT_CODES, app
 from orchestrator.config import command_line
-from orchestrator.report.status_tables import search_of, with_trials
+from orchestrator.report.status_tables import with_trials
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import ROOT, environment
@@ -65,9 +65,10 @@ def test_options_of_a_program_need_its_dashes(here, line, answer):
 
 
 def test_a_search_is_read_back(tmp_path):
-    assert search_of(tmp_path) is None
-    write_json(RunDir(tmp_path).search, FOUND)
-    found = search_of(tmp_path)
+    folder = RunDir(tmp_path)
+    assert folder.read_search() is None
+    write_json(folder.search, FOUND)
+    found = folder.read_search()
     assert found == FOUND
     [run, failed] = with_trials([{"folder": "/sweep/0"}], found)
     assert run["trials"][0]["parameters"] == {"job.x": "'a=b'"}

@@ -4,20 +4,29 @@ import io
 import json
 import os
 import random
+import re
 import shutil
 import tempfile
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.follow import resolve_submissions
-from orchestrator.cli.status import expand, statuses
+from orchestrator.cli.follow import OutputOptions, resolve_submissions, watch
+from orchestrator.cli.status import cancel_sweep, expand, read_log, statuses
+from orchestrator.clusters.api import Handle, State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
+from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.report.run_tables import print_closing
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import read_metrics
+from orchestrator.rundir.outcome import result_from_records
+from orchestrator.rundir.status import from_folder
 
 NOBODY = 65534
 WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
@@ -69,6 +78,63 @@ def test_a_sound_run_is_told_in_full(tmp_path):
     text = shown([status])
     assert "warning: rank 1: slow" in text
     assert "a node was lost" in text
+
+
+def test_what_is_left_takes_as_long_as_updates_took_with_all_that_is_between_them(tmp_path):
+    run = make_run(tmp_path / "run")
+    run.result.unlink()
+    write_json(run.plan, run.read_plan() | {"updates": 20})
+    assert from_folder(run).seconds_left == 8.0, "an update a second, of which it is busy for half"
+
+
+def test_a_follower_rests_longer_where_the_folder_is_slow_to_read(tmp_path, monkeypatch):
+    run, clock, waited = make_run(tmp_path / "run"), [0.0], []
+
+    class Four(Handle):
+        def poll(self, timeout_s):
+            waited.append(timeout_s)
+            return State.FINISHED if len(waited) == 4 else State.RUNNING
+
+        def stop(self): ...
+        def kill(self): ...
+
+    def read(path):
+        clock[0] += (0.0, 0.1, 60.0, 0.0)[len(waited) - 1]
+
+    monkeypatch.setattr("orchestrator.cli.follow.read_progress", read)
+    monkeypatch.setattr("orchestrator.cli.follow.time", SimpleNamespace(monotonic=lambda: clock[0]))
+    watch(Four(), run, OutputOptions(console=Console(quiet=True), quiet=True), lambda: False)
+    assert waited == pytest.approx([0.1, 0.1, 0.9, 2.0])
+
+
+@pytest.mark.parametrize("follow", [False, True])
+def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_shown(tmp_path, follow):
+    run = make_run(tmp_path / "run")
+    with pytest.raises(RunFolderError, match="no log of rank 7; no rank began"):
+        list(read_log(run, 7, follow=follow))
+    run.batch_log.write_text("no such partition\n")
+    assert "".join(read_log(run, None, follow=follow)) == "no such partition\n"
+
+
+def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, monkeypatch):
+    run = make_run(tmp_path / "sweep" / "0")
+    running = replace(from_folder(run), state="running")
+    monkeypatch.setattr("orchestrator.cli.status.statuses", lambda _: ([running], []))
+    with pytest.raises(ClusterError, match=r"none of the 1 point in .* is queued or running"):
+        cancel_sweep(tmp_path / "sweep", now=False)
+
+
+def test_a_lost_run_that_a_person_resumed_was_resumed_not_restarted(tmp_path):
+    run = make_run(tmp_path / "run")
+    assert from_folder(run).restarts == 1
+    write_json(run.resumes, {"resumes": [{"attempt": 1}]})
+    assert from_folder(run).restarts == 0
+    console = Console(file=io.StringIO(), width=100)
+    ended = result_from_records(run, State.FINISHED)
+    print_closing(ended, read_metrics(run.metrics), run.path, console)
+    text = console.file.getvalue()
+    assert re.search(r"resumed +1 time; 2 updates done again", text)
+    assert "restarts" not in text
 
 
 def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):

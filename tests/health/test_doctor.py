@@ -9,6 +9,8 @@ import pytest
 
 from orchestrator.health import doctor
 from orchestrator.health.doctor import BAD, NOTE, node_faults, trial_findings
+from orchestrator.health.exchange import NODES_FILE
+from orchestrator.rundir.files import write_json
 from tests import warm
 from tests.helpers import ROOT, call
 from tests.run_folders import record, result
@@ -66,6 +68,9 @@ def test_a_wrong_sum_and_a_failed_run_are_bad(made):
     figures = {"mib": 1.0, "seconds": 0.5, "gigabytes_per_s": 2.0}
     run = made("wrong", records=[record(0, loss=1.0, metrics=figures)])
     assert [one.state for one in trial_findings(run, 0)] == ["good", BAD]
+    run.begin_attempt()
+    write_json(run.attempt(1) / NODES_FILE, {"nodes": [{"node": "n1", **WELL}], "damaged": []})
+    assert [one.about for one in trial_findings(run, 0)] == ["runs", "nodes", "collective"]
     culprit = {"rank": 1, "node": "n1", "cause": "no route", "log_tail": []}
     failed = made("failed", ended=result(state="failed", culprit=culprit))
     [found] = trial_findings(failed, 1)

@@ -104,6 +104,12 @@ def test_csv_has_a_line_a_run_with_raw_figures(sweep):
     assert lines[0]["loss"] == "0.05"
 
 
+def test_csv_names_a_run_alone_as_it_names_it_among_others(made):
+    run = made("0")
+    [alone] = csv.DictReader(csv_of(data_of(run.path)).splitlines())
+    assert alone["point"] == "0"
+
+
 def test_json_is_the_pages_data(sweep):
     data = data_of(sweep)
     assert json.loads(json_of(data)) == data

@@ -10,6 +10,7 @@ from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page import FORMATS
 from orchestrator.report.page_data import data_of
 from orchestrator.rundir.files import write_json
+from orchestrator.rundir.status import from_folder
 from tests.run_folders import record, result
 
 
@@ -80,6 +81,19 @@ def test_a_run_that_has_not_begun_has_a_page(made):
     [run] = data_of(made("new", records=[], ended=False).path)["runs"]
     assert run["series"] == {}
     assert run["state"] == "no result"
+
+
+def test_a_page_and_status_say_the_same_of_a_stop(made):
+    culprit = {"rank": None, "node": "n1", "cause": "cancelled (scancel)", "log_tail": []}
+    cancelled = made("cancelled", ended=result(state="stopped", culprit=culprit))
+    asked = made("asked", ended=result(state="stopped", why="asked to stop by SIGINT"))
+    pruned = made("pruned", ended=result(state="stopped"))
+    write_json(pruned.pruned, {"why": "worse than the median"})
+    for run, state in ((cancelled, "cancelled"), (asked, "stopped"), (pruned, "pruned")):
+        [found] = data_of(run.path)["runs"]
+        status = from_folder(run)
+        assert found["state"] == status.state == state
+        assert status.reason in found["why"]
 
 
 def test_points_come_in_their_numbers_order_named_by_what_varies(sweep):

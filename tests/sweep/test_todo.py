@@ -8,9 +8,10 @@ import pytest
 from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
+from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
-from orchestrator.errors import ConfigError, RunFolderError
+from orchestrator.errors import ClusterError, ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -22,6 +23,7 @@ from orchestrator.sweep.tasks import (
     prepared_task,
     refuse_replacing,
     replaced_folder,
+    submit,
     tasks_of,
 )
 
@@ -210,6 +212,42 @@ def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):
         sweep.edit("# another line\n")
         with pytest.raises(ConfigError, match="point 1: it is in progress as it was"):
             sweep.tasks()
+
+
+def test_a_resume_that_is_given_up_leaves_a_point_as_it_ended(sweep):
+    write_result_again(sweep.run_of(0), State.STOPPED)
+    task, _ = sweep.tasks()
+    end = task.run.result.read_bytes()
+
+    def give_up():
+        with prepared_task(task, QUIET):
+            assert not task.run.result.exists()
+            raise OSError("the disk is full")
+
+    with pytest.raises(OSError, match="full"):
+        give_up()
+    assert task.run.result.read_bytes() == end
+    with prepared_task(task, QUIET) as ready:
+        pass
+    ready.withdraw()  # as where another point is refused
+    assert task.run.result.read_bytes() == end
+
+
+def test_points_that_were_queued_once_do_not_count_where_nothing_is_queued(sweep, monkeypatch):
+    class Refusing(Cluster):
+        @classmethod
+        def submit_all(cls, placed, at_once=None):
+            raise ClusterError("no such partition")
+
+    for run in (sweep.run_of(0), sweep.run_of(1)):
+        write_result_again(run, State.STOPPED)
+        write_json(run.handle, {"kind": "local", "job_id": "7", "attempt": 0})
+    tasks = sweep.tasks()
+    monkeypatch.setattr("orchestrator.sweep.tasks.class_of", lambda _: Refusing)
+    with pytest.raises(ClusterError) as refused:
+        submit(tasks, QUIET)
+    assert str(refused.value) == "no such partition"
+    assert [task.run.read_result()["state"] for task in tasks] == ["stopped", "stopped"]
 
 
 def test_another_users_folder_is_never_used(sweep):

@@ -11,6 +11,7 @@ from orchestrator.cli.start import prepare, with_notes
 from orchestrator.config.command_line import read_command_line
 from orchestrator.config.composer import Composer, compose
 from orchestrator.errors import ConfigError
+from orchestrator.report.page_data import data_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.sweep.points import check_points, shared_output
@@ -37,6 +38,8 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     (tmp_path / "kept").rename(sweep / "1" / "result.json")
     verb("resume", sweep, "train.updates=3", code=0)
     assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
+    assert RunDir(sweep / "0").read_resumes()[-1]["overrides"] == ["train.updates=3"]
+    assert [run["command"].split()[-1] for run in data_of(sweep)["runs"]] == ["train.updates=3"] * 2
     refused = verb("resume", sweep, "train.seed=7", code=2)
     assert "train.seed" in refused.stderr
 

@@ -25,7 +25,7 @@ from orchestrator.clusters.slurm.batch_script import (
     shape_of,
     step_script,
 )
-from orchestrator.clusters.slurm.root_cause import culprit_of
+from orchestrator.clusters.slurm.diagnosis import culprit_of
 from orchestrator.config.schema import node_range
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import APPENDING, open_nofollow

@@ -5,7 +5,7 @@ submitit's own script has no --requeue, no --kill-on-bad-exit and no --cpus-per-
 always sets a wckey, and cannot run anything after srun; so submitit only places this script and
 starts its task: one on each node, the parent of the node's agent (`task.py`).
 
-The script survives signals, because it finalizes what the agents leave (`outcome.py`). If it is
+The script survives signals, because it finalizes what the agents leave (`finalize.py`). If it is
 killed itself, the coordinator or the next `resume` or `status` does that.
 """
 

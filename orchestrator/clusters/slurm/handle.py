@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from orchestrator.clusters.api import Handle, State
-from orchestrator.clusters.slurm.root_cause import diagnose
+from orchestrator.clusters.slurm.diagnosis import diagnose
 from orchestrator.clusters.slurm.submission import ARRAYS
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.errors import ClusterError
@@ -244,7 +244,7 @@ class SlurmHandle(Handle):
             waited_s = time.monotonic() - self._reported_silence_at
             self._reported_silence_at = None
             found.append(f"the scheduler answers again, {waited_s:.0f} s later")
-        job, attempt = self.job, max(0, self._run.attempts_made() - 1)
+        job, attempt = self.job, self._run.latest_attempt
         present = f"{job.state} {job.nodes} {attempt}" if job is not None else ""
         if job is None or not job.alive or present == self._reported_state:
             return found

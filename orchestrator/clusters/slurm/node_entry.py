@@ -45,7 +45,7 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
     Args:
         stop_signal: the first signal that the script got, or "".
     """
-    from orchestrator.clusters.slurm.outcome import Next, finalize_in_job
+    from orchestrator.clusters.slurm.finalize import Next, finalize_in_job
     from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir

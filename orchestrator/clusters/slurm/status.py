@@ -11,15 +11,16 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from orchestrator.clusters.slurm.outcome import finalize_ended_job
-from orchestrator.clusters.slurm.root_cause import diagnose
+from orchestrator.clusters.slurm.diagnosis import diagnose
+from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.trust import client_of
 from orchestrator.errors import ClusterError
-from orchestrator.report.status_tables import UNREADABLE
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import name_of_culprit
 from orchestrator.rundir.status import (
     DAMAGE,
     ENDED_STATES,
+    UNREADABLE,
     RunStatus,
     from_folder,
     has_begun,
@@ -103,7 +104,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
     if not job.alive:
         state, culprit = diagnose(run, job)
         name = "cancelled" if job.state == "CANCELLED" else state.value
-        who = None if culprit.rank is None else f"rank {culprit.rank} on {culprit.node}"
+        who = name_of_culprit(culprit.to_json())
         return replace(status, state=name, reason=culprit.cause, culprit=who, boundary_age_s=None)
     if ended and job.waiting:
         reason = (

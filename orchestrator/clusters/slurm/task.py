@@ -100,7 +100,7 @@ class _Watch:
 
     def on_outcome(self, first_node_gone: bool) -> None:
         """Do the batch script's work if it was killed or lost with its node."""
-        from orchestrator.clusters.slurm.outcome import finalize_without_script
+        from orchestrator.clusters.slurm.finalize import finalize_without_script
 
         pid = os.environ.get(BATCH_PID_VARIABLE)
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"

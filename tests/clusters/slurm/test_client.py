@@ -9,7 +9,7 @@ import pytest
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
-from orchestrator.clusters.slurm.outcome import finalize_ended_job
+from orchestrator.clusters.slurm.finalize import finalize_ended_job
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json

@@ -27,7 +27,7 @@ from typing import Any
 from orchestrator.agent.links import is_port_closed
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.root_cause import (
+from orchestrator.clusters.slurm.diagnosis import (
     CAUSES,
     KILLED,
     SRUN_ENDED,

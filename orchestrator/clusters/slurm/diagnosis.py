@@ -132,4 +132,4 @@ def _how(job: Job) -> str:
 def diagnose(run: RunDir, job: Job) -> tuple[State, Culprit]:
     """Return the state and culprit of a job that ended without a result. Reads only."""
     state = State.STOPPED if job.state == "CANCELLED" else State.FAILED
-    return state, culprit_of(run, max(0, run.attempts_made() - 1), job=job)
+    return state, culprit_of(run, run.latest_attempt, job=job)

@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.outcome import (
+from orchestrator.clusters.slurm.diagnosis import culprit_of
+from orchestrator.clusters.slurm.finalize import (
     CAUSES,
     FRUITLESS,
     KILLED,
@@ -20,7 +21,6 @@ from orchestrator.clusters.slurm.outcome import (
     restart_or_end,
     stop_reason,
 )
-from orchestrator.clusters.slurm.root_cause import culprit_of
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.root_cause import culprit_of, diagnose
+from orchestrator.clusters.slurm.diagnosis import culprit_of, diagnose
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
