@@ -111,7 +111,7 @@ def _git(folder: Path, *arguments: str) -> bytes | None:
 
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
-OF_RUNS = (".lock", "attempts", "arrays", "search.json")  # in a run's folder, or a sweep's
+OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
 PACKAGE = Path(__file__).resolve().parent
 CODE_VARIABLE = "ORCHESTRATOR_CODE"
 """The copy that a process runs from."""

@@ -87,7 +87,8 @@ class RunDir:
     cancel = _below("cancel")
     newest_attempt = _below("attempts", "newest")
     pruned = _below("pruned.json")  # why a search ended it early
-    # Of a search, in the sweep's folder: its trials.
+    # Of a search, in the sweep's folder: its trials, and what people are shown of them.
+    journal = _below("search.journal")
     search = _below("search.json")
 
     def __init__(self, path: Path) -> None:

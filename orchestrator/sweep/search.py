@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
 import optuna
+from optuna.exceptions import OptunaError
 from optuna.pruners import MedianPruner
-from optuna.storages import InMemoryStorage
+from optuna.storages import JournalStorage
+from optuna.storages.journal import JournalFileBackend
+from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
@@ -40,9 +44,9 @@ from orchestrator.errors import (
 )
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import make_folder, write_json
+from orchestrator.rundir.files import PRIVATE_FILE, make_folder, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record, Tail
+from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import OVER, UNREADABLE, find_runs
 from orchestrator.sweep.local import LocalCapacity, LocalQueue, PointResult
@@ -64,13 +68,9 @@ TRIALS_ON_A_SCHEDULER = 4  # at once with sweep.parallel=auto; all at once would
 POLL_S = 0.1
 FOLLOW_S = 1.0  # runs elsewhere, whose metrics may lie on a slow disk
 STUDY = "search"
+MADE_OF = "made_of"  # attribute of the study: what its trials have in common
 WHY = "why"  # attribute of a trial: why it has no value
-STATES = {
-    TrialState.COMPLETE: "complete",
-    TrialState.PRUNED: "pruned",
-    TrialState.FAIL: "failed",
-    TrialState.RUNNING: "open",
-}
+STATES = {"COMPLETE": "complete", "PRUNED": "pruned", "FAIL": "failed"}
 
 
 class Search:
@@ -146,59 +146,60 @@ class Search:
         return point
 
 
-def open_search(search: Search) -> dict[str, Any]:
-    """Return the search's table as its folder has it; `force` puts an earlier one aside.
+def open_study(search: Search) -> tuple[Study, JournalStorage]:
+    """Load the search's study from its journal, or create it; `force` puts an earlier one aside.
 
     Raises:
         ConfigError: the folder holds something else.
-        RunFolderError: the table is damaged.
+        RunFolderError: the journal is damaged, or cannot be written.
     """
     folder = RunDir(search.folder)
     if search.sweep.force:
         aside = replaced_folder(folder.path, "search")
         make_folder(aside)
         runs = [path for path in find_runs(folder.path) if path.parent == folder.path]
-        # the table last: it says what the others are
-        for path in (*runs, folder.search):
+        # the journal last: it says what the others are
+        for path in (*runs, folder.search, folder.journal):
             with contextlib.suppress(FileNotFoundError):
                 path.rename(aside / path.name)
-    elif not folder.search.exists() and find_runs(folder.path):
+    elif not folder.journal.exists() and find_runs(folder.path):
         raise ConfigError(
             f"{folder.path} holds runs that are no trials of a search; choose another run.dir, or "
             f"put them aside with --force"
         )
+    try:
+        flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW
+        with os.fdopen(os.open(folder.journal, flags, PRIVATE_FILE), "rb+") as file:
+            # Cut off an unfinished last line, which Optuna would continue.
+            file.truncate(file.read().rfind(b"\n") + 1)
+        storage = JournalStorage(JournalFileBackend(str(folder.journal)))
+        study = optuna.create_study(
+            storage=storage,
+            study_name=STUDY,
+            direction="maximize" if search.maximize else "minimize",
+            load_if_exists=True,
+        )
+        before = study.user_attrs.get(MADE_OF) or search.made_of
+        trials = len(study.trials)
+    except OSError as error:
+        raise RunFolderError(f"{folder.journal} cannot be written: {error.strerror}") from error
+    except (OptunaError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise RunFolderError(f"{folder.journal} is damaged: {error}") from error
     now = search.made_of
-    table = folder.read_search() or {"made_of": now, "trials": []}
-    before = table.get("made_of") or {}
     if differing := [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]:
         keys = ", ".join(f"{key.lstrip('+')} is not what it was" for key in differing)
         raise ConfigError(
             f"{folder.path} holds another search ({keys}); choose another run.dir, or begin the "
             f"search anew with --force"
         )
-    if len(table["trials"]) > search.trials:
+    if trials > search.trials:
         raise ConfigError(
-            f"{folder.path} holds {len(table['trials'])} trials already, more than "
-            f"sweep.trials={search.trials}; ask for at least as many"
+            f"{folder.path} holds {trials} trials already, more than sweep.trials={search.trials}; "
+            f"ask for at least as many"
         )
-    return table
-
-
-def judged_values(
-    records: Iterable[Record], objective: str, after: int = -1
-) -> Iterator[tuple[int, float]]:
-    """Yield the values of the objective that a trial is judged by, each with its update; of an
-    update that was redone the first.
-    """
-    for record in records:
-        update = record["update"]
-        figures = record if objective == "loss" else record.get("evaluation") or {}
-        value = figures.get(objective)
-        if not isinstance(value, int | float) or not math.isfinite(value):
-            continue
-        if update > after and is_judged(update + 1):
-            after = update
-            yield update, float(value)
+    if MADE_OF not in study.user_attrs:
+        study.set_user_attr(MADE_OF, now)
+    return study, storage
 
 
 class TrialRuns:
@@ -296,14 +297,8 @@ class Searcher:
 
     def __init__(self, search: Search, runs: TrialRuns, output: OutputOptions) -> None:
         self._search, self._runs, self._output = search, runs, output
+        self._study, self._storage = open_study(search)
         self._pruner = MedianPruner() if search.sweep.prune == "median" else None
-        self._storage = InMemoryStorage()  # search.json has all that outlives this process
-        self._study = optuna.create_study(
-            storage=self._storage,
-            study_name=STUDY,
-            direction="maximize" if search.maximize else "minimize",
-        )
-        self._study.add_trials(map(self._restored, open_search(search)["trials"]))
         self._running: dict[Path, Trial] = {}
         self._waiting: list[Trial] = []
         self._folders: dict[int, Path] = {}
@@ -327,21 +322,6 @@ class Searcher:
             for ended in self._runs.wait():
                 self._end(ended)
             self._prune()
-
-    def _restored(self, row: Mapping[str, Any]) -> FrozenTrial:
-        """Return a trial as its row in search.json and its run's metrics have it."""
-        values: dict[int, float] = {}
-        if self._pruner is not None and row["folder"] is not None:
-            records = Tail(RunDir(self._search.folder / row["folder"]).metrics).read()
-            values = dict(judged_values(records, self._search.sweep.objective))
-        return create_trial(
-            state=next(state for state, name in STATES.items() if name == row["state"]),
-            value=row["value"],
-            params=row["drawn"],
-            distributions=self._search.space.distributions,
-            user_attrs={WHY: row["why"]},
-            intermediate_values=values,
-        )
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -433,7 +413,6 @@ class Searcher:
                 user_attrs={WHY: same[0]} if same else {},
             )
             self._study.add_trial(trial)
-            self._write_table()  # before its run begins
             if not same:
                 try:
                     point = self._search.point(number, drawn)
@@ -464,12 +443,18 @@ class Searcher:
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
-        records = trial.metrics.read() if self._pruner is not None else ()
         objective = self._search.sweep.objective
-        for update, value in judged_values(records, objective, trial.reported):
-            trial.reported = update
-            self._storage.set_trial_intermediate_value(self._id(trial.number), update, value)
-            yield update
+        for record in trial.metrics.read() if self._pruner is not None else ():
+            update = record.get("update", -1)
+            figures = record if objective == "loss" else record.get("evaluation") or {}
+            value = figures.get(objective)
+            if not isinstance(value, int | float) or not math.isfinite(value):
+                continue
+            if update > trial.reported and is_judged(update + 1):  # not one that is redone
+                trial.reported = update
+                trial_id = self._id(trial.number)
+                self._storage.set_trial_intermediate_value(trial_id, update, float(value))
+                yield update
 
     def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.task.run.path)
@@ -539,9 +524,8 @@ class Searcher:
             folder = self._folders.get(trial.number)
             trials.append({
                 "number": trial.number,
-                "state": STATES[trial.state],
+                "state": STATES.get(trial.state.name, "open"),
                 "value": trial.value if trial.state is TrialState.COMPLETE else None,
-                "drawn": trial.params,
                 "point": [a.text(trial.params[a.key]).lstrip("+") for a in search.space.axes],
                 "folder": folder.name if folder is not None else None,
                 "why": trial.user_attrs.get(WHY),
@@ -554,7 +538,6 @@ class Searcher:
             "objective": search.sweep.objective,
             "maximize": search.maximize,
             "wanted": search.trials,
-            "made_of": search.made_of,
             "trials": trials,
             "best": min(known)[1] if known else None,
             "line": {

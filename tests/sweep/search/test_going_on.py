@@ -1,11 +1,13 @@
 """A search that was killed, wherever that was, ends as if nothing had been: laws in one process.
 
-Trials end at once here, in real folders; whole ones are in `test_whole.py`.
+Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
 """
 
 import shutil
+from pathlib import Path
 
 import pytest
+from optuna.storages.journal import JournalFileBackend
 
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -21,19 +23,23 @@ class Killed(BaseException):
 
 @pytest.fixture
 def killed_at(monkeypatch):
-    """Kill the search when it writes its table for the n-th time: before that, or just after."""
+    """Kill the search while it writes the n-th record of its journal, torn in its middle."""
+    write = JournalFileBackend.append_logs
     left = [None]
 
-    def write(path, table):
-        if left[0] == 0 and len(table["trials"]) % 2:
-            raise Killed
-        write_json(path, table)
+    def torn(self, logs):
         if left[0] == 0:
+            write(self, logs)
+            path = Path(self._file_path)
+            content = path.read_bytes()
+            begin = content.rfind(b"\n", 0, -1) + 1
+            path.write_bytes(content[: (begin + len(content)) // 2])
             raise Killed
         if left[0] is not None:
             left[0] -= 1
+        write(self, logs)
 
-    monkeypatch.setattr("orchestrator.sweep.search.write_json", write)
+    monkeypatch.setattr(JournalFileBackend, "append_logs", torn)
 
     def after(count):
         left[0] = count
@@ -168,7 +174,7 @@ def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path
     anew = run_to_end(search_of(*line[:-2], "sweep.force=true", *line[-2:]))
     assert outcomes(anew) == outcomes(first), "the same points"
     aside = tmp_path / "found" / ".replaced" / "search-0"
-    assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json"}
+    assert {path.name for path in aside.iterdir()} == {"0", "1", "search.json", "search.journal"}
 
 
 def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_path):
@@ -195,13 +201,14 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
     assert [trial["state"] for trial in found].count("complete") >= 2
 
 
-def test_a_damaged_table_and_a_folder_of_other_runs_are_refused(tmp_path):
+def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):
     line = line_of(tmp_path / "found", "sweep.trials=2")
     run_to_end(search_of(*line))
-    table = tmp_path / "found" / "search.json"
-    table.write_text(table.read_text().replace("complete", "failed"))
-    with pytest.raises(RunFolderError, match=r"search\.json is damaged"):
+    journal = tmp_path / "found" / "search.journal"
+    first, *rest = journal.read_text().splitlines(keepends=True)
+    journal.write_text("".join([first[:-9] + "\n", *rest]))
+    with pytest.raises(RunFolderError, match=r"search\.journal is damaged"):
         run_to_end(search_of(*line))
-    table.unlink()
+    journal.unlink()
     with pytest.raises(ConfigError, match="no trials of a search"):
         run_to_end(search_of(*line))
