@@ -91,12 +91,15 @@ class SourceModule:
 
     Attributes:
         open_ended: other names may exist, from a star import or a module `__getattr__`.
+        mentioned: names that statements other than definitions and imports use or define, and those
+            that are defined twice.
     """
 
     path: Path
     names: Mapping[str, ast.stmt]
     imports: Mapping[str, str]
     open_ended: bool
+    mentioned: Collection[str]
 
 
 @cached
@@ -128,7 +131,17 @@ def load_module(dotted: str) -> SourceModule | None:
             origin = origin_of(node, package)
             open_ended |= node.names[0].name == "*"
             imports |= {a.asname or a.name: f"{origin}.{a.name}" for a in node.names}
-    return SourceModule(path, names, imports, open_ended)
+    mentioned: set[str] = set()
+    defined: set[str] = set()
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef | Definition):
+            mentioned |= {node.name} & defined
+            defined.add(node.name)
+        elif not isinstance(node, ast.Import | ast.ImportFrom):
+            inner = list(ast.walk(node))
+            mentioned |= {one.id for one in inner if isinstance(one, ast.Name)}
+            mentioned |= {one.name for one in inner if isinstance(one, ast.ClassDef)}
+    return SourceModule(path, names, imports, open_ended, mentioned)
 
 
 def origin_of(node: ast.ImportFrom, package: str) -> str:
@@ -150,7 +163,7 @@ def _statements(body: Iterable[ast.stmt]) -> Generator[ast.stmt]:
 
 def _assigned(node: ast.Assign | ast.AnnAssign) -> list[str]:
     targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-    return [ast.unparse(t) for t in targets if isinstance(t, ast.Name | ast.Attribute)]
+    return [target.id for target in targets if isinstance(target, ast.Name)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,22 +196,13 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
     if not isinstance(node, ast.ClassDef):
         return node
     members: dict[str, ast.stmt] = {}
-    for item in _statements(node.body):
+    for item in node.body:
         if isinstance(item, Definition):
             members[item.name] = item
         elif isinstance(item, ast.Assign | ast.AnnAssign):
             members |= dict.fromkeys(_assigned(item), item)
-    for spelled, item in module.names.items():  # `Class.member = …` after it
-        if spelled.startswith(f"{name}."):
-            members[spelled.removeprefix(f"{name}.")] = item
-    if node.decorator_list or node.keywords:  # these may make another constructor
-        members["__init__"] = node
     complete = True
-    for base in node.bases:
-        spelled = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
-        first, _, rest = spelled.partition(".")
-        origin = module.imports.get(first, f"{module_name}.{first}")
-        dotted_base = f"{origin}.{rest}" if rest else origin
+    for spelled, dotted_base in _bases(node, module, module_name):
         if dotted_base in OWN_BASES:  # its members are defaults, which a plan knows
             continue
         found = _find(dotted_base, depth - 1)
@@ -208,6 +212,17 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
         else:
             complete &= spelled.rpartition(".")[2] in BASES_WITHOUT_MEMBERS
     return ClassSource(members, complete)
+
+
+def _bases(
+    node: ast.ClassDef, module: SourceModule, module_name: str
+) -> Generator[tuple[str, str]]:
+    """Yield each base as it is spelled, and its dotted name."""
+    for base in node.bases:
+        spelled = ast.unparse(base.value if isinstance(base, ast.Subscript) else base)
+        first, _, rest = spelled.partition(".")
+        origin = module.imports.get(first, f"{module_name}.{first}")
+        yield spelled, f"{origin}.{rest}" if rest else origin
 
 
 def find_class(dotted: str) -> ClassSource | None:
@@ -310,27 +325,21 @@ def check_target(dotted: str) -> TargetFacts:
 
 
 def check_class(job: Mapping[str, Any]) -> None:
-    """Check the methods of the job's class, and its arguments by the constructor, as far as the
-    source tells.
+    """Check the methods of the job's class, and its arguments by the constructor, where its source
+    alone tells them. In all other cases the worker does, which builds the job.
 
     Raises:
         JobError: a method is missing; or an argument is, or is not taken.
     """
     dotted = str(job["_target_"])
-    found = find_class(dotted)
-    if found is None or not found.complete:
+    if (members := _plain_members(dotted)) is None:
         return
-    init = found.members.get("__init__")
-    if isinstance(init, ast.ClassDef):  # a decorator or a metaclass may add any
-        return
-    missing = [name for name in REQUIRED_METHODS if name not in found.members]
-    if missing and not (missing == ["loss"] and check_target(dotted).coupled):
+    missing = [name for name in REQUIRED_METHODS if name not in members]
+    if missing and not (missing == ["loss"] and members.keys() >= set(COUPLED_METHODS)):
         raise JobError(no_job(dotted, missing))
-    if "__new__" in found.members:
-        return
     required: dict[str, bool] = {}
     takes_any = False
-    if init is not None:
+    if (init := members.get("__init__")) is not None:
         if not isinstance(init, ast.FunctionDef) or init.decorator_list:
             return
         takes_any, spelled = init.args.kwarg is not None, init.args
@@ -342,6 +351,40 @@ def check_class(job: Mapping[str, Any]) -> None:
     given = [key for key in job if key != "_target_"]
     if sentence := refused_argument(dotted, given, required, takes_any=takes_any):
         raise JobError(sentence)
+
+
+def _plain_members(dotted: str) -> dict[str, ast.stmt] | None:
+    """Return the members of a class that its own body defines completely; None for any other.
+
+    It has no base but `Job`, no decorator and no metaclass, its body binds each name once, and no
+    other statement of its module mentions it, which could change it.
+    """
+    module_name, _, name = dotted.rpartition(".")
+    module = load_module(module_name)
+    node = module.names.get(name) if module else None
+    if module is None or not isinstance(node, ast.ClassDef) or module.open_ended:
+        return None
+    if name in module.imports or name in module.mentioned or node.decorator_list or node.keywords:
+        return None
+    for spelled, base in _bases(node, module, module_name):
+        if base not in OWN_BASES and spelled != "object":
+            return None
+    members: dict[str, ast.stmt] = {}
+    for item in node.body:
+        if isinstance(item, Definition):
+            names = [item.name]
+        elif isinstance(item, ast.Assign | ast.AnnAssign):
+            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
+            if len(names := _assigned(item)) < len(targets):
+                return None
+        elif isinstance(item, ast.Pass) or isinstance(getattr(item, "value", None), ast.Constant):
+            continue
+        else:
+            return None
+        if not members.keys().isdisjoint(names):
+            return None
+        members |= dict.fromkeys(names, item)
+    return None if "__new__" in members else members
 
 
 def no_job(dotted: str, missing: Sequence[str]) -> str:
