@@ -80,16 +80,16 @@ class ShardedDataset:
 # ------------------------------------------------------------------ Random numbers of samples
 
 
-def generator_states() -> tuple[Any, ...]:
+def generator_states() -> dict[str, Any]:
     """Return the states of Python's generator, and of NumPy's and torch's where they are loaded."""
-    states: list[Any] = [random.getstate()]
     modules: dict[str, Any] = dict(sys.modules)
-    if "numpy" in modules:
-        name, keys, *rest = modules["numpy"].random.get_state()
-        states.append((name, keys.tobytes(), rest))
-    if "torch" in modules:
-        states.append(modules["torch"].default_generator.get_state().numpy().tobytes())
-    return tuple(states)
+    states: dict[str, Any] = {"random": random.getstate()}
+    if numpy := modules.get("numpy"):
+        name, keys, *rest = numpy.random.get_state()
+        states["numpy"] = name, keys.tobytes(), rest
+    if torch := modules.get("torch"):
+        states["torch"] = torch.default_generator.get_state().numpy().tobytes()
+    return states
 
 
 @contextmanager

@@ -131,7 +131,8 @@ def _digests(dataset: Any, indices: Sequence[int]) -> tuple[list[float], bool]:
                 torch.default_generator.manual_seed(_SEED + index)
             before = generator_states()
             found.append(sample_digest(dataset[index]))
-            draws = draws or generator_states() != before
+            after = generator_states()  # a sample may have loaded one
+            draws = draws or any(after[name] != state for name, state in before.items())
     return found, draws
 
 

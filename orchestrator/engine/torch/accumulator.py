@@ -172,8 +172,9 @@ class Accumulator:
     ) -> None:
         self.options = options = (options or AccumulationOptions()).with_options(keywords)
         if group is None:
-            parameters = model.parameters() if isinstance(model, Module) else ()
-            group = group_of_torch(next((p.device for p in parameters), torch.device("cpu")))
+            groups: Any = getattr(optimizer, "param_groups", ())
+            devices = (parameter.device for one in groups for parameter in one["params"])
+            group = group_of_torch(next(devices, torch.device("cpu")))
         self.model, self.group = check_arguments(model, group, options), group
         self.optimizer = check_optimizer(optimizer, "the optimizer")
         named, trained = check_supported(self.model, self.optimizer)

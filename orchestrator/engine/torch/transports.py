@@ -431,7 +431,7 @@ def group_of_torch(device: torch.device | str = "cpu") -> TorchGroup:
     if dist.is_available() and dist.is_initialized():
         backends = dist.get_backend_config()  # "cpu:gloo,cuda:nccl", say
         kind = torch.device(device).type
-        if f"{kind}:" not in backends:
+        if f"{kind}:" not in backends and dist.get_world_size() > 1:
             raise ConfigError(
                 f"the model is on {device}, but the backend of init_process_group() serves other "
                 f"devices ({backends}): move the model there before the Accumulator is built, or "

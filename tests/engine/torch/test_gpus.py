@@ -263,8 +263,10 @@ def test_the_device_of_a_backend_that_is_no_ones_known_is_the_given_or_the_cpu(f
     assert (ours.device.type, ours.size, ours.transport_collectives()) == ("cpu", 256, None)
     assert TorchGroup.wrap(fake_world, device="meta").device.type == "meta"
     assert transports.group_of_torch("cuda").device.type == "cuda"
-    with pytest.raises(ConfigError, match=r"the model is on meta, but the backend.*move the model"):
-        transports.group_of_torch("meta")
+    model = nn.Linear(1, 1, device="meta")
+    for given in (model, list(model.parameters())):
+        with pytest.raises(ConfigError, match=r"the model is on meta, but the backend.*move the"):
+            Accumulator(given, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
 def test_of_a_group_with_several_backends_the_models_device_chooses_one(tmp_path):
