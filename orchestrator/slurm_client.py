@@ -269,7 +269,7 @@ HELD = {
 }
 """Reasons of jobs that wait for `scontrol release`, with what is known of the cause."""
 NEVER_STARTS = {
-    "dependencyneversatisfied": "the job that it depends on has failed",
+    "dependencyneversatisfied": "its dependency can no longer be met",
     "partitiontimelimit": "its time (cluster.time_min) is above the partition's limit",
     "qosmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its QOS's limit",
     "assocmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its account's limit",

@@ -17,7 +17,7 @@ from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
 from orchestrator.slurm_client import Job, task_exits
 
 KILLED = 128 + signal.SIGKILL
-SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
+SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the ranks"
 SRUN_LOG_LINES = 400
 EXCEPTION_LINES = 3
 PREFIX = "error: "  # the batch script's prefix for the reason it gives up
@@ -45,7 +45,7 @@ def describe_code(code: int) -> str:
 def describe_srun_end(run: RunDir, attempt: int) -> str | None:
     """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
     log = "\n".join(tail(run.srun_log(attempt), SRUN_LOG_LINES))
-    if "srun: forcing job termination" in log:
+    if "srun: Job step aborted" in log or "srun: forcing job termination" in log:
         return SRUN_ENDED
     return None if task_exits(log) else SRUN_KILLED
 

@@ -160,7 +160,7 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     [
         ("JobHeldUser", "`scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
-        ("DependencyNeverSatisfied", "the job that it depends on has failed"),
+        ("DependencyNeverSatisfied", "its dependency can no longer be met"),
         ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),
     ],
 )
