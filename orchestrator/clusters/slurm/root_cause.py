@@ -7,7 +7,9 @@ before. Then the workers' failure records remain, and the logs of srun and the s
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
@@ -91,8 +93,10 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
     """Blame the agent that srun names, else srun, else the script before it."""
     srun_log = tuple(line for line in tail(run.srun_log(attempt), SRUN_LOG_LINES) if line.strip())
     if not srun_log and not any(run.attempt(attempt).glob("node-*")):
-        cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
-        return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        how = f"{describe_code(code)} before srun began (cluster.preamble)"
+        cause = f"the batch script on node {node} {how}"
+        return Culprit(rank=None, node=node, cause=cause, log_tail=tail(run.batch_log))
     first = next(iter(task_exits("\n".join(srun_log))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
         written = [line.strip() for line in log if line.strip()]

@@ -152,13 +152,14 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     (found,), _ = statuses([submitted])
     assert found.state == "pending"
     assert "a node could not start it" in found.reason
-    assert found.reason.endswith("it waits until you type `scontrol release 7`")
+    assert found.reason.endswith("it waits for `scontrol release 7`")
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
         ("JobHeldUser", "`scontrol release 7`"),
+        ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
         ("DependencyNeverSatisfied", "its dependency can no longer be met"),
         ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),

@@ -205,8 +205,8 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (KILLED, "", "", "srun was killed"),
         (KILLED, "", "srun: forcing job termination\nsrun: error: n1: tasks 0-1: Killed\n",
          "srun was asked to end the ranks"),
-        (KILLED, "", "srun: Job step aborted: Waiting up to 5 seconds for job step to finish.\n"
-         "srun: error: n1: task 1: Killed\n", "srun was asked to end the ranks"),  # scancel JOB.0
+        (KILLED, "", "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
+         "srun was asked to end the ranks"),  # scancel JOB.0
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
         (1, "", f"{MISSING} 3\n", "node 3 failed"),

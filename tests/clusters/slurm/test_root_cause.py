@@ -55,9 +55,11 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
                                              (129, "was killed by signal 1 (SIGHUP)"),
                                              (128, "ended with code 128"),
                                              (1, "ended with code 1")])  # fmt: skip
-def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words):
+def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
     culprit = culprit_of(run, 0, code)
-    assert culprit.cause == f"the batch script {words} before srun began (cluster.preamble)"
+    before = f"the batch script on node n7 {words} before srun began (cluster.preamble)"
+    assert (culprit.node, culprit.cause) == ("n7", before)
     run.srun_log(0).write_text("".join(f"srun: {n}\n\n" for n in range(40)) + "  \n")
     culprit = culprit_of(run, 0, code)
     assert (culprit.rank, culprit.node) == (None, "batch")
