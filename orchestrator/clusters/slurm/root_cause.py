@@ -16,7 +16,7 @@ from orchestrator.errors import describe_status
 from orchestrator.rundir.files import is_full, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
-from orchestrator.slurm_client import Job, task_exits
+from orchestrator.slurm_client import Job, node_failure, task_exits
 
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the ranks"
@@ -65,7 +65,12 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
     outcome = read_outcome(run, attempt)
     if outcome is not None and outcome.culprit is not None:
         return outcome.culprit
-    if failures := sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"])):
+    failures = sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"]))
+    ended = node_failure(run, attempt) or describe_srun_end(run, attempt)
+    if ended not in (None, SRUN_KILLED) and all(failure["secondary"] for failure in failures):
+        log = tail(run.srun_log(attempt))
+        return Culprit(rank=None, node="batch", cause=ended, log_tail=log)
+    if failures:
         return from_failure(run, failures[0])
     if job is not None:
         return _of_script(run, job)

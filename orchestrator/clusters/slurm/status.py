@@ -111,7 +111,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         )
         if job.held:
             reason = f"{reason}, or by `scancel {job.id}`"
-        return replace(status, state="ending", reason=reason)
+        return replace(status, state="ending", reason=reason, culprit=None)
     if job.waiting:
         return replace(status, state="pending", reason=job.waits_for, boundary_age_s=None)
     name = "running" if has_begun(run, status) else "starting"
