@@ -77,6 +77,10 @@ def _query(
         if job is None:
             if status.state not in ENDED_STATES and not silent:
                 reason = f"job {status.job_id} has left the queue without a result"
+                if "_" in str(status.job_id) and not run.attempts_made():
+                    reason += (
+                        "; SLURM forgets elements of arrays that are cancelled while they wait"
+                    )
                 found[run.path] = replace(status, state="lost", reason=reason)
             continue
         if not job.alive and status.state not in ENDED_STATES:

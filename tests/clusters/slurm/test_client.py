@@ -75,6 +75,19 @@ def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     assert "the accounting gave no answer" in sentences[0]
 
 
+def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_it_began(
+    submitted, say
+):
+    say("squeue", queue_line(JobArrayID="8"))
+    say("sacct", "7_3|COMPLETED|0:0|n1")
+    write_json(submitted.handle, {**submitted.read_handle(), "job_id": "7_4"})
+    (found,), _ = statuses([submitted])
+    assert (found.state, "cancelled while they wait" in found.reason) == ("lost", True)
+    submitted.attempt(0).mkdir()
+    (found,), _ = statuses([submitted])
+    assert found.reason == "job 7_4 has left the queue without a result"
+
+
 class Clock:
     """Time that passes by sleeping only."""
 
