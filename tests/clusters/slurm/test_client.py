@@ -9,6 +9,7 @@ import pytest
 from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
+from orchestrator.clusters.slurm.handle import cancel_all
 from orchestrator.clusters.slurm.outcome import finalize_ended_job
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
@@ -73,6 +74,21 @@ def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     found, sentences = statuses([submitted, other])
     assert [one.state for one in found] == ["unknown", "starting"]
     assert "the accounting gave no answer" in sentences[0]
+
+
+@pytest.mark.parametrize(("plan", "marked"), [({}, True), ({"program": {"ranks": 1}}, False)])
+def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marked):
+    write_json(submitted.plan, plan)
+    say("scancel", "")
+    say("scontrol", "")
+    script = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(script)))
+    sentence = cancel_all([submitted], now=False)[submitted.path]
+    assert "`scontrol resume 7`" in sentence
+    assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
+    assert not any(call.startswith("scancel") for call in calls())
+    cancel_all([submitted], now=True)
+    assert "scancel 7" in calls()
 
 
 def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_it_began(
