@@ -266,10 +266,11 @@ HELD = {
     HELD_AFTER_LAUNCH: "a node could not start it, and `sinfo -R` may know why; ",
     "job requeued in held state": "",
     "jobhelduser": "",
+    "jobheldadmin": "an administrator holds it, and only one can release it; ",
 }
 """Reasons of jobs that wait for `scontrol release`, with what is known of the cause."""
 NEVER_STARTS = {
-    "dependencyneversatisfied": "the job that it depends on has failed",
+    "dependencyneversatisfied": "its dependency can no longer be met",
     "partitiontimelimit": "its time (cluster.time_min) is above the partition's limit",
     "qosmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its QOS's limit",
     "assocmaxwalldurationperjoblimit": "its time (cluster.time_min) is above its account's limit",
@@ -350,7 +351,7 @@ class Job:
         """Return SLURM's reason for a job that waits, with what the user can do about it."""
         key = self._reason_key
         if key in HELD:
-            release = f"it waits until you type `scontrol release {self.id}`"
+            release = f"it waits for `scontrol release {self.id}`"
             return f"{self.reason}: {HELD[key]}{release}"
         if key in NEVER_STARTS:
             return f"{self.reason}: {NEVER_STARTS[key]}, so it may never start; `cancel` ends it"

@@ -7,17 +7,19 @@ before. Then the workers' failure records remain, and the logs of srun and the s
 
 from __future__ import annotations
 
+import os
 import signal
+import socket
 
 from orchestrator.agent.root_cause import RAISED, TAIL_LINES, from_failure, tail
 from orchestrator.errors import describe_status
 from orchestrator.rundir.files import is_full, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import NO_RESULT, Culprit, State, read_outcome
-from orchestrator.slurm_client import Job, task_exits
+from orchestrator.slurm_client import Job, node_failure, task_exits
 
 KILLED = 128 + signal.SIGKILL
-SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the job"
+SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the ranks"
 SRUN_LOG_LINES = 400
 EXCEPTION_LINES = 3
 PREFIX = "error: "  # the batch script's prefix for the reason it gives up
@@ -45,7 +47,7 @@ def describe_code(code: int) -> str:
 def describe_srun_end(run: RunDir, attempt: int) -> str | None:
     """Describe how srun was ended by a signal, which is no worker's fault; None if it was not."""
     log = "\n".join(tail(run.srun_log(attempt), SRUN_LOG_LINES))
-    if "srun: forcing job termination" in log:
+    if "srun: Job step aborted" in log or "srun: forcing job termination" in log:
         return SRUN_ENDED
     return None if task_exits(log) else SRUN_KILLED
 
@@ -63,7 +65,12 @@ def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None)
     outcome = read_outcome(run, attempt)
     if outcome is not None and outcome.culprit is not None:
         return outcome.culprit
-    if failures := sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"])):
+    failures = sorted(run.failures(attempt), key=lambda f: (f["secondary"], f["time"]))
+    ended = node_failure(run, attempt) or describe_srun_end(run, attempt)
+    if ended not in (None, SRUN_KILLED) and all(failure["secondary"] for failure in failures):
+        log = tail(run.srun_log(attempt))
+        return Culprit(rank=None, node="batch", cause=ended, log_tail=log)
+    if failures:
         return from_failure(run, failures[0])
     if job is not None:
         return _of_script(run, job)
@@ -91,8 +98,10 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
     """Blame the agent that srun names, else srun, else the script before it."""
     srun_log = tuple(line for line in tail(run.srun_log(attempt), SRUN_LOG_LINES) if line.strip())
     if not srun_log and not any(run.attempt(attempt).glob("node-*")):
-        cause = f"the batch script {describe_code(code)} before srun began (cluster.preamble)"
-        return Culprit(rank=None, node="batch", cause=cause, log_tail=tail(run.batch_log))
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        how = f"{describe_code(code)} before srun began (cluster.preamble)"
+        cause = f"the batch script on node {node} {how}"
+        return Culprit(rank=None, node=node, cause=cause, log_tail=tail(run.batch_log))
     first = next(iter(task_exits("\n".join(srun_log))), None)
     if first is not None and (log := tail(run.node_log(f"node{first.rank}"))):
         written = [line.strip() for line in log if line.strip()]

@@ -191,7 +191,7 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
     outcome = read_outcome(run, attempt)
     if outcome is not None:
         return outcome.lost
-    if run.failures(attempt):
+    if not all(failure["secondary"] for failure in run.failures(attempt)):
         return None
     if failed := node_failure(run, attempt):
         return failed

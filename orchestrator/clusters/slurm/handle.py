@@ -59,7 +59,9 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             job = jobs.get(job_id)
             if job is None or not job.alive:
                 continue
-            if is_ours(run, job):
+            if job.state == "SUSPENDED" and not now and run.read_plan().get("program"):
+                found[run.path] = f"is {job.suspended_by}; {UNSENT}; --now ends it at once"
+            elif is_ours(run, job):
                 (ends if now or job.waiting else stops)[run] = job
             else:
                 found[run.path] = (
@@ -84,7 +86,8 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
     """
     if not jobs:
         return
-    ids = sorted({job.id for job in jobs.values()})
+    # scancel would send a suspended job no signal, and try for minutes; a boundary reads the mark.
+    ids = sorted({j.id for j in jobs.values() if how == "now" or j.state != "SUSPENDED"})
     new = [run for run in jobs if not run.cancel.exists()]
     try:
         for run in jobs:
@@ -97,7 +100,8 @@ def _send(client: SlurmClient, jobs: Mapping[RunDir, Job], how: str, *flags: str
                     f"{run.cancel} cannot be written ({error.strerror}), and without it the job "
                     f"would be requeued after its stop; --now ends it at once"
                 ) from error
-        _scancel(client, ids, *flags)
+        if ids:
+            _scancel(client, ids, *flags)
     except ClusterError:
         for run in new:
             with contextlib.suppress(OSError):  # a read-only disk, which has no mark either

@@ -78,6 +78,10 @@ def _query(
         if job is None:
             if status.state not in ENDED_STATES and not silent:
                 reason = f"job {status.job_id} has left the queue without a result"
+                if "_" in str(status.job_id) and not run.attempts_made():
+                    reason += (
+                        "; SLURM forgets elements of arrays that are cancelled while they wait"
+                    )
                 found[run.path] = replace(status, state="lost", reason=reason)
             continue
         if not job.alive and status.state not in ENDED_STATES:
@@ -112,7 +116,7 @@ def with_job(run: RunDir, status: RunStatus, job: Job) -> RunStatus:
         )
         if job.held:
             reason = f"{reason}, or by `scancel {job.id}`"
-        return replace(status, state="ending", reason=reason)
+        return replace(status, state="ending", reason=reason, culprit=None)
     if job.waiting:
         return replace(status, state="pending", reason=job.waits_for, boundary_age_s=None)
     name = "running" if has_begun(run, status) else "starting"

@@ -10,6 +10,7 @@ from orchestrator.cli.status import statuses
 from orchestrator.clusters.api import State
 from orchestrator.clusters.slurm import handle as followed
 from orchestrator.clusters.slurm.finalize import finalize_ended_job
+from orchestrator.clusters.slurm.handle import cancel_all
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
@@ -73,6 +74,34 @@ def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     found, sentences = statuses([submitted, other])
     assert [one.state for one in found] == ["unknown", "starting"]
     assert "the accounting gave no answer" in sentences[0]
+
+
+@pytest.mark.parametrize(("plan", "marked"), [({}, True), ({"program": {"ranks": 1}}, False)])
+def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marked):
+    write_json(submitted.plan, plan)
+    say("scancel", "")
+    say("scontrol", "")
+    script = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(script)))
+    sentence = cancel_all([submitted], now=False)[submitted.path]
+    assert "`scontrol resume 7`" in sentence
+    assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
+    assert not any(call.startswith("scancel") for call in calls())
+    cancel_all([submitted], now=True)
+    assert "scancel 7" in calls()
+
+
+def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_it_began(
+    submitted, say
+):
+    say("squeue", queue_line(JobArrayID="8"))
+    say("sacct", "7_3|COMPLETED|0:0|n1")
+    write_json(submitted.handle, {**submitted.read_handle(), "job_id": "7_4"})
+    (found,), _ = statuses([submitted])
+    assert (found.state, "cancelled while they wait" in found.reason) == ("lost", True)
+    submitted.attempt(0).mkdir()
+    (found,), _ = statuses([submitted])
+    assert found.reason == "job 7_4 has left the queue without a result"
 
 
 class Clock:
@@ -152,15 +181,16 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
     (found,), _ = statuses([submitted])
     assert found.state == "pending"
     assert "a node could not start it" in found.reason
-    assert found.reason.endswith("it waits until you type `scontrol release 7`")
+    assert found.reason.endswith("it waits for `scontrol release 7`")
 
 
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
         ("JobHeldUser", "`scontrol release 7`"),
+        ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
-        ("DependencyNeverSatisfied", "the job that it depends on has failed"),
+        ("DependencyNeverSatisfied", "its dependency can no longer be met"),
         ("QOSMaxWallDurationPerJobLimit", "(cluster.time_min) is above its QOS's limit"),
     ],
 )

@@ -2,7 +2,7 @@
 
 import pytest
 
-from orchestrator.clusters.slurm.diagnosis import culprit_of, diagnose
+from orchestrator.clusters.slurm.diagnosis import SRUN_ENDED, culprit_of, diagnose
 from orchestrator.clusters.slurm.status import with_job
 from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
@@ -55,9 +55,11 @@ def test_a_job_that_ended_without_a_result_is_explained(run, state, ends, words)
                                              (129, "was killed by signal 1 (SIGHUP)"),
                                              (128, "ended with code 128"),
                                              (1, "ended with code 1")])  # fmt: skip
-def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words):
+def test_where_no_agent_is_named_it_is_srun_or_the_script_before_it(run, code, words, monkeypatch):
+    monkeypatch.setenv("SLURMD_NODENAME", "n7")
     culprit = culprit_of(run, 0, code)
-    assert culprit.cause == f"the batch script {words} before srun began (cluster.preamble)"
+    before = f"the batch script on node n7 {words} before srun began (cluster.preamble)"
+    assert (culprit.node, culprit.cause) == ("n7", before)
     run.srun_log(0).write_text("".join(f"srun: {n}\n\n" for n in range(40)) + "  \n")
     culprit = culprit_of(run, 0, code)
     assert (culprit.rank, culprit.node) == (None, "batch")
@@ -81,6 +83,20 @@ def test_an_agent_that_could_not_begin_is_told_by_its_last_exception_or_line(run
     culprit = culprit_of(run, 0, 1)
     assert culprit.cause == f"the agent of node n1 exited with code 1: {said}"
     assert (culprit.rank, culprit.node) == (None, "n1")
+
+
+@pytest.mark.parametrize(
+    ("first", "cause"), [("", SRUN_ENDED), ("srun: error: Node failure on n1\n", "node n1 failed")]
+)
+def test_a_step_that_was_ended_from_outside_is_the_fault_of_no_rank(run, first, cause):
+    run.srun_log(0).write_text(f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n")
+    run.node_log("node1").write_text("INFO: the last line\n")
+    assert culprit_of(run, 0, 137).cause == cause
+    saw = {"rank": 0, "node": "n0", "cause": "y", "secondary": True, "usage": False, "time": 1}
+    write_json(run.failure(0, 0), saw)
+    assert culprit_of(run, 0, 137).cause == cause
+    write_json(run.failure(0, 0), {**saw, "secondary": False})
+    assert culprit_of(run, 0, 137).cause == "y"
 
 
 def test_an_agent_that_left_no_log_is_told_by_srun(run):
@@ -113,10 +129,12 @@ def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks
 
 def test_a_job_that_lives_is_the_later_word_than_a_file(run):
     write_json(run.plan, {})
-    write_json(run.result, {"state": "failed", "updates": 3, "culprit": {"cause": "x"}})
+    culprit = {"rank": 1, "node": "n1", "cause": "x"}
+    write_json(run.result, {"state": "failed", "updates": 3, "culprit": culprit})
     for state, words in [("PENDING", "ending"), ("RUNNING", "ending"), ("FAILED", "failed")]:
         found = with_job(run, from_folder(run), Job(id="1", state=state, nodes="n0"))
         assert found.state == words
+        assert remark(found).startswith("job 1" if state == "PENDING" else "rank 1 on n1: x")
 
 
 @pytest.mark.parametrize(

@@ -204,7 +204,9 @@ def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch,
         (KILLED, "USR1", "", "its batch script was sent SIGUSR1"),
         (KILLED, "", "", "srun was killed"),
         (KILLED, "", "srun: forcing job termination\nsrun: error: n1: tasks 0-1: Killed\n",
-         "srun was asked to end the job"),
+         "srun was asked to end the ranks"),
+        (KILLED, "", "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
+         "srun was asked to end the ranks"),  # scancel JOB.0
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
         (1, "", f"{MISSING} 3\n", "node 3 failed"),
@@ -219,8 +221,10 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, se
     write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, sent) == why
-    failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": False, "usage": False, "time": 1}
-    write_json(run.failure(0, 0), failure)
+    failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": True, "usage": False, "time": 1}
+    write_json(run.failure(0, 0), failure)  # a rank that only saw the others end
+    assert _cut_short(run, 0, code, sent) == why
+    write_json(run.failure(0, 0), {**failure, "secondary": False})
     assert _cut_short(run, 0, code, sent) is None
 
 
