@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,9 +50,6 @@ from orchestrator.rundir.outcome import (
 )
 from orchestrator.rundir.status import kind_of
 from orchestrator.rundir.warnings import NewWarnings
-
-REST = 9.0  # times that a follower waits as long as it read: the folder's disk may be slow
-LONGEST_POLL_S = 2.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,13 +191,11 @@ def watch(
     if isinstance(run.read_config()["cluster"]["nodes"], dict):
         plan.pop("ranks", None)  # of the most nodes; a scheduler may give fewer
     attempt, warnings = -1, NewWarnings(run.path)
-    read_s = 0.0
     shows_output = output.verbose and is_program(run.read_config()["job"])
     log = LogReader(run.rank_log(0))
     with Progress(plan, output.console, output.quiet, output.verbose) as progress:
         while True:
-            state = handle.poll(min(max(POLL_S, REST * read_s), LONGEST_POLL_S))
-            began = time.monotonic()
+            state = handle.poll(POLL_S)
             current = run.latest_attempt
             if current != attempt:
                 attempt = current
@@ -219,7 +213,6 @@ def watch(
                 output.console.out(text, end="", highlight=False)
             if shows_output and state.ended and (rest := log.rest()):
                 output.console.out(rest, highlight=False)
-            read_s = time.monotonic() - began
             if state.ended or stop():
                 return state
 

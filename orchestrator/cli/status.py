@@ -125,10 +125,11 @@ def cancel_sweep(folder: Path, *, now: bool) -> list[str]:
         if run.handle.exists():
             members.setdefault(class_of(status.cluster), []).append(run)
         elif not is_locked(sweep):  # it was resumed alone
+            handle = handle_of(run)  # raises where it may be queued
             try:
-                sentences.append(handle_of(run).cancel(run, now=now))
+                sentences.append(handle.cancel(run, now=now))
             except ClusterError:
-                if is_locked(run):  # else it has ended meanwhile
+                if run.handle.exists() or is_locked(run):  # else it has ended meanwhile
                     raise
     for cluster, some in members.items():
         for path, message in cluster.cancel_all(some, now=now).items():

@@ -201,7 +201,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
     summary, result = cell.summary, cell.result or {}
     rows = _rows(cell.updates)
     drawn = thinned(rows, most)
-    state, why = end_of(run, cell.result) if cell.result else (summary.state, None)
+    state, why = end_of(run, result) if result.get("state") else (summary.state, None)
     why = describe_culprit(culprit) if (culprit := result.get("culprit")) else why or ""
     overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
     return {

@@ -101,7 +101,7 @@ def end_of(run: RunDir, result: Mapping[str, Any]) -> tuple[str, str | None]:
     if state == "stopped" and culprit:  # it was not agreed: the job was cancelled
         return "cancelled", why
     if state == "stopped" and (pruned := read_json(run.pruned)):
-        return "pruned", why or pruned["why"]
+        return "pruned", why or pruned.get("why")
     return state, why
 
 
