@@ -9,14 +9,13 @@ import shutil
 import tempfile
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.follow import OutputOptions, resolve_submissions, watch
+from orchestrator.cli.follow import resolve_submissions
 from orchestrator.cli.status import cancel_sweep, expand, read_log, statuses
-from orchestrator.clusters.api import Handle, State
+from orchestrator.clusters.api import State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError, RunFolderError
@@ -85,26 +84,6 @@ def test_what_is_left_takes_as_long_as_updates_took_with_all_that_is_between_the
     run.result.unlink()
     write_json(run.plan, run.read_plan() | {"updates": 20})
     assert from_folder(run).seconds_left == 8.0, "an update a second, of which it is busy for half"
-
-
-def test_a_follower_rests_longer_where_the_folder_is_slow_to_read(tmp_path, monkeypatch):
-    run, clock, waited = make_run(tmp_path / "run"), [0.0], []
-
-    class Four(Handle):
-        def poll(self, timeout_s):
-            waited.append(timeout_s)
-            return State.FINISHED if len(waited) == 4 else State.RUNNING
-
-        def stop(self): ...
-        def kill(self): ...
-
-    def read(path):
-        clock[0] += (0.0, 0.1, 60.0, 0.0)[len(waited) - 1]
-
-    monkeypatch.setattr("orchestrator.cli.follow.read_progress", read)
-    monkeypatch.setattr("orchestrator.cli.follow.time", SimpleNamespace(monotonic=lambda: clock[0]))
-    watch(Four(), run, OutputOptions(console=Console(quiet=True), quiet=True), lambda: False)
-    assert waited == pytest.approx([0.1, 0.1, 0.9, 2.0])
 
 
 @pytest.mark.parametrize("follow", [False, True])
