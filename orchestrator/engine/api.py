@@ -29,7 +29,7 @@ class AccumulationOptions:
         clip_norm: largest 2-norm of the averaged gradient, or None.
         metric_names: of `Loss.metrics`, in the order in which they travel; the same on all ranks.
         bucket_bytes: the gradient travels in equal slices of at most this size; None: about
-            eight (see `plan.wire.bucket_count`).
+            8 MiB (see `plan.wire.bucket_count`).
         reduction: "fast", or "reproducible": the same bits for any contiguous assignment of whole
             leaves (micro-steps that do not depend on the rank) to ranks.
         on_non_finite: "stop" raises `NonFiniteError` on all ranks; "skip" skips the update on all.

@@ -19,8 +19,9 @@ SUMS = 4
 FLAGS = 6
 """Agreed yes-or-no facts that travel with every boundary (stop, non-finite values, ...)."""
 
-WHOLE, MOST_EARLY, SMALLEST, LARGEST = 3 * 2**20, 8, 2**20, 25 * 2**20
-"""Default number of buckets and their bytes; see `bucket_count`."""
+WHOLE, USUAL, LARGEST = 3 * 2**20, 8 * 2**20, 25 * 2**20
+FEWEST, MOST = 2, 8
+"""Default bytes of buckets, and their number; see `bucket_count`."""
 
 
 def trailer_numbers(metric_count: int) -> int:
@@ -48,20 +49,22 @@ def padded(parameters: int, ranks: int) -> int:
 def bucket_count(payload: int, bucket_bytes: int | None, *, early: bool = True) -> int:
     """Return how many equal buckets `payload` bytes make, none over `bucket_bytes`.
 
-    None: one up to 3 MiB, else eight, which is enough for most of them to travel while the backward
-    still computes, but none below 1 MiB, where a collective's latency shows, nor above 25 MiB. Not
-    `early`: all travel after the backward, so as few as that bound allows.
+    None: one up to 3 MiB, else of about 8 MiB, two to eight, so that most of them travel while the
+    backward still computes; and none above 25 MiB. More would cost more processor time than the
+    overlap gains. Not `early`: all travel after the backward, so as few as that bound allows.
 
-    >>> [bucket_count(mib * 2**20, None) for mib in (1, 4, 40, 1000)]
-    [1, 4, 8, 40]
+    >>> [bucket_count(mib * 2**20, None) for mib in (1, 4, 30, 100, 1000)]
+    [1, 2, 4, 8, 40]
     >>> bucket_count(40 * 2**20, None, early=False)
     2
     >>> bucket_count(100, 30)
     4
     """
     if bucket_bytes is None:
-        eighth = min(max(-(-payload // MOST_EARLY), SMALLEST), LARGEST)
-        bucket_bytes = LARGEST if payload <= WHOLE or not early else eighth
+        bucket_bytes = LARGEST
+        if early and payload > WHOLE:
+            count = min(max(-(-payload // USUAL), FEWEST), MOST)
+            bucket_bytes = min(-(-payload // count), LARGEST)
     return max(1, -(-payload // bucket_bytes))
 
 
