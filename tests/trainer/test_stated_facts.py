@@ -34,7 +34,7 @@ def _compare(facts, ranks=2, **more):
         ({"dataset_samples": 500}, {}, "facts.dataset_samples=500, but the data set has 1000"),
         ({"dataset_samples": 500}, {"epochs": 2}, "had updates 10, not 20"),
         ({"dataset_samples": 90}, {"updates": 4}, "samples_per_rank (45, 45), not (50, 50)"),
-        ({"parameters": 900}, {}, "had collectives_per_update 1, not 8"),
+        ({"parameters": 900}, {}, "had collectives_per_update 1, not 2"),
         ({"parameters": 900, "dataset_samples": 7}, {}, "set facts.parameters=2000000 facts.data"),
     ],
 )
