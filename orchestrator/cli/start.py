@@ -275,9 +275,13 @@ def prepared_resume(
         files = [file for file in (run.cancel, run.pruned, run.result) if file.exists()]
         end = {file: file.read_bytes() for file in files}
         ready = PreparedRun(
-            run=run, cluster=cluster, request=request, output=output, handle=run.read_handle(),
+            run=run,
+            cluster=cluster,
+            request=request,
+            output=output,
+            handle=run.read_handle(),
             end=end,
-        )  # fmt: skip
+        )
         for file in files:
             file.unlink()
         try:

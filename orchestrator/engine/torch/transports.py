@@ -223,22 +223,22 @@ class TorchGroup(BaseGroup):
         if device is None and (accelerator := torch.accelerator.current_accelerator()) is not None:
             device = torch.device(accelerator.type, torch.accelerator.current_device_index())
         device = torch.device(device or "cpu")
-        one = process_group
+        backend = process_group
         with suppress(AttributeError, RuntimeError):  # a backend, or an unknown device
-            one = process_group._get_backend(device)
-        backend = str(one.name()).lower()
-        if backend == "gloo":
+            backend = process_group._get_backend(device)
+        transport = str(backend.name()).lower()
+        if transport == "gloo":
             device = torch.device("cpu")
         wait_timeout_s = None
-        if backend in _DEVICE_BACKENDS:
+        if transport in _DEVICE_BACKENDS:
             # Shortly before its watchdog would end the process. Plug-ins may not say when.
-            timeout = getattr(getattr(one, "options", None), "_timeout", None)
+            timeout = getattr(getattr(backend, "options", None), "_timeout", None)
             wait_timeout_s = None if timeout is None else 0.9 * timeout.total_seconds()
         group = cls(
-            one,
+            backend,
             rank=process_group.rank(),
             size=process_group.size(),
-            transport=backend,
+            transport=transport,
             device=device,
             wait_timeout_s=wait_timeout_s,
         )
