@@ -13,8 +13,8 @@ Ranks may have different numbers of micro-steps, and none at all.
 
 The path of a gradient, from `backward` to `step`, with the class that does each part:
 
-    backward     autograd adds to `.grad` in place, a view into the flat buffers   GradientBuffers
-                 hooks count each gradient                                         GradHooks
+    backward     hooks count each gradient; a parameter's first is copied to       GradHooks
+                 its view of the flat buffers, and autograd adds the others there  GradientBuffers
                  in a window's last backward, complete buckets are sent            FastReduction
     boundary     only backwards wrote, and which parameters they reached           GradientBuffers
                  weights and losses are summed, with flags, in a few numbers       Trailer
@@ -222,7 +222,7 @@ class Accumulator:
         self.newcomers_wait = self.padding = False
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
-        self._hooks = GradHooks(parameters, self.buffers.hook_counts, self._window.note_undeclared)
+        self._hooks = GradHooks(parameters, self.buffers, self._window.note_undeclared)
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
         _living.add(self)

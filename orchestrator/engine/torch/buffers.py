@@ -172,9 +172,11 @@ def bucket_slices(
 
 
 # ------------------------------------------------------------------ Gradient buffers
-# In a window every `.grad` is a view into a flat buffer that begins as zero, and autograd adds to
-# it in place. So nothing is copied together to be reduced. The trailer's numbers end the last
-# buffer.
+# In a window every `.grad` is a view into a flat buffer, and autograd adds to it in place. So
+# nothing is copied together to be reduced. The trailer's numbers end the last buffer.
+#
+# Large parameters begin with a `.grad` of None, and their first gradient is copied into the view:
+# to begin with zeros, buffers would be written and read once more.
 #
 # Only a backward may write gradients. Each view has its own count of in-place writes (torch's
 # version), which grows by one for each gradient that is added; hooks count the same. Any other
@@ -182,6 +184,9 @@ def bucket_slices(
 
 
 _GRADIENT = attrgetter("grad")
+_WORTH_COPYING = 8192
+"""Numbers of a parameter, on average, from which on copying first gradients saves time: a copy
+takes about 2 microseconds of Python."""
 
 
 class GradientBuffers:
@@ -203,6 +208,8 @@ class GradientBuffers:
         trailer: the trailer's numbers.
         hook_counts: of each view the version at the window's start, plus one for each gradient that
             a hook has seen since: its version now, if only backwards wrote to it.
+        at_begin: of each view the version at the window's start.
+        targets: of each parameter the view that its gradients go to, and the same as `.grad`.
         used: 1 for each parameter that got a gradient, as of the latest `complete`.
     """
 
@@ -245,7 +252,12 @@ class GradientBuffers:
         self._cut_flats()
         self.hook_counts = [0] * len(parameters)
         self.used = bytearray(len(parameters))
-        self._at_begin: list[int] = []
+        self.at_begin = [-1] * len(parameters)  # no window has begun
+        self.targets = list(zip(self.views, self._grads, strict=True))
+        numbers = sum(slot.count for slot in self.slots)
+        self._copies_first = numbers >= _WORTH_COPYING * len(parameters)
+        # With copies, gradients are written by them or by `complete`, but padding is not.
+        self._zeroed_from = [end if self._copies_first else 0 for end, _ in self._ends]
         self._narrow = [n for n, (_, one) in enumerate(local) if one.real.dtype in HALVES]
         for number in self._narrow:
             self.parameters[number].grad_dtype = None  # any: a backward's is added to float32
@@ -261,8 +273,8 @@ class GradientBuffers:
         self._addresses = [view.data_ptr() for view in self.views]
 
     def clone_layout(self) -> GradientBuffers:
-        """Return further buffers of the same layout, zero. `hook_counts` and `used` are
-        shared, since gradients go to one set of buffers at a time.
+        """Return further buffers of the same layout, zero. `hook_counts`, `at_begin`, `targets` and
+        `used` are shared, since gradients go to one set of buffers at a time.
         """
         other = copy.copy(self)
         other.flats = [torch.zeros_like(flat) for flat in self.flats]
@@ -270,12 +282,17 @@ class GradientBuffers:
         return other
 
     def begin(self) -> None:
-        """Begin a window or a leaf: all numbers are zero, and gradients go here."""
-        for flat in self.flats:
-            flat.zero_()
-        self._at_begin = list(map(version_of, self.views))
-        self.hook_counts[:] = self._at_begin
-        self.attach()
+        """Begin a window or a leaf: nothing was added yet, and gradients go here."""
+        for flat, start in zip(self.flats, self._zeroed_from, strict=True):
+            flat[start:].zero_()
+        self.at_begin[:] = map(version_of, self.views)
+        self.hook_counts[:] = self.at_begin
+        self.targets[:] = zip(self.views, self._grads, strict=True)
+        if self._copies_first:
+            for parameter in self.parameters:
+                parameter.grad = None
+        else:
+            self.attach()
 
     def attach(self) -> None:
         """Set every `.grad` to its view of the buffers."""
@@ -294,7 +311,9 @@ class GradientBuffers:
         if not all(map(is_, map(_GRADIENT, self.parameters), self._grads)):
             for number, parameter in enumerate(self.parameters):
                 found, view = parameter.grad, self.views[number]
-                if found is not None and found is not self._grads[number]:
+                if found is self._grads[number] or (found is None and self._is_unused(number)):
+                    continue
+                if found is not None:
                     if found.requires_grad or self.hook_counts[number] == version_of(view):
                         raise self._foreign_write(number)
                     view.add_(local_part(found))
@@ -307,7 +326,8 @@ class GradientBuffers:
             )
 
     def complete(self) -> None:
-        """Check once more at the end of a window or a leaf, and note which parameters were used.
+        """Check once more at the end of a window or a leaf, note which parameters were used, and
+        set the gradients of the others to zero.
 
         Raises:
             JobError: something else than a backward wrote gradients.
@@ -318,7 +338,16 @@ class GradientBuffers:
             raise self._foreign_write(
                 next(n for n, now in enumerate(addresses) if now != self._addresses[n])
             )
-        self.used[:] = bytes(map(or_, self.used, map(ne, self.hook_counts, self._at_begin)))
+        used = bytes(map(ne, self.hook_counts, self.at_begin))
+        self.used[:] = bytes(map(or_, self.used, used))
+        if 0 in used:
+            for number in (number for number, one in enumerate(used) if not one):
+                self.views[number].zero_()
+                self.at_begin[number] = self.hook_counts[number] = version_of(self.views[number])
+                self.parameters[number].grad = self._grads[number]
+
+    def _is_unused(self, number: int) -> bool:
+        return self.hook_counts[number] == self.at_begin[number]
 
     def _foreign_write(self, number: int) -> JobError:
         name, gradient = self.slots[number].name, self.parameters[number].grad
@@ -372,7 +401,7 @@ class GradHooks:
 
     Args:
         parameters: the trained ones.
-        counts: `GradientBuffers.hook_counts`; one is added for each gradient.
+        buffers: one is added to `hook_counts` for each gradient, and the first is taken.
 
     Attributes:
         on_gradient: called with the parameter's number for each gradient that has come, unless it
@@ -382,17 +411,21 @@ class GradHooks:
     def __init__(
         self,
         parameters: Iterable[Tensor],
-        counts: list[int],
+        buffers: GradientBuffers,
         on_gradient: Callable[[int], None] | None,
     ) -> None:
         self.on_gradient = on_gradient
         self._handles = [
-            parameter.register_post_accumulate_grad_hook(self._hook_of(number, counts))
+            parameter.register_post_accumulate_grad_hook(self._hook_of(number, buffers))
             for number, parameter in enumerate(parameters)
         ]
 
-    def _hook_of(self, number: int, counts: list[int]) -> Callable[[Tensor], None]:
-        def count(_: Tensor) -> None:  # a closure is the fastest
+    def _hook_of(self, number: int, buffers: GradientBuffers) -> Callable[[Tensor], None]:
+        counts, at_begin, targets = buffers.hook_counts, buffers.at_begin, buffers.targets
+
+        def count(parameter: Tensor) -> None:  # a closure is the fastest
+            if counts[number] == at_begin[number]:
+                _take_first(parameter, *targets[number])
             counts[number] += 1
             if self.on_gradient is not None:
                 self.on_gradient(number)
@@ -403,6 +436,21 @@ class GradHooks:
         """Remove the hooks, so that another accumulator may register its own."""
         for handle in self._handles:
             handle.remove()
+
+
+def _take_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
+    """Move a parameter's first gradient in a window into its view, with one write there."""
+    found = parameter.grad
+    # One that carries a graph is refused by the next `check`.
+    if found is None or found is as_gradient or found.requires_grad:
+        return
+    new = found if view is as_gradient else local_part(found)
+    if new.is_sparse:
+        view.data.zero_()  # which the view's version does not count
+        view.add_(new)
+    else:
+        view.copy_(new)
+    parameter.grad = as_gradient
 
 
 # ------------------------------------------------------------------ Unused parameters

@@ -166,7 +166,10 @@ class ReproducibleReduction:
     def before_backward(self, *, last: bool, leaf: int | None) -> None:
         """Prepare buffers for a leaf. Raises `ValueError` for one out of turn."""
         del last
-        self.buffers.complete()
+        if self._spent:
+            self.buffers.complete()  # nothing wrote to the last leaf since it was folded
+        else:
+            self.buffers.check()
         if self._leaves is None:
             if leaf is not None:
                 raise ValueError(
@@ -230,6 +233,7 @@ class ReproducibleReduction:
         if leaves == 0:  # all ranks know from the weights
             empty = self._free_buffers()
             empty.begin()
+            empty.complete()
             self._use(empty)
         elif self._group.size > 1:
             self._use(self._sum_along_tree([nodes_of(one, leaves) for one in owned], leaves))

@@ -41,6 +41,12 @@ WRITES = {
 REDUCTIONS = {"fast": ({}, {}), "reproducible": ({"reduction": "reproducible"}, {"leaves": 3})}
 
 
+@pytest.fixture(params=[0, 8192], ids=["copied", "added"], autouse=True)
+def _first_gradients(request, monkeypatch):
+    """Have first gradients copied into the buffers, as those of large parameters are, or added."""
+    monkeypatch.setattr("orchestrator.engine.torch.buffers._WORTH_COPYING", request.param)
+
+
 def _model():
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 1))
@@ -77,6 +83,29 @@ def test_a_write_is_found_wherever_it_comes(reduction, after, write):
 def test_to_forget_gradients_forgets_nothing(reduction, after):
     found = _update(reduction, after, lambda parameter: setattr(parameter, "grad", None))
     assert all(map(torch.equal, found, _update(reduction)))
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+def test_parameters_may_be_sparse_shared_halves_or_used_in_some_micro_steps(reduction, monkeypatch):
+    def train(worth_copying):
+        monkeypatch.setattr("orchestrator.engine.torch.buffers._WORTH_COPYING", worth_copying)
+        torch.manual_seed(0)
+        sparse, shared = nn.Embedding(5, 4, sparse=True), nn.Linear(4, 4)
+        half, late = nn.Linear(4, 4, dtype=torch.bfloat16), nn.Linear(4, 4)
+        model = nn.ModuleList([sparse, shared, half, late, nn.Linear(4, 4)])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        more, window = REDUCTIONS[reduction]
+        ours = Accumulator(model, optimizer, TorchGroup.alone(), **more)
+        for _ in range(2):
+            ours.begin_window(**window)
+            for step in range(3):
+                hidden = shared(shared(sparse(torch.tensor([step, 1]))))
+                hidden = half(hidden.bfloat16()).float() if step != 1 else late(hidden)
+                ours.backward(Loss(hidden.square().sum(), 2), last=step == 2, leaf=step)
+            ours.boundary()
+        return [p.detach().clone() for p in model.parameters()]
+
+    assert all(map(torch.equal, train(0), train(8192)))
 
 
 def test_gradients_may_be_written_between_two_windows():
