@@ -4,8 +4,8 @@ Messages follow from the run's folder (`messages`). A local launcher reads it se
 second, elsewhere the coordinator's agent once a second, and the process that finalizes an attempt
 once more. A process of its own sends each message to each recipient (`main`), which neither delays
 nor fails a training. Exactly one process creates a message's marker in `notified`, so none is sent
-twice. The marker is removed if the message certainly was not sent, as notify.log says: the next
-process that reads the folder sends it.
+twice. The marker is removed if the message certainly was not sent: the next process that reads the
+folder sends it. A failure is a warning of the run; what a command prints is in logs/notify.log.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import APPENDING, open_nofollow, read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import describe_culprit, read_outcome
+from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
@@ -169,7 +170,7 @@ def _claim(marker: Path) -> bool:
 
 
 def main(kind: str, recipient: str, marker: Path, message: Mapping[str, str]) -> int:
-    """Send one message to one recipient. A failure is printed, and `marker` removed if `UNSENT`."""
+    """Send one message to one recipient; warn of a failure, and remove `marker` if `UNSENT`."""
     key = f"notify.{kind}" if kind == "command" else f"notify.{kind}={recipient}"
     try:
         if kind == "command":
@@ -190,7 +191,9 @@ def main(kind: str, recipient: str, marker: Path, message: Mapping[str, str]) ->
             )
             urllib.request.urlopen(request, timeout=SEND_S).close()  # noqa: S310
     except (OSError, ValueError, subprocess.SubprocessError, http.client.HTTPException) as error:
-        print(f"{key}: {error}", file=sys.stderr)  # noqa: T201  # notify.log
+        run = RunDir(Path(message["run"]))
+        sentence = f"{key} failed, so a message ({message['event']}) may be missing: {error}"
+        warn_of(run.warnings(run.latest_attempt, 0), 0, sentence)
         if isinstance(error, UNSENT):
             marker.unlink(missing_ok=True)
         return 1
