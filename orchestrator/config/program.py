@@ -233,7 +233,10 @@ def _wrong_command(command: Any) -> Iterator[str]:
         if len(argv) == 1:
             yield "job.command=[-m] names no module; write -m package.module"
     elif not first or first.startswith("-"):
-        yield f"job.command must begin with a program, a script or -m, but begins with '{first}'"
+        yield (
+            f"job.command must begin with a program, a script or -m, but begins with '{first}'; "
+            "python's own options are not passed on: leave them out, and put code of -c in a script"
+        )
     elif "=" in first:
         yield f"there is no program {first}; KEY=VALUE of ours comes before --"
     elif (starter := PurePath(first).name) in LAUNCHERS:
