@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
+from collections import Counter
 from collections.abc import Generator
 
 from hydra.errors import ConfigCompositionException
@@ -30,7 +32,8 @@ def config_errors() -> Generator[None]:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
         else:
-            sentence = _in_file(error) or _known(str(error)) or _reason(error)
+            found = _cycle(error) or _in_file(error) or _known(str(error))
+            sentence = found or _reason(error)
         raise ConfigError(sentence) from error
 
 
@@ -121,6 +124,25 @@ def _known(text: str) -> str | None:
         offered = re.findall(r"^\t(?!provider=)(\S+)$", text, flags=re.MULTILINE)
         return f"there is no {group} called '{choice}'{did_you_mean(choice, offered)}"
     return None
+
+
+def _cycle(error: BaseException) -> str | None:
+    """Return a sentence about files whose defaults include each other, if that is the error.
+
+    Hydra follows them until the stack is full, and only its frames tell which files they are.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    paths = Counter(
+        f.f_locals.get("path") for f in frames if f.f_code.co_name == "_create_defaults_tree_impl"
+    )
+    files = sorted(f"{path}.yaml" for path, count in paths.items() if path and count > 1)
+    if not files or not isinstance(error, RecursionError):
+        return None
+    whom = "itself" if len(files) == 1 else "each other"
+    return (
+        f"the defaults of {' and '.join(files)} include {whom}; a file of your own that extends "
+        f"another needs another name"
+    )
 
 
 def _in_file(error: BaseException) -> str | None:

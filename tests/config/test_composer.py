@@ -74,6 +74,21 @@ def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file,
     assert str(caught.value).startswith(words)
 
 
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"mine": "defaults: [base, mine, _self_]\n"}, "mine.yaml include itself"),
+        ({"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"},
+         "mine.yaml and more.yaml include each other"),
+        ({"mine": "defaults: [base, override cluster: slurm, _self_]\n",
+          "cluster__slurm": "defaults: [slurm]\n"}, "cluster/slurm.yaml include itself"),
+    ],
+)  # fmt: skip
+def test_files_that_include_each_other_are_named(tmp_path, files, words):
+    with pytest.raises(ConfigError, match=re.escape(f"the defaults of {words}")):
+        compose([], folder(tmp_path, **files), "mine")
+
+
 @pytest.mark.parametrize("overrides", [[], ["job=digits"], ["cluster.nodes=3"]])
 def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
     conf = folder(tmp_path, mine="train: {updates: 3}\n")
