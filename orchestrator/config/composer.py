@@ -159,6 +159,7 @@ class Composer:
         self.line = line
         self.params: list[str] = []  # what the configuration itself sweeps over
         self.searches = False  # whether trials are drawn by the results of earlier ones
+        self.run_dir: str | None = None  # as stated for all points of a sweep, with interpolations
         self.loader = Loader(line.config_dir)
         self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `_point`
         register_resolver("sweep_name", lambda: self._sweep_name)
@@ -192,6 +193,8 @@ class Composer:
             if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
             self.searches = OmegaConf.select(found, "sweep.search") not in (None, "none")
+            stated_run: Any = OmegaConf.to_container(found.run, resolve=False)
+            self.run_dir = stated_run["dir"]
             if self.searches and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}

@@ -139,8 +139,15 @@ def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
     line = ("experiment=time_and_memory", f"run.dir={tmp_path / 'mine'}")
     assert [p.config.run.dir for p in points(*line)] == [str(tmp_path / "mine" / n) for n in "012"]
-    apart = points("-m", "run.dir=a,b", "hydra.sweep.dir=c")
-    assert [p.config.run.dir for p in apart] == ["a", "b"]
+    here = Path.cwd()
+    for line, folders in (
+        (["run.dir=a,b", "hydra.sweep.dir=c"], [here / "a", here / "b"]),
+        (["run.dir=a/b/../c", "train.seed=1,2"], [here / "a" / "c" / "0", here / "a" / "c" / "1"]),
+        (["run.dir=~/s", "train.seed=1"], [Path.home() / "s" / "0"]),
+        (["run.dir='~/s${train.seed}'", "train.seed=1"], [Path.home() / "s1"]),
+        (["hydra.sweep.dir=~/s", "train.seed=1"], [Path.home() / "s" / "0"]),
+    ):
+        assert [p.folder for p in points("-m", *line)] == folders, line
     folders = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=x${hydra:job.num}")
     named = points("-m", "train.seed=1,2", *folders)
     assert [p.config.run.dir for p in named] == [str(tmp_path / "x0"), str(tmp_path / "x1")]
