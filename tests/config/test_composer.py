@@ -203,6 +203,17 @@ def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words
         run_app([*line, "--config-dir", conf])
 
 
+def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
+    found = points("-m", TINY, "job.width=3,4", "train.updates=${job.width}")
+    assert [p.config.train.updates for p in found] == [3, 4]
+
+
+def test_help_is_printed_whatever_else_is_typed(capsys):
+    for typed in (["-m", "accumulation.steps=1,2"], ["job=nope"], ["accumulation.stpes=1"]):
+        assert run_app([*typed, "--help"]) == 0
+        assert "optimizer: adam, adamw" in capsys.readouterr().out
+
+
 def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
     text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
     line = ("-m", TINY, "train.seed=3,4", "-cd", folder(tmp_path, mine=text), "-cn", "mine")

@@ -59,12 +59,19 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
     assert "same place" not in done.stdout
 
 
-@pytest.mark.parametrize("override", ["job.x=${run.name}/x", "cluster.account=${run.dir}-x"])
+@pytest.mark.parametrize(
+    "override",
+    [
+        "job.x=${run.name}/x",
+        "cluster.account=${run.dir}-x",
+        "cluster.preamble=['cd ${run.name}/x']",
+        "job.more={x: [a, '${run.name}/x']}",
+    ],
+)
 def test_a_null_within_a_text_is_refused(override):
-    key, _, value = override.partition("=")
     with pytest.raises(ConfigError, match=r"run\.(name|dir) is null") as caught:
         Composer(read_command_line([f"++{override}"])).compose()
-    assert f"{key}={value}" in str(caught.value)
+    assert str(caught.value).startswith(override.partition("=")[0])
 
 
 def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
