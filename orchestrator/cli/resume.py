@@ -9,7 +9,7 @@ import shutil
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -296,7 +296,10 @@ def resumption(
     made: list[Change] = []
     warning: str | None = None
     if overrides or to is not None:
-        config = to or _with_overrides(asdict(config), overrides, config_dir)
+        if to is None:
+            config = _with_overrides(asdict(config), overrides, config_dir)
+        else:  # whose path of the folder is that of now: it may have moved, or a link leads there
+            config = replace(to, run=replace(to.run, dir=config.run.dir))
         made = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
         refuse_other_numbers(made, str(run.path), done, program=program)

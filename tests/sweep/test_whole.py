@@ -28,7 +28,8 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     (sweep / "1" / "result.json").unlink()  # as if its launcher had been killed at the end
     for saved in (sweep / "1" / "checkpoints").iterdir():
         shutil.rmtree(saved)
-    gone_on = verb("resume", sweep, code=0)
+    sweep = sweep.rename(tmp_path / "moved")
+    gone_on = verb("resume", "../moved", cwd=tmp_path / "moved", code=0)
     assert "done (finished)" in gone_on.stdout
     assert "to go on (lost)" in gone_on.stdout
     assert [result(sweep / n)["updates"] for n in "01"] == [2, 2]
