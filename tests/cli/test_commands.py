@@ -55,7 +55,9 @@ def here(tmp_path, monkeypatch):
     [
         ("audit train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
         ("plan cluster.nodes=1 train.py --lr=3", "plan cluster.nodes=1 -- train.py --lr=3"),
-        ("audit --step 3", "audit has no option '--step'; python -m orchestrator audit --help"),
+        ("audit --step 3", "audit has no option '--step'; did you mean '--steps'?"),
+        ("plan --confg-dir=x", "plan has no option '--confg-dir'; did you mean '--config-dir'?"),
+        ("plan --step 3", "plan has no option '--step'; python -m orchestrator plan --help"),
     ],
 )
 def test_options_of_a_program_need_its_dashes(here, line, answer):
