@@ -36,6 +36,9 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     with locked(RunDir(sweep / "1")):
         (sweep / "1" / "result.json").rename(tmp_path / "kept")
         assert "1 point queued or running" in verb("resume", sweep, code=0).stdout
+        refused = verb("resume", sweep, "run.max_restarts=1", code=2)
+        assert "point 1 of" in refused.stderr
+        assert "cannot take run.max_restarts=1 while in progress; to stop first" in refused.stderr
     (tmp_path / "kept").rename(sweep / "1" / "result.json")
     verb("resume", sweep, "train.updates=3", code=0)
     assert [result(sweep / n)["updates"] for n in "01"] == [3, 3]
@@ -43,6 +46,17 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     assert [run["command"].split()[-1] for run in data_of(sweep)["runs"]] == ["train.updates=3"] * 2
     refused = verb("resume", sweep, "train.seed=7", code=2)
     assert "train.seed" in refused.stderr
+
+
+def test_a_sweep_goes_on_from_any_folder_also_where_its_job_cannot_be_imported(tmp_path):
+    (tmp_path / "own_light.py").write_text("from tests.light_job import Light as Own\n")
+    words = ("job._target_=own_light.Own", *ONE, "tracker=none", "train.updates=2", "run.dir=sweep")
+    call("-m", *words, "train.seed=1,2", cwd=tmp_path, code=0)
+    for point in "01":
+        (tmp_path / "sweep" / point / "result.json").unlink()
+    done = verb("resume", "../sweep", cwd=tmp_path / "sweep", code=0)
+    assert "2 of 2 points finished" in done.stdout
+    assert done.stderr == ""
 
 
 PROGRAM = "import sys\nprint('WORDS', *sys.argv[1:])\n"
