@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
 from orchestrator.cli.resume import submission_directory
+from orchestrator.cli.start import stated_folder
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
@@ -618,7 +619,7 @@ def resume_search(
     kept = [override for override in line["overrides"] if key_of(override) not in keys]
     resumed = CommandLine(
         overrides=(*kept, *overrides, f"run.dir={literally(str(folder))}"),
-        config_dir=config_dir or line["config_dir"],
+        config_dir=line["config_dir"] if config_dir is None else str(stated_folder(config_dir)),
         config_name=line["config_name"],
         multirun=True,
     )
