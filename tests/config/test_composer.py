@@ -183,6 +183,7 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
     ("line", "words"),
     [
         (["hydra/launcher=joblib"], "hydra/launcher means nothing here"),
+        (["--force"], "--force is for sweeps, so it needs -m"),
         (["-m", "hydra.sweeper.params.train.seed=1", "train.seed=1,2"], "hydra.sweeper.params"),
         (["-m", "experiment=theirs", "train.seed=1,2"], "try sweep.search=tpe"),
         (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
