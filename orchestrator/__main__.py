@@ -215,9 +215,14 @@ def status(
     from orchestrator.rundir.status import find_runs
 
     paths = [path.absolute() for path in runs or []]
-    search = RunDir(paths[0]).read_search() if len(paths) == 1 else None
+    search, damage = None, list[str]()
+    try:
+        search = RunDir(paths[0]).read_search() if len(paths) == 1 else None
+    except RunFolderError as error:  # its runs can be read all the same
+        damage.append(str(error))
     unbegun = search is not None and not find_runs(paths[0])
     found, sentences = statuses([] if unbegun else expand(paths))
+    sentences += damage
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")

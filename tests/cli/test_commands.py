@@ -85,6 +85,15 @@ def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
     assert failed["trials"][0]["state"] == "failed"
 
 
+def test_a_damaged_table_of_a_search_hides_none_of_its_runs(here, made):
+    run = made("found/0").path
+    RunDir(run.parent).search.write_text("{")
+    done = here.invoke(app, ["status", "found"])
+    assert done.exit_code == 0, done.output
+    assert "search.json is damaged" in done.stderr
+    assert "found/0" in done.stdout
+
+
 @pytest.mark.parametrize("words", [["status"], ["plan"], ["status", "nowhere"], ["doctor"]])
 def test_what_is_no_terminal_gets_no_colours(here, made, words):
     made("runs/one")
