@@ -157,6 +157,10 @@ def _in_file(error: BaseException) -> str | None:
     if not (key and isinstance(cause, OmegaConfBaseException)):
         return None
     file, group = f"{found[1]}.yaml", found[1].partition("/")[0]
+    if isinstance(cause, ConfigKeyError) and key in GROUPS:
+        return (
+            f"{file} has to begin with the line # @package _global_; else its keys belong to {key}"
+        )
     if isinstance(cause, ConfigKeyError):  # a file of a group states keys without the group
         sentence = no_such_key(key).replace(f"'{group}.", "'", 1)
         return f"{file}: {sentence}"
@@ -174,7 +178,7 @@ def _reason(error: BaseException) -> str:
     if (override := getattr(error, "override", None)) is not None:
         first = re.sub(r"Error when parsing index: .*\n", "", first)  # from Hydra 1.4 on
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
-            first = "a quote or a bracket is not closed"
+            first = "a quote or a bracket is not closed, or a letter needs quotes"
         return (
             f"the command line cannot be read at {override.removeprefix('++')}: {first}; text with "
             f"other letters than a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""

@@ -63,14 +63,17 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
          "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
         ("cluster__site", "defaults: [slurm]\nranks_per_node: many\n",
          "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
+        ("experiment__more", "train: {updates: 3}\n",
+         "experiment/more.yaml has to begin with the line # @package _global_;"),
         ("mine", "defaults: [base, _self_]\ntrain: {updats: 3}\n",
          "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file, text, words):
     conf = folder(tmp_path, **{"mine": "defaults: [base, _self_]\n", file: text})
+    group, _, name = file.partition("__")
     with pytest.raises(ConfigError) as caught:
-        compose(["cluster=site"] if "cluster" in file else [], conf, "mine")
+        compose([f"{group}={name}"] if name else [], conf, "mine")
     assert str(caught.value).startswith(words)
 
 
