@@ -101,6 +101,11 @@ TAKES_PROGRAM: dict[str, Any] = {"context_settings": {"ignore_unknown_options": 
 FROM_HYDRA = TAKES_PROGRAM | {"add_help_option": False}  # verbs whose help and options are Hydra's
 
 
+def _options_of(context: typer.Context) -> list[str]:
+    """Return the options of the verb that was typed, as they are typed."""
+    return [text for given in context.command.params for text in given.opts if text[0] == "-"]
+
+
 @verb("launch -m accumulation.steps=1,2,4", **FROM_HYDRA)
 def launch(
     arguments: Annotated[list[str] | None, typer.Argument(help="KEY=VALUE, -m, …")] = None,
@@ -121,6 +126,7 @@ def run(
 
 @verb("plan cluster.nodes=3 accumulation.global_batch=1000", **TAKES_PROGRAM)
 def plan(
+    context: typer.Context,
     overrides: AsForLaunch = None,
     config_dir: ConfigDir = None,
     config_name: ConfigName = "config",
@@ -138,7 +144,7 @@ def plan(
     given = tuple(overrides or ())
     if _program:
         given += program_overrides(_program[1:], before=given)
-    check_overrides(given, verb="plan")
+    check_overrides(given, verb="plan", options=_options_of(context))
     line = CommandLine(
         overrides=given, config_dir=config_dir, config_name=config_name, multirun=multirun
     )
@@ -209,9 +215,14 @@ def status(
     from orchestrator.rundir.status import find_runs
 
     paths = [path.absolute() for path in runs or []]
-    search = RunDir(paths[0]).read_search() if len(paths) == 1 else None
+    search, damage = None, list[str]()
+    try:
+        search = RunDir(paths[0]).read_search() if len(paths) == 1 else None
+    except RunFolderError as error:  # its runs can be read all the same
+        damage.append(str(error))
     unbegun = search is not None and not find_runs(paths[0])
     found, sentences = statuses([] if unbegun else expand(paths))
+    sentences += damage
     console = Console()
     for sentence in sentences:
         say(Console(stderr=True), f"warning: {sentence}", "yellow")
@@ -529,6 +540,7 @@ def rehearse(
 
 @verb("audit cluster.ranks_per_node=2 -- train.py --accumulation 4", **TAKES_PROGRAM)
 def audit(
+    context: typer.Context,
     overrides: Annotated[
         list[str] | None, typer.Argument(metavar="[KEY=VALUE]... -- SCRIPT [ARGUMENT]...")
     ] = None,
@@ -554,7 +566,7 @@ def audit(
     from orchestrator.cli.follow import OutputOptions
     from orchestrator.config.command_line import check_overrides
 
-    check_overrides(overrides or (), verb="audit")
+    check_overrides(overrides or (), verb="audit", options=_options_of(context))
     console = Console()
     output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
     found, code = auditing.audit(

@@ -52,9 +52,10 @@ def run_app(arguments: Sequence[str]) -> int:
         from orchestrator.sweep.sweep import run_sweep
 
         return run_sweep(composer, output)
-    if line.changed:
-        raise ConfigError("--changed is for sweeps, so it needs -m; a new run has no old results")
     config = found.config()
+    if line.changed or config.sweep.force:
+        flag = "--changed" if line.changed else "--force"
+        raise ConfigError(f"{flag} is for sweeps, so it needs -m; a new run has no old results")
     from orchestrator.cli.start import prepared_run
 
     with prepared_run(config, output, overrides=found.overrides, flags=found.flags) as ready:

@@ -116,6 +116,10 @@ def audit(
     """
     if updates is not None and updates < 1:
         raise ConfigError(f"--updates {updates}: at least 1 is needed")
+    try:
+        words = shlex.split(steps or "")
+    except ValueError:
+        raise ConfigError(f"--steps {steps}: a quote in it is not closed") from None
     if steps is not None and "{steps}" not in steps:
         raise ConfigError(
             f"--steps {steps}: it needs {{steps}}, as in "
@@ -124,7 +128,7 @@ def audit(
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # an audit is for CPUs, and its ranks would share a GPU
     done: list[Audit] = []
     for number in STEPS if steps else (None,):
-        added = [] if steps is None else shlex.split(steps.replace("{steps}", str(number)))
+        added = [word.replace("{steps}", str(number)) for word in words]
         with tempfile.TemporaryDirectory(prefix="audit-", ignore_cleanup_errors=True) as folder:
             made, code = _run(
                 overrides, program, added, updates, Path(folder), output, fake=fake_cuda

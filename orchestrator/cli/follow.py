@@ -68,7 +68,7 @@ class OutputOptions:
 
 class Interrupts:
     """Counts SIGINT and SIGTERM while it is entered, also more than once; restores the old handlers
-    after.
+    after. A terminal that closes counts once, though SIGHUP may come twice; under nohup not at all.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,10 @@ class Interrupts:
 
     def __enter__(self) -> Self:
         if not self._entered:
-            for number in (signal.SIGINT, signal.SIGTERM):
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:
+                numbers.append(signal.SIGHUP)
+            for number in numbers:
                 self._old[number] = signal.signal(number, self._handle)
         self._entered += 1
         return self
@@ -89,8 +92,8 @@ class Interrupts:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
-    def _handle(self, *_: object) -> None:
-        self.count += 1
+    def _handle(self, number: int, _: object) -> None:
+        self.count = max(1, self.count) if number == signal.SIGHUP else self.count + 1
 
 
 interrupts = Interrupts()  # signals are the whole process's

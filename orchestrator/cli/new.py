@@ -6,6 +6,7 @@ import importlib.util
 import keyword
 import re
 import shutil
+import sys
 import tempfile
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def write_project(folder: Path) -> Path:
         raise UsageError(f"{name} cannot be the name of a Python package; try {near}")
     if name in ("conf", "tests"):
         raise UsageError(f"{name} is the name of another folder of the project; try my_{name}")
-    if importlib.util.find_spec(name) is not None:
+    if name in sys.modules or importlib.util.find_spec(name) is not None:
         raise UsageError(f"{name} is an installed package already; try my_{name}")
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{name}-") as draft:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import sys
 import time
 from collections.abc import Generator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, to_hydra
-from orchestrator.config.composer import Composer
+from orchestrator.config.composer import Composer, resolve
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
@@ -295,7 +296,10 @@ def resumption(
     made: list[Change] = []
     warning: str | None = None
     if overrides or to is not None:
-        config = to or _with_overrides(asdict(config), overrides, config_dir)
+        if to is None:
+            config = _with_overrides(asdict(config), overrides, config_dir)
+        else:  # whose path of the folder is that of now: it may have moved, or a link leads there
+            config = replace(to, run=replace(to.run, dir=config.run.dir))
         made = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
         refuse_other_numbers(made, str(run.path), done, program=program)
@@ -354,20 +358,25 @@ def _with_overrides(
                     f"resume cannot take {text}: it changes what is computed; it takes other "
                     f"values of single keys, and {' or '.join(f'{name}=…' for name in GROUPS)}"
                 )
-            line = CommandLine(overrides=(f"{key}={value}",), config_dir=config_dir)
-            chosen, before = Composer(line).compose().values, values[key]
+            placed = _placement(old, overrides) if key == "cluster" else []
+            line = CommandLine(overrides=(f"{key}={value}", *placed), config_dir=config_dir)
+            chosen = Composer(line).compose().values
             values[key] = chosen[key]
-            if key == "cluster":
-                for name in PLACES:
-                    values.cluster[name] = before[name]
-                if "transport" not in stated and chosen["transport"] != "auto":
-                    values.transport = chosen["transport"]
+            if key == "cluster" and "transport" not in stated and chosen["transport"] != "auto":
+                values.transport = chosen["transport"]
         if "train.epochs" in stated and "train.updates" not in stated:
             values.train.updates = None  # it would win, and what was typed would mean nothing
-        plain: Any = OmegaConf.to_container(values, resolve=True)
+        plain = resolve(values)
     if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
     return read_config(plain)
+
+
+def _placement(old: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
+    """Return the ranks of the run, or those asked for, to which a cluster's file may refer."""
+    of_run = {f"cluster.{name}": old["cluster"][name] for name in PLACES}
+    kept = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in of_run.items()]
+    return [*kept, *(text for text in overrides if key_of(text) in of_run)]
 
 
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:

@@ -53,10 +53,15 @@ from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
 
 
+def stated_folder(text: str) -> Path:
+    """Return the folder that a path means. Raises `ConfigError` for an unknown `~user`."""
+    return Path(os.path.abspath(expand_user(text)))  # noqa: PTH100  # keeps links
+
+
 def new_folder(config: Config) -> Path:
     """Return the folder of a new run: `run.dir`, or one below `runs/`."""
     if config.run.dir:
-        return Path(os.path.abspath(expand_user(config.run.dir)))  # noqa: PTH100  # keeps links
+        return stated_folder(config.run.dir)
     name = config.run.name or short_name(config.job)
     safe = "".join(c if c.isalnum() or c in "-_." else "_" for c in name)
     stamp = datetime.now().astimezone().strftime("%Y-%m-%d_%H-%M-%S")

@@ -5,14 +5,14 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
-from orchestrator.errors import ConfigError, did_you_mean, expand_user
+from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest
 
 PRIMARY = "config"
 """The primary configuration's name, unless `--config-name` says another."""
@@ -119,7 +119,11 @@ LENGTHS = ("train.updates", "train.epochs")
 
 
 def check_overrides(
-    overrides: Sequence[str], *, verb: str = "run", line: Sequence[str] | None = None
+    overrides: Sequence[str],
+    *,
+    verb: str = "run",
+    line: Sequence[str] | None = None,
+    options: Collection[str] = (),
 ) -> None:
     """Raise `ConfigError` for what cannot be an override: KEY=VALUE, +KEY=VALUE, ++…, or ~KEY.
 
@@ -128,16 +132,20 @@ def check_overrides(
     Args:
         verb, line: what was typed, for the advice on a program without `--`: the verb, and all
             arguments where they are more than the overrides.
+        options: of the verb.
     """
     lengths: dict[str, str] = {}
     for override in overrides:
         if (key := key_of(override)) in LENGTHS:
             lengths[key] = override
         if override.startswith("-") and override != "-":
-            raise ConfigError(
-                f"{verb} has no option '{override.partition('=')[0]}'; python -m orchestrator "
-                f"{verb} --help lists those that it has"
+            flag = override.partition("=")[0]
+            meant = (
+                did_you_mean(flag, options)
+                if nearest(flag, options)
+                else (f"; python -m orchestrator {verb} --help lists those that it has")
             )
+            raise ConfigError(f"{verb} has no option '{flag}'{meant}")
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import re
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -34,7 +34,7 @@ class Composed:
     """A composed configuration as plain values, not yet checked.
 
     Attributes:
-        values: every interpolation resolved.
+        values: every interpolation resolved; none of a sweep by -m, whose points have their own.
         overrides: that it was composed with, as typed.
         flags: that choose the configuration's files, for the same line in this folder.
         sweeps: whether a sweep is asked for, by -m or by the configuration itself.
@@ -81,16 +81,36 @@ def _resolve_section(found: DictConfig, key: Any) -> Any:
     return {**map_texts(values, _expand_home), **kept}
 
 
+def _texts(value: Any) -> Iterator[str]:
+    """Yield the texts in nested dicts and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, Mapping | list):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
+
+
 def refuse_null_in_text(found: DictConfig, values: Mapping[str, Any]) -> None:
     """Raise `ConfigError` for a text such as `${run.name}/log` whose `run.name` is null."""
-    suspects = [key for key, value in flat(values) if isinstance(value, str) and "None" in value]
+    suspects = [key for key, value in flat(values) if any("None" in t for t in _texts(value))]
     raw: Any = OmegaConf.to_container(found, resolve=False) if suspects else {}
     typed = dict(flat(raw))
     for key in suspects:
         text = str(typed.get(key))
-        for name in re.findall(r"\$\{([A-Za-z_][\w.]*)\}", text):
+        for name in re.findall(r"(?<!\\)\$\{([A-Za-z_][\w.]*)\}", text):
             if OmegaConf.select(found, name) is None:
                 raise ConfigError(f"{key}={text}: {name} is null; set it, or leave {key} out")
+
+
+def resolve(found: DictConfig) -> dict[str, Any]:
+    """Return a composition as plain values, without `hydra`.
+
+    Raises:
+        ConfigError: a text holds a null.
+    """
+    values = {str(key): _resolve_section(found, key) for key in found if key != "hydra"}
+    refuse_null_in_text(found, values)
+    return values
 
 
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
@@ -159,6 +179,7 @@ class Composer:
         self.line = line
         self.params: list[str] = []  # what the configuration itself sweeps over
         self.searches = False  # whether trials are drawn by the results of earlier ones
+        self.run_dir: str | None = None  # as stated for all points of a sweep, with interpolations
         self.loader = Loader(line.config_dir)
         self._shared: dict[tuple[str | None, ...], DictConfig] = {}  # see `_point`
         register_resolver("sweep_name", lambda: self._sweep_name)
@@ -192,12 +213,16 @@ class Composer:
             if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")
             self.searches = OmegaConf.select(found, "sweep.search") not in (None, "none")
+            stated_run: Any = OmegaConf.to_container(found.run, resolve=False)
+            self.run_dir = stated_run["dir"]
             if self.searches and not sweeps and not self.line.cfg:
                 raise ConfigError("sweep.search chooses the points of a sweep, so it needs -m")
             params = found.hydra.sweeper.get("params") or {}
             self.params = [to_hydra(f"{key}={value}") for key, value in params.items()]
             HydraConfig.instance().set_config(found)  # for ${hydra:…}
-            return self._composed(found, self.line.overrides, sweeps=sweeps)
+            # With -m only points run, and values may refer to swept ones, which are not set here.
+            values = {} if self.line.multirun else resolve(found)
+            return self._composed(found, self.line.overrides, values, sweeps=sweeps)
 
     @property
     def overrides(self) -> list[str]:
@@ -207,8 +232,10 @@ class Composer:
 
     @property
     def stated(self) -> list[str]:
-        """Return all statements of a sweep: the configuration's own, and the line's."""
-        return [*self.params, *self.overrides]
+        """Return all statements of a sweep: the configuration's own, and the line's, which win."""
+        typed = {key_of(override): override for override in self.overrides}
+        own = [typed.get(key_of(param), param) for param in self.params]
+        return [*own, *(override for override in self.overrides if override not in own)]
 
     def combinations(self) -> list[list[str]]:
         """Return the overrides of each point: all combinations of the swept values.
@@ -245,7 +272,7 @@ class Composer:
                 HydraConfig.instance().set_config(found)  # a copy, for ${hydra:…}
                 if len(self._shared) < MAX_SHARED and _is_shareable(found, parsed):
                     self._shared[kind] = found
-            return self._composed(found, overrides)
+            return self._composed(found, overrides, resolve(found))
 
     def load(self, overrides: Sequence[str], mode: RunMode) -> DictConfig:
         """Compose; where no job or no optimizer is stated, choose the shipped default.
@@ -293,12 +320,13 @@ class Composer:
         return chosen
 
     def _composed(
-        self, found: DictConfig, overrides: Sequence[str], *, sweeps: bool = False
+        self,
+        found: DictConfig,
+        overrides: Sequence[str],
+        values: dict[str, Any],
+        *,
+        sweeps: bool = False,
     ) -> Composed:
-        values: dict[str, Any] = {
-            str(key): _resolve_section(found, key) for key in found if key != "hydra"
-        }
-        refuse_null_in_text(found, values)
         sweep = found.hydra.sweep
         return Composed(
             values=values,
@@ -321,8 +349,9 @@ def compose(
 
 
 def print_help(composer: Composer) -> None:
-    """Print how to start a run, and the choices of each group."""
-    found = composer.load(composer.overrides, RunMode.RUN)
+    """Print how to start a run, and the choices of each group, whatever else is typed."""
+    with config_errors():
+        found = composer.load([], RunMode.RUN)
     sys.stdout.write(f"{found.hydra.help.header}\n\nChoices (as in job=digits):\n")
     for group in sorted(composer.loader.list_groups("")):
         if group != "hydra":

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
+import traceback
+from collections import Counter
 from collections.abc import Generator
 
 from hydra.errors import ConfigCompositionException
@@ -30,7 +32,8 @@ def config_errors() -> Generator[None]:
         if isinstance(error, MarkedYAMLError) and (mark := error.problem_mark) is not None:
             sentence = f"{mark.name}, line {mark.line + 1}: {error.problem}"
         else:
-            sentence = _in_file(error) or _known(str(error)) or _reason(error)
+            found = _cycle(error) or _in_file(error) or _known(str(error))
+            sentence = found or _reason(error)
         raise ConfigError(sentence) from error
 
 
@@ -123,6 +126,25 @@ def _known(text: str) -> str | None:
     return None
 
 
+def _cycle(error: BaseException) -> str | None:
+    """Return a sentence about files whose defaults include each other, if that is the error.
+
+    Hydra follows them until the stack is full, and only its frames tell which files they are.
+    """
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    paths = Counter(
+        f.f_locals.get("path") for f in frames if f.f_code.co_name == "_create_defaults_tree_impl"
+    )
+    files = sorted(f"{path}.yaml" for path, count in paths.items() if path and count > 1)
+    if not files or not isinstance(error, RecursionError):
+        return None
+    whom = "itself" if len(files) == 1 else "each other"
+    return (
+        f"the defaults of {' and '.join(files)} include {whom}; a file of your own that extends "
+        f"another needs another name"
+    )
+
+
 def _in_file(error: BaseException) -> str | None:
     """Return a sentence about a wrong key or value in a configuration file, if that is the error.
 
@@ -135,6 +157,10 @@ def _in_file(error: BaseException) -> str | None:
     if not (key and isinstance(cause, OmegaConfBaseException)):
         return None
     file, group = f"{found[1]}.yaml", found[1].partition("/")[0]
+    if isinstance(cause, ConfigKeyError) and key in GROUPS:
+        return (
+            f"{file} has to begin with the line # @package _global_; else its keys belong to {key}"
+        )
     if isinstance(cause, ConfigKeyError):  # a file of a group states keys without the group
         sentence = no_such_key(key).replace(f"'{group}.", "'", 1)
         return f"{file}: {sentence}"
@@ -152,7 +178,7 @@ def _reason(error: BaseException) -> str:
     if (override := getattr(error, "override", None)) is not None:
         first = re.sub(r"Error when parsing index: .*\n", "", first)  # from Hydra 1.4 on
         if first.startswith("LexerNoViableAlt"):  # ANTLR's name for it, and the whole text again
-            first = "a quote or a bracket is not closed"
+            first = "a quote or a bracket is not closed, or a letter needs quotes"
         return (
             f"the command line cannot be read at {override.removeprefix('++')}: {first}; text with "
             f"other letters than a-z, 0-9 and ./_- is put in quotes, as in KEY=\"'VALUE'\""

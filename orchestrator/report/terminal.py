@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import codecs
 import contextlib
+import errno
+import io
 import json
 import os
 import re
@@ -19,7 +21,7 @@ import sys
 import traceback
 from collections.abc import Collection, Generator, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from rich import box
 from rich.console import Console
@@ -42,15 +44,40 @@ LONGEST_LINE = 1 << 16
 _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
 
+class _Terminal(io.FileIO):
+    """A terminal, to which writing never fails: it leads nowhere once it was closed."""
+
+    def write(self, data: Any) -> int:
+        try:
+            return super().write(data) or 0
+        except OSError as error:
+            if error.errno != errno.EIO:
+                raise
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            return len(memoryview(data).cast("B"))
+
+
+def _stream(stream: TextIO | None) -> TextIO:
+    """Return a standard stream as it is, or as it has to be to survive its terminal."""
+    if stream is None:  # closed before the start (`>&-`)
+        return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    if not stream.isatty():
+        return stream
+    stream.flush()
+    return io.TextIOWrapper(
+        io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False)),
+        encoding=stream.encoding, errors=stream.errors, line_buffering=True,
+    )  # fmt: skip
+
+
 @contextlib.contextmanager
 def exit_on_broken_pipe() -> Generator[None]:
     """End silently when the reader of our output ends, as in `… --help | head -2`.
 
     What is still unwritten is written within, where it can fail, rather than at Python's exit.
-    Streams that were closed before the start (`>&-`) lead nowhere.
+    Streams that were closed before the start lead nowhere, and so does a terminal that closes.
     """
-    sys.stdout = sys.stdout or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    sys.stderr = sys.stderr or os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
+    sys.stdout, sys.stderr = _stream(sys.stdout), _stream(sys.stderr)
     try:
         try:
             yield

@@ -228,7 +228,8 @@ def _beats(run: RunDir) -> list[str]:
 def find_runs(below: Path) -> list[Path]:
     """Return all run folders below a folder, those of sweeps included, by name: 0, 1, …, 10.
 
-    A folder that may not be read counts as one: it may be another account's run.
+    A folder that may not be read counts as one: it may be another account's run. So does one that
+    lost its config.yaml, which is written before plan.json.
     """
     found: list[Path] = []
 
@@ -237,7 +238,7 @@ def find_runs(below: Path) -> list[Path]:
             found.append(Path(error.filename))
 
     for folder, folders, files in os.walk(below, onerror=refused):
-        if "config.yaml" in files and "attempts" in folders:
+        if "attempts" in folders and not {"config.yaml", "plan.json"}.isdisjoint(files):
             found.append(Path(folder))
             folders.clear()
         folders[:] = sorted(

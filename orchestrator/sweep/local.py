@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -19,6 +20,7 @@ from rich.console import Console
 from orchestrator.agent.local_nodes import import_ahead
 from orchestrator.agent.processes import fork, name_process
 from orchestrator.cli.follow import OutputOptions, interrupts, run_to_end
+from orchestrator.cli.resume import submission_directory
 from orchestrator.clusters.api import Share, cluster_of
 from orchestrator.clusters.machine import Machine, free_memory_bytes
 from orchestrator.config.rules import at_once
@@ -29,7 +31,7 @@ from orchestrator.report.terminal import say
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
-from orchestrator.sweep.tasks import PointTask, prepared_task
+from orchestrator.sweep.tasks import Action, PointTask, prepared_task
 from orchestrator.units import format_number, format_seconds, plural
 
 RANK_BYTES = 512 << 20
@@ -179,7 +181,9 @@ class LocalQueue:
             self._imported, config = True, task.point.config
             if not config.cluster.environment:  # which may concern the interpreter itself
                 request = cluster_of(config).request(task.run.path, 0)
-                import_ahead(config.job, request.environment)
+                begun = task.action is Action.RESUME  # perhaps in another folder than this command
+                with submission_directory(task.run) if begun else contextlib.nullcontext():
+                    import_ahead(config.job, request.environment)
         pipe, its_end = Pipe(duplex=False)
         sys.stdout.flush()
         sys.stderr.flush()

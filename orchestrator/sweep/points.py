@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path, PurePath
 
-from orchestrator.cli.start import prepare
+from orchestrator.cli.start import prepare, stated_folder
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
@@ -89,7 +89,8 @@ def check_points(composer: Composer) -> list[Point]:
             refuse_points({why: numbers}, 0, len(found))
     stated = Counter(point.config.run.dir for point in points)
     shared = set(points[0].overrides).intersection(*(point.overrides for point in points))
-    return [_settled(p, shared, apart=stated[p.config.run.dir] > 1) for p in points]
+    alone = {folder for folder, count in stated.items() if count == 1} - {composer.run_dir}
+    return [_settled(p, shared, apart=p.config.run.dir not in alone) for p in points]
 
 
 def trial_point(composer: Composer, number: int, overrides: Sequence[str]) -> Point:
@@ -105,11 +106,10 @@ def _settled(point: Point, shared: Collection[str], *, apart: bool) -> Point:
         shared: by all points; of these, those of where and how a point runs do not identify it.
         apart: other points have the same `run.dir`.
     """
-    folder = point.config.run.dir
-    if folder is None:
-        point.config.run.dir = str(point.own_folder.absolute())
-    elif apart:
-        point.config.run.dir = str(Path(folder).absolute() / str(point.number))
+    folder = stated_folder(point.config.run.dir or str(point.own_folder))
+    if point.config.run.dir and apart:
+        folder /= str(point.number)
+    point.config.run.dir = str(folder)
     given = point.overrides
     identity = sorted(o.lstrip("+") for o in given if identifies(o) or o not in shared)
     return replace(point, identity=tuple(identity))

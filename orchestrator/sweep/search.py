@@ -22,6 +22,7 @@ from optuna.trial import FrozenTrial, TrialState, create_trial
 
 from orchestrator.cli.follow import OutputOptions, interrupts
 from orchestrator.cli.resume import submission_directory
+from orchestrator.cli.start import stated_folder
 from orchestrator.cli.status import cancel, statuses
 from orchestrator.clusters.api import class_for, class_of
 from orchestrator.config.command_line import CommandLine, check_overrides, key_of, literally
@@ -44,7 +45,7 @@ from orchestrator.errors import (
 )
 from orchestrator.report.status_tables import describe_trial, print_search
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.files import PRIVATE_FILE, make_folder, write_json
+from orchestrator.rundir.files import PRIVATE_FILE, make_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail
 from orchestrator.rundir.outcome import describe_culprit
@@ -282,14 +283,14 @@ class Trial:
 
     Attributes:
         reported: the last update whose objective Optuna knows.
-        over: its state is final, but its run has not ended yet.
+        pruned: why it was asked to stop; a run that ends before it is has a value all the same.
     """
 
     number: int
     task: PointTask
     metrics: Tail
     reported: int = -1
-    over: bool = False
+    pruned: str = ""
 
 
 class Searcher:
@@ -362,13 +363,16 @@ class Searcher:
         self._newest = task
         reported = max(self._trials()[number].intermediate_values, default=-1)
         trial = Trial(number=number, task=task, metrics=Tail(task.run.metrics), reported=reported)
+        trial.pruned = (read_json(task.run.pruned) or {}).get("why", "")
         if task.action is Action.IN_PROGRESS:
-            if task.run.cancel.exists():
+            if task.run.cancel.exists() and not trial.pruned:
                 raise RunFolderError(
                     f"{task.run.path} is being stopped; type the same again once it has ended"
                 )
             self._running[task.run.path] = trial
             self._runs.follow(task)
+        elif trial.pruned and task.action is not Action.NOTHING:
+            self._tell(number, TrialState.PRUNED, trial.pruned)
         elif task.action is Action.NOTHING or task.state == "failed":
             self._evaluate(trial)
         else:
@@ -429,16 +433,16 @@ class Searcher:
 
     def _prune(self) -> None:
         for trial in self._running.values():
-            if trial.over:
+            if trial.pruned:
                 continue
             for update in self._report(trial):
                 frozen = self._trials()[trial.number]
                 if self._pruner is not None and self._pruner.prune(self._study, frozen):
-                    why = f"worse after update {update + 1} than the median of those before it"
-                    trial.over = True
-                    write_json(trial.task.run.pruned, {"why": why})
+                    trial.pruned = (
+                        f"worse after update {update + 1} than the median of those before it"
+                    )
+                    write_json(trial.task.run.pruned, {"why": trial.pruned})
                     self._runs.stop(trial.task)
-                    self._tell(trial.number, TrialState.PRUNED, why)
                     break
 
     def _report(self, trial: Trial) -> Iterator[int]:
@@ -458,13 +462,12 @@ class Searcher:
 
     def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.task.run.path)
-        if trial.over:
-            return
         result = None if ended.refusal else trial.task.run.read_result()
         finished = result is not None and result["state"] == "finished"
-        if interrupts.count and not finished:
-            return  # the next start resumes it
-        self._evaluate(trial, ended.refusal)
+        if trial.pruned and not finished:
+            self._tell(trial.number, TrialState.PRUNED, trial.pruned)
+        elif finished or not interrupts.count:  # else the next start resumes it
+            self._evaluate(trial, ended.refusal)
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
@@ -616,7 +619,7 @@ def resume_search(
     kept = [override for override in line["overrides"] if key_of(override) not in keys]
     resumed = CommandLine(
         overrides=(*kept, *overrides, f"run.dir={literally(str(folder))}"),
-        config_dir=config_dir or line["config_dir"],
+        config_dir=line["config_dir"] if config_dir is None else str(stated_folder(config_dir)),
         config_name=line["config_name"],
         multirun=True,
     )

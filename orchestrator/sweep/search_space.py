@@ -151,8 +151,9 @@ def space_of(parsed: Sequence[Override]) -> Space:
             axes.append(_axis(override))
         except ConfigError as error:
             wrong.append(f"{override.input_line} {error}")
-    names = [axis.name for axis in axes]
-    wrong += [f"{name} is chosen twice" for name in dict.fromkeys(names) if names.count(name) > 1]
+    names = [override.get_key_element().lstrip("+") for override in parsed]
+    chosen = dict.fromkeys(axis.name for axis in axes)
+    wrong += [f"{n} is stated twice; leave one out" for n in chosen if names.count(n) > 1]
     if not swept:
         wrong.append(
             "a search has nothing to choose: write what may be chosen, as in "

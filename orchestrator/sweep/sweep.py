@@ -44,7 +44,7 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
-from orchestrator.units import plural
+from orchestrator.units import named_numbers, plural
 
 if TYPE_CHECKING:
     from orchestrator.sweep.local import PointResult
@@ -152,7 +152,8 @@ def resume_sweep(
 
     Raises:
         RunFolderError: a point cannot be read, or another command is at work in the sweep's folder.
-        ConfigError: a point cannot take the overrides. Nothing was started then.
+        ConfigError: a point cannot take the overrides. Nothing was started then. Points in progress
+            go on without them, with a warning.
     """
     if RunDir(folder).search.exists():
         require_optuna()
@@ -166,6 +167,12 @@ def resume_sweep(
             tasks = [_task_of_run(s, n, overrides, config_dir, inputs) for n, s in enumerate(found)]
         if inputs and not changed:
             refuse_changed(inputs)
+        if overrides and (busy := [t for t in tasks if t.action is Action.IN_PROGRESS]):
+            named = named_numbers("point", sorted(task.point.number for task in busy))
+            text = f"{named} of {folder} cannot take {' '.join(overrides)} while in progress"
+            if not any(task.action is Action.RESUME for task in tasks):
+                raise RunFolderError(f"{text}; to stop first: {command('cancel', folder)}")
+            say(output.console, f"warning: {text}", "yellow", prose=True)
         return _run_tasks(tasks, output)
 
 
@@ -193,11 +200,13 @@ def _task_of_run(
             inputs = [] if trained else changed_inputs(run, resumed)
         changed |= {str(run.path): inputs} if inputs else {}
     config = replace(config, run=replace(config.run, dir=str(run.path)))
+    with submission_directory(run):
+        plan = prepare(config, new=False)
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
         overrides=tuple(run.read_submission().get("overrides") or ()),
         config=config,
-        plan=prepare(config, new=False),
+        plan=plan,
     )
     return PointTask(
         point=point, action=action, state=status.state, notes={}, overrides=tuple(overrides)

@@ -222,8 +222,10 @@ def _task_of_point(
 
 def _is_half_written(run: RunDir) -> bool:
     """Return True if a start of ours left the folder incomplete, or if it is damaged since."""
-    if not (run.lock.exists() and run.attempts.is_dir()):
+    if not run.lock.exists():
         return False
+    if not run.attempts.is_dir():
+        return {*names_in(run.path)} <= {run.lock.name, run.logs.name, run.checkpoints.name}
     try:
         whole = run.config.exists() and bool(run.read_config()) and run.submission.exists()
         return not (whole and run.read_submission())

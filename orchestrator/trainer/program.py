@@ -6,6 +6,7 @@ Its agent has the rest: the port where the ranks meet, stops, checks for progres
 
 from __future__ import annotations
 
+import glob
 import logging
 import os
 import shlex
@@ -21,7 +22,7 @@ from orchestrator.agent.topology import OUTER_PATH_VARIABLE, OUTER_UMASK_VARIABL
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.job_source import script_of
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
-from orchestrator.config.reading import read_config, with_run_folder
+from orchestrator.config.reading import RUN_FOLDER, read_config, with_run_folder
 from orchestrator.engine.common.rendezvous import backoff
 from orchestrator.engine.common.waiting import for_others
 from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, StopRequested
@@ -154,8 +155,10 @@ def command_line(
     python = [sys.executable, "-u"]
     arguments = [with_run_folder(argument, str(run.path)) for argument in program.argv]
     if attempt:
-        more = [with_run_folder(argument, str(run.path)) for argument in program.resume_arguments]
-        arguments += with_newest_files(more)
+        # In a pattern, letters of the folder's name are no pattern.
+        pattern = f"{{newest:{RUN_FOLDER}", f"{{newest:{glob.escape(str(run.path))}"
+        more = [argument.replace(*pattern) for argument in program.resume_arguments]
+        arguments += with_newest_files([with_run_folder(word, str(run.path)) for word in more])
     if program.is_module:
         # Python would begin its path with the working folder, whose files may have been edited.
         own = ["-P"] if copies else []

@@ -138,6 +138,7 @@ def test_a_script_that_cannot_be_judged_gets_a_sentence(tmp_path, text, reason):
         ([], ["torchrun", "train.py"], {}, "give the script alone"),
         ([], ["none.py"], {}, "none.py is no file"),
         ([], [LOOP], {"steps": "--k=3"}, "it needs {steps}"),
+        ([], [LOOP], {"steps": "'--k={steps}"}, "a quote in it is not closed"),
         ([], [LOOP], {"updates": 0}, "at least 1"),
         (["+cluster=slurm"], [LOOP], {}, "an audit runs on simulated nodes"),
         (["job=digits_mindspore"], [], {}, "an audit observes PyTorch"),

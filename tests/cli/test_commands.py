@@ -55,7 +55,9 @@ def here(tmp_path, monkeypatch):
     [
         ("audit train.py --lr 3", "python -m orchestrator audit -- train.py --lr 3"),
         ("plan cluster.nodes=1 train.py --lr=3", "plan cluster.nodes=1 -- train.py --lr=3"),
-        ("audit --step 3", "audit has no option '--step'; python -m orchestrator audit --help"),
+        ("audit --step 3", "audit has no option '--step'; did you mean '--steps'?"),
+        ("plan --confg-dir=x", "plan has no option '--confg-dir'; did you mean '--config-dir'?"),
+        ("plan --step 3", "plan has no option '--step'; python -m orchestrator plan --help"),
     ],
 )
 def test_options_of_a_program_need_its_dashes(here, line, answer):
@@ -81,6 +83,15 @@ def test_a_search_whose_trials_could_not_begin_yet_has_a_status(here, tmp_path):
     assert (done.exit_code, "1 complete, 1 failed" in done.output) == (0, True), done.output
     [failed] = json.loads(here.invoke(app, ["status", ".", "--json"]).output)
     assert failed["trials"][0]["state"] == "failed"
+
+
+def test_a_damaged_table_of_a_search_hides_none_of_its_runs(here, made):
+    run = made("found/0").path
+    RunDir(run.parent).search.write_text("{")
+    done = here.invoke(app, ["status", "found"])
+    assert done.exit_code == 0, done.output
+    assert "search.json is damaged" in done.stderr
+    assert "found/0" in done.stdout
 
 
 @pytest.mark.parametrize("words", [["status"], ["plan"], ["status", "nowhere"], ["doctor"]])

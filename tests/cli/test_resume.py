@@ -176,6 +176,18 @@ def test_another_cluster_keeps_the_ranks_and_the_run_forgets_its_job(make_run):
     assert json.loads(run.submission.read_text())["cluster"] == "local"
 
 
+def test_what_refers_to_other_keys_has_their_values_in_this_run(make_run):
+    run = make_run("cluster.ranks_per_node=4", "+job.data_dir=/a/mnist")
+    for asked, gres in (([], "npu:4"), (["cluster.ranks_per_node=2"], "npu:2")):
+        there = resumption_of(run, ["cluster=slurm_ascend", *asked]).config.cluster
+        assert there.slurm_flags["gres"] == gres
+    for asked, meant in (("~/mnist", f"{Path.home()}/mnist"), ("./${run.dir}/x", "./{run.dir}/x")):
+        found = resumption_of(run, [f"job.data_dir='{asked}'"])
+        assert found.config.job["data_dir"] == meant
+    with pytest.raises(ConfigError, match=r"run\.name is null"):
+        resumption_of(run, ["tracker.options.x='${run.name}/x'"])
+
+
 def test_a_configuration_that_asks_for_fewer_updates_than_are_done_is_refused(make_run):
     run = make_run("train.updates=8", done=9)
     with pytest.raises(RunFolderError, match="it asks for 8 updates, but the newest checkpoint"):

@@ -13,12 +13,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from orchestrator.cli.follow import resolve_submissions
+from orchestrator.cli.follow import OutputOptions, resolve_submissions
 from orchestrator.cli.status import cancel_sweep, expand, read_log, statuses
 from orchestrator.clusters.api import State
 from orchestrator.config.reading import to_yaml
 from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError, RunFolderError
+from orchestrator.report.page_data import data_of
 from orchestrator.report.run_tables import print_closing
 from orchestrator.report.status_tables import print_run, print_status
 from orchestrator.rundir.files import write_json
@@ -26,6 +27,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import result_from_records
 from orchestrator.rundir.status import from_folder
+from orchestrator.sweep.sweep import resume_sweep
 
 NOBODY = 65534
 WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
@@ -250,6 +252,17 @@ def test_an_unreadable_slurm_conf_is_a_sentence(foreign_runs, monkeypatch):
     [status], sentences = statuses([run])
     assert status.state == "unknown"
     assert sentences == [f"cluster.slurm_conf={conf}: it cannot be read: Permission denied"]
+
+
+def test_a_point_that_lost_its_configuration_is_not_hidden(tmp_path):
+    runs = [make_run(tmp_path / "sweep" / name) for name in "01"]
+    runs[0].config.unlink()
+    found, _ = statuses(expand([tmp_path / "sweep"]))
+    assert [status.folder for status in found] == [run.path for run in runs]
+    assert (found[0].state, "no config.yaml" in found[0].reason) == ("damaged", True)
+    assert any("no config.yaml" in text for text in data_of(tmp_path / "sweep")["sentences"])
+    with pytest.raises(RunFolderError, match=r"nothing was started: .*no config\.yaml"):
+        resume_sweep(tmp_path / "sweep", runs, OutputOptions(console=Console()))
 
 
 def test_the_points_of_a_sweep_come_in_the_order_of_their_numbers(tmp_path):

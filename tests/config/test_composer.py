@@ -63,15 +63,33 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
          "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
         ("cluster__site", "defaults: [slurm]\nranks_per_node: many\n",
          "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
+        ("experiment__more", "train: {updates: 3}\n",
+         "experiment/more.yaml has to begin with the line # @package _global_;"),
         ("mine", "defaults: [base, _self_]\ntrain: {updats: 3}\n",
          "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
     ],
 )  # fmt: skip
 def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file, text, words):
     conf = folder(tmp_path, **{"mine": "defaults: [base, _self_]\n", file: text})
+    group, _, name = file.partition("__")
     with pytest.raises(ConfigError) as caught:
-        compose(["cluster=site"] if "cluster" in file else [], conf, "mine")
+        compose([f"{group}={name}"] if name else [], conf, "mine")
     assert str(caught.value).startswith(words)
+
+
+@pytest.mark.parametrize(
+    ("files", "words"),
+    [
+        ({"mine": "defaults: [base, mine, _self_]\n"}, "mine.yaml include itself"),
+        ({"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"},
+         "mine.yaml and more.yaml include each other"),
+        ({"mine": "defaults: [base, override cluster: slurm, _self_]\n",
+          "cluster__slurm": "defaults: [slurm]\n"}, "cluster/slurm.yaml include itself"),
+    ],
+)  # fmt: skip
+def test_files_that_include_each_other_are_named(tmp_path, files, words):
+    with pytest.raises(ConfigError, match=re.escape(f"the defaults of {words}")):
+        compose([], folder(tmp_path, **files), "mine")
 
 
 @pytest.mark.parametrize("overrides", [[], ["job=digits"], ["cluster.nodes=3"]])
@@ -124,8 +142,15 @@ def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
     line = ("experiment=time_and_memory", f"run.dir={tmp_path / 'mine'}")
     assert [p.config.run.dir for p in points(*line)] == [str(tmp_path / "mine" / n) for n in "012"]
-    apart = points("-m", "run.dir=a,b", "hydra.sweep.dir=c")
-    assert [p.config.run.dir for p in apart] == ["a", "b"]
+    here = Path.cwd()
+    for line, folders in (
+        (["run.dir=a,b", "hydra.sweep.dir=c"], [here / "a", here / "b"]),
+        (["run.dir=a/b/../c", "train.seed=1,2"], [here / "a" / "c" / "0", here / "a" / "c" / "1"]),
+        (["run.dir=~/s", "train.seed=1"], [Path.home() / "s" / "0"]),
+        (["run.dir='~/s${train.seed}'", "train.seed=1"], [Path.home() / "s1"]),
+        (["hydra.sweep.dir=~/s", "train.seed=1"], [Path.home() / "s" / "0"]),
+    ):
+        assert [p.folder for p in points("-m", *line)] == folders, line
     folders = (f"hydra.sweep.dir={tmp_path}", "hydra.sweep.subdir=x${hydra:job.num}")
     named = points("-m", "train.seed=1,2", *folders)
     assert [p.config.run.dir for p in named] == [str(tmp_path / "x0"), str(tmp_path / "x1")]
@@ -161,6 +186,7 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
     ("line", "words"),
     [
         (["hydra/launcher=joblib"], "hydra/launcher means nothing here"),
+        (["--force"], "--force is for sweeps, so it needs -m"),
         (["-m", "hydra.sweeper.params.train.seed=1", "train.seed=1,2"], "hydra.sweeper.params"),
         (["-m", "experiment=theirs", "train.seed=1,2"], "try sweep.search=tpe"),
         (["-m", "train.seed=range(0)"], "train.seed has no value to sweep over"),
@@ -179,6 +205,17 @@ def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words
     conf = folder(tmp_path, experiment__theirs=theirs)
     with pytest.raises(ConfigError, match=re.escape(words)):
         run_app([*line, "--config-dir", conf])
+
+
+def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
+    found = points("-m", TINY, "job.width=3,4", "train.updates=${job.width}")
+    assert [p.config.train.updates for p in found] == [3, 4]
+
+
+def test_help_is_printed_whatever_else_is_typed(capsys):
+    for typed in (["-m", "accumulation.steps=1,2"], ["job=nope"], ["accumulation.stpes=1"]):
+        assert run_app([*typed, "--help"]) == 0
+        assert "optimizer: adam, adamw" in capsys.readouterr().out
 
 
 def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):

@@ -384,9 +384,10 @@ if number < 2:
 """
 
 
-def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path, run):
+def test_a_program_gets_its_newest_file_from_the_second_attempt_on(tmp_path):
     script(tmp_path, SAVES)
-    line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir={run}", "run.max_restarts=3")
+    run = tmp_path / "run[1]"  # in a pattern, a bracket would mean its letters
+    line = ("cluster.nodes=1", "cluster.ranks_per_node=1", f"run.dir='{run}'", "run.max_restarts=3")
     newest = "job.resume_arguments=[--load,'{newest:{run.dir}/saved/*.pt}']"
     helpers.call(*line, newest, "--", "train.py", "{run.dir}/saved", cwd=tmp_path, code=0)
     given = [line for line in (run / "logs/rank-00000.log").read_text().splitlines()

@@ -1,12 +1,16 @@
 """status, logs and cancel of local runs, from another shell, whatever the logs hold."""
 
 import json
+import os
+import pty
 import re
 import signal
 import subprocess
 
+import pytest
+
 from orchestrator.rundir.outcome import Culprit, State, write_result
-from tests.helpers import LIGHT, begin, command, environment, result, until, verb
+from tests.helpers import LIGHT, SMALL, begin, command, environment, result, until, verb
 from tests.run_folders import make_run
 
 
@@ -57,6 +61,23 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
     again = verb("cancel", run, code=2)
     assert "nothing to cancel" in again.stderr
     assert "rank 0" not in verb("logs", run).stderr
+
+
+@pytest.mark.parametrize("before", [[], ["nohup"]])
+def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, before):
+    terminal, its_end = pty.openpty()
+    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=60", "job.pause_s=0.05")
+    process = subprocess.Popen(
+        ["setsid", "--ctty", *before, *command(*line)], env=environment(), stdin=its_end,
+        stdout=its_end, stderr=its_end, cwd=run.parent,
+    )  # fmt: skip
+    os.close(its_end)
+    until((run / "metrics.jsonl").exists, 60, "the first update")
+    process.send_signal(signal.SIGHUP)  # as the shell does, and then the kernel
+    os.close(terminal)
+    assert process.wait(60) == (0 if before else 3)
+    assert result(run)["state"] == ("finished" if before else "stopped")
+    assert before or list((run / "checkpoints").iterdir())
 
 
 def test_status_without_a_run_says_so(tmp_path):

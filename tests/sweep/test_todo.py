@@ -96,6 +96,12 @@ def write_result_again(run, state):
     write_result(run, state)
 
 
+def only_a_lock(run):
+    shutil.rmtree(run.path)
+    run.path.mkdir()
+    run.lock.touch()
+
+
 def ended_as(state):
     return lambda run: write_result_again(run, state)
 
@@ -104,6 +110,7 @@ HAPPENED = [  # event, action that follows, its reason, and whether the old fold
     (lambda _: None, Action.NOTHING, "finished", False),
     (lambda run: shutil.rmtree(run.path), Action.START, "new", False),
     (lambda run: run.submission.unlink(), Action.START, "half-written", True),
+    (only_a_lock, Action.START, "half-written", True),
     (lambda run: run.plan.write_text("{"), Action.START, "damaged", True),
     (of_another_version, Action.START, "torch (was 0.1)", True),
     (lambda run: run.result.unlink(), Action.RESUME, "lost", False),

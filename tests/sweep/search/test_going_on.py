@@ -3,6 +3,7 @@
 Trials end at once here, in real folders and a real journal; whole ones are in `test_whole.py`.
 """
 
+import json
 import shutil
 from pathlib import Path
 
@@ -199,6 +200,53 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
     found = run_to_end(search, trial_runs)["trials"]
     assert len([trial for trial in found if "no such figure" in (trial["why"] or "")]) == 2
     assert [trial["state"] for trial in found].count("complete") >= 2
+
+
+class Judged(AtOnce):
+    """Runs that are judged by their first update before they end. A stop comes too late for `late`;
+    the search is killed when it has asked for one of `killed`.
+    """
+
+    def __init__(self, late, killed=()):
+        super().__init__()
+        self.late, self.killed, self.looked = late, killed, False
+
+    def start(self, task):
+        loss = loss_of(task.point.config.job["arguments"]["lr"], 1)
+        started = super().start(task)
+        task.run.metrics.write_text(json.dumps({"update": 0, "loss": loss}) + "\n")
+        return started
+
+    def wait(self):
+        self.looked = not self.looked
+        if self.looked:
+            return []
+        [ended] = super().wait()
+        run = ended.task.run
+        if run.path in self.stopped and run.path.name not in self.late:
+            write_json(run.result, run.read_result() | {"state": "stopped"})
+        if run.path in self.stopped and run.path.name in self.killed:
+            raise Killed
+        return [ended]
+
+
+def test_a_trial_that_ends_before_it_can_be_pruned_has_its_value(tmp_path):
+    script = line_of(tmp_path / "found")[-2:]
+    line = (
+        "job.arguments.lr=0.3,0.31,0.32,0.33,0.34,5,6,7,8", "job.arguments.k=1", "cluster.nodes=1",
+        "cluster.ranks_per_node=1", "tracker=none", "sweep.search=grid", "sweep.prune=median",
+        f"run.dir={tmp_path}/found", *script,
+    )  # fmt: skip
+    for killed in ("7", "8"):
+        with pytest.raises(Killed):
+            run_to_end(search_of(*line), Judged(late=("5", "8"), killed=(killed,)))
+    runs = Judged(late=())
+    trials = run_to_end(search_of(*line), runs)["trials"]
+    states = ["complete"] * 5 + ["complete", "pruned", "pruned", "complete"]
+    assert [trial["state"] for trial in trials] == states
+    assert [trial["value"] for trial in trials][5::3] == [loss_of(5, 1), loss_of(8, 1)]
+    assert [trial["why"] is None for trial in trials] == [state == "complete" for state in states]
+    assert not runs.began
 
 
 def test_a_damaged_journal_and_a_folder_of_other_runs_are_refused(tmp_path):

@@ -8,6 +8,7 @@ from orchestrator.config.composer import Composer, compose
 from orchestrator.config.loader import Loader
 from orchestrator.config.schema import SweepConfig
 from orchestrator.errors import ConfigError
+from orchestrator.sweep.search import Search
 from orchestrator.sweep.search_space import space_of
 from orchestrator.sweep.sweep import require_optuna
 from tests.helpers import TINY
@@ -81,8 +82,26 @@ def test_what_cannot_be_drawn_is_refused_in_a_sentence(text, why):
 
 
 def test_a_key_is_chosen_once():
-    with pytest.raises(ConfigError, match="a is chosen twice"):
+    with pytest.raises(ConfigError, match="a is stated twice"):
         space("a=1,2", "+a=interval(1,2)")
+    with pytest.raises(ConfigError, match="a is stated twice"):
+        space("a=1,2", "a=7")
+
+
+def test_what_is_typed_wins_over_what_a_file_would_choose(tmp_path):
+    text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
+    (tmp_path / "mine.yaml").write_text(text)
+    for typed, axes in (("train.seed=7", []), ("train.seed=3,4", ["train.seed"])):
+        line = CommandLine(
+            overrides=(TINY, LR, typed, "sweep.search=random", "sweep.trials=2"),
+            config_dir=str(tmp_path), config_name="mine", multirun=True,
+        )  # fmt: skip
+        composer = Composer(line)
+        composer.compose()
+        found = Search(composer)
+        assert [axis.key for axis in found.space.axes] == [*axes, "schedule.base_lr"]
+        point = found.point(0, found.space.draw(found.sweep, []))
+        assert point.config.train.seed in (7, 3, 4)
 
 
 # ------------------------------------------------------------------ What a search cannot do

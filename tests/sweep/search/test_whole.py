@@ -82,5 +82,8 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     assert "median" in page["runs"][5]["why"]
     assert page["sentences"][0] == "6 of 6 trials: 5 complete, 1 pruned"
     assert page["sentences"][1].startswith("the best is trial 0: loss ")
-    verb("resume", folder, code=0)
+    (tmp_path / "own").mkdir()
+    verb("resume", folder, "--config-dir", "own", cwd=tmp_path, code=0)
     assert result(folder / "5")["updates"] == stopped["updates"], "it is not run again"
+    line = json.loads((folder / "search.json").read_text())["line"]
+    assert line["config_dir"] == str(tmp_path / "own"), "as it was meant where it was typed"
