@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from orchestrator import Accumulator, ConfigError, Loss, TorchGroup, run_in_threads
+from orchestrator import Accumulator, ConfigError, Loss, Shards, TorchGroup, run_in_threads
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
 from orchestrator.testing.processes import run_ranks
@@ -140,10 +140,13 @@ def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tm
         ({"seed": 1}, "seed is 1"),
         ({"ragged": "carry"}, "ragged is carry"),
         ({"updates": 2}, "3 updates are done, but updates=2"),
+        ({"shards": Shards((50, 3), 4)}, "lanes of shards is 4, but .* began with 2"),
+        ({"shards": None}, r"shards is None, but this training began with \[50, 3\]"),
     ],
 )
 def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other, named):
     begun = {"global_batch": 16, "micro_batch": 4, "updates": 3, "checkpoints": tmp_path}
+    begun["shards"] = Shards((50, 3), 2)
     Training(TorchGroup.alone(), **begun)
     with pytest.raises(ConfigError, match=named):
         Training(TorchGroup.alone(), **begun | other)
