@@ -89,6 +89,7 @@ class Windows:
     Attributes:
         plan: assignment of samples to ranks and micro-steps.
         first: the update to begin with; earlier ones came from a checkpoint.
+        saves: the loop keeps checkpoints.
         seed: of the order and of random numbers.
         running: the loop has not ended.
     """
@@ -103,13 +104,13 @@ class Windows:
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
-        self.running, self._begun = True, False
+        self.running, self._begun, self.saves = True, False, checkpoints is not None
         reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
 
         def is_stop_requested() -> bool:
-            return checkpoints is not None and run.is_stop_requested()
+            return (checkpoints is not None or bool(run)) and run.is_stop_requested()
 
         self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):

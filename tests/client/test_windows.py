@@ -11,6 +11,7 @@ from torch.nn.functional import cross_entropy
 from orchestrator import Accumulator, ConfigError, Loss, Shards, TorchGroup, run_in_threads
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
+from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
 
 SAMPLES = 53
@@ -151,6 +152,29 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     with pytest.raises(ConfigError, match=named):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
+    (tmp_path / "attempts" / "000").mkdir(parents=True)
+    run = Run({RUN: str(tmp_path)})
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    done = []
+    for window in run.windows(SAMPLES, ours, global_batch=20, micro_batch=20, updates=9, first=3):
+        for piece in window:
+            total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+            ours.backward(Loss(total, weight=len(piece)))
+        if window.update == 5:
+            run._stop._handle(15, None)
+        ours.boundary()
+        run.save_done(window.update)
+        done.append(window.update)
+    assert done == [3, 4, 5]
+    assert run.stopping
+    assert not (tmp_path / "checkpoints").exists()
+    run.flush()
+    assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
 
 
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
