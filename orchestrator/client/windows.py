@@ -387,7 +387,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         state = AccumulatorState(accumulators, decided, options.state)
         own = options.checkpoints
         folder = run.checkpoint_dir if own is None else Path(own)
-        if group.rank == 0:
+        if group.rank == 0 and own is not None:  # a run has had its own from its beginning
             folder.mkdir(parents=True, exist_ok=True)
 
         def note(updates: int) -> None:
