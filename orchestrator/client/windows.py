@@ -42,7 +42,7 @@ from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer
+from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -273,6 +273,7 @@ class AccumulatorState:
 
     Raises:
         ConfigError: an accumulator has parameters in the place of a module.
+        JobError: a state cannot be saved.
     """
 
     def __init__(
@@ -291,6 +292,8 @@ class AccumulatorState:
                 "with its parameters; or keep your own checkpoints, and say first="
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
+        for name, own in others.items():  # refused now rather than at the first checkpoint
+            pack(own.state_dict(), {}, f"state {name}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return gather_numbers(self._group, numbers)

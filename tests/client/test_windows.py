@@ -1,6 +1,7 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,7 +9,15 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from orchestrator import Accumulator, ConfigError, Loss, Shards, TorchGroup, run_in_threads
+from orchestrator import (
+    Accumulator,
+    ConfigError,
+    JobError,
+    Loss,
+    Shards,
+    TorchGroup,
+    run_in_threads,
+)
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
@@ -152,6 +161,14 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     with pytest.raises(ConfigError, match=named):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    odd = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=print)
+    with pytest.raises(JobError, match=r"the state at 'state odd\.seen' holds a set"):
+        Run({}).windows(SAMPLES, ours, global_batch=9, checkpoints=tmp_path, state={"odd": odd})
 
 
 def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
