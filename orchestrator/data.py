@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import sys
 from bisect import bisect_right
@@ -44,6 +45,11 @@ class ShardedDataset:
         self._ends = list(accumulate(self.shards.lengths))
         # by (shard, number of its next sample); the one that was used last comes last
         self._streams: OrderedDict[tuple[int, int], Iterator[Any]] = OrderedDict()
+        self._pid, self._of_parent = os.getpid(), self._streams
+
+    def __getstate__(self) -> dict[str, Any]:
+        streams = OrderedDict[tuple[int, int], Iterator[Any]]()  # open ones are of this process
+        return {**self.__dict__, "_streams": streams, "_of_parent": streams}
 
     def __len__(self) -> int:
         return self._ends[-1]
@@ -54,6 +60,8 @@ class ShardedDataset:
         Raises:
             DataError: a shard has fewer samples than was said.
         """
+        if self._pid != os.getpid():  # a fork, whose files have their positions with its parent
+            self._pid, self._of_parent, self._streams = os.getpid(), self._streams, OrderedDict()
         shard = bisect_right(self._ends, index)
         length = self.shards.lengths[shard]
         wanted = index - (self._ends[shard] - length)

@@ -183,9 +183,9 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
     for top in sorted(tops):
         for folder, folders, files in os.walk(root / top):
             folders[:] = sorted(f for f in folders if f != "__pycache__" and f[0] != ".")
-            yield from (
-                str((Path(folder) / f).relative_to(root)) for f in files if not f.endswith(".pyc")
-            )
+            names = [f for f in files if not f.endswith(".pyc")]
+            names += [f for f in folders if (Path(folder) / f).is_symlink()]
+            yield from (str((Path(folder) / name).relative_to(root)) for name in names)
 
 
 def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[str]]:

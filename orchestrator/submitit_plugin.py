@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import shlex
 import signal
 import socket
@@ -70,6 +71,24 @@ NOT_OURS = {
     "teardown": "the function itself",
 }
 """Parameters that are refused, and what takes their place."""
+
+
+UNITS = {"K": 2**-20, "M": 2**-10, "": 2**-10, "G": 1, "T": 2**10}
+"""Units of sbatch's --mem, in GiB."""
+
+
+def _memory_gib(mem: Any) -> float:
+    """Return the GiB of a size as sbatch takes it.
+
+    >>> _memory_gib("16G"), _memory_gib("512MB"), _memory_gib(2048)
+    (16, 0.5, 2.0)
+    """
+    size = re.fullmatch(r"(\d*[1-9]\d*)([KMGT]?)B?", str(mem), re.IGNORECASE)
+    if size is None:
+        raise ValueError(
+            f"mem={mem!r} must be the memory of a node, as in mem='16G', or in mem_gb=16"
+        )
+    return int(size[1]) * UNITS[size[2].upper()]
 
 
 class Watcher(InfoWatcher):
@@ -147,14 +166,20 @@ class OrchestratorJob(Job[Any]):
             check: raise where there is nothing to end.
         """
         from orchestrator.cli.status import cancel
-        from orchestrator.errors import ClusterError
+        from orchestrator.errors import OrchestratorError
         from orchestrator.rundir.folder import RunDir
 
-        try:
-            cancel(RunDir(self.run), now=True)
-        except ClusterError:
-            if check:
-                raise
+        while True:
+            may_begin = _is_followed(self.job_id)
+            try:
+                cancel(RunDir(self.run), now=True)
+            except OrchestratorError:
+                if may_begin:
+                    time.sleep(POLL_S)
+                    continue
+                if check:
+                    raise
+            return
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Preempt the job, as submitit's own tests do. `timeout`: without SIGTERM first."""
@@ -197,6 +222,8 @@ class OrchestratorExecutor(SlurmExecutor):
         for name, instead in NOT_OURS.items():
             if kwargs.get(name) is not None:
                 raise ValueError(f"{name}={kwargs[name]!r} does not work here; use {instead}")
+        if kwargs.get("mem") is not None:
+            _memory_gib(kwargs["mem"])
         if kwargs.get("use_srun", True) is not True:
             raise ValueError("use_srun=False does not work here: agents start the ranks")
         if "array_parallelism" in kwargs:
@@ -259,15 +286,15 @@ class OrchestratorExecutor(SlurmExecutor):
                 text = f"[{','.join(map(literally, value))}]" if listed else literally(str(value))
                 bare = isinstance(value, int | bool)
                 overrides.append(f"cluster.{KEYS[name]}={value if bare else text}")
-            elif name == "mem":  # submitit writes 4GB or 512MB
-                number, unit = float(value[:-2]), value[-2:]
-                overrides.append(f"cluster.memory_gib={number if unit == 'GB' else number / 1024}")
+            elif name == "mem":
+                overrides.append(f"cluster.memory_gib={_memory_gib(value)}")
             elif name in FLAGS:
                 flag = name.replace("_", "-")
                 overrides.append(f"cluster.slurm_flags.{flag}={literally(str(value))}")
             elif name == "additional_parameters":
                 for flag, its in value.items():
-                    overrides.append(f"cluster.slurm_flags.{flag}={literally(str(its))}")
+                    text = "true" if its is True else literally(str(its))  # true: without a value
+                    overrides.append(f"cluster.slurm_flags.{flag.replace('_', '-')}={text}")
         if name := self.parameters.get("job_name"):
             overrides.append(f"run.name={literally(name)}")
         return [*overrides, *self._options]
@@ -374,7 +401,10 @@ def call(folder: Path, job_id: str | None) -> None:
     """
     from submitit.core.submission import process_job
 
+    from orchestrator.errors import PEER_LOST, error_text
     from orchestrator.rundir.folder import RunDir
+    from orchestrator.rundir.outcome import failure_record, write_failure
+    from orchestrator.rundir.program_link import ATTEMPT, RANK
     from orchestrator.rundir.program_link import RUN as RUN_VARIABLE
 
     os.environ |= {"SUBMITIT_EXECUTOR": NAME, "SUBMITIT_FOLDER": str(folder)}
@@ -392,9 +422,15 @@ def call(folder: Path, job_id: str | None) -> None:
         os.close(descriptor)
     try:
         process_job(folder)
-    except Exception:
-        # It is over, even if it was asked to stop: it must not be requeued.
-        RunDir(Path(os.environ[RUN_VARIABLE])).cancel.touch()
+    except Exception as error:
+        # It has failed, even if it was asked to stop: it must not be requeued.
+        run = RunDir(Path(os.environ[RUN_VARIABLE]))
+        run.cancel.touch()
+        cause = f"{type(error).__name__}: {error_text(error)}".partition("\n")[0]
+        node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
+        secondary = PEER_LOST.search(cause) is not None
+        failure = failure_record(int(os.environ[RANK]), node, cause, secondary=secondary)
+        write_failure(run, int(os.environ[ATTEMPT]), failure)
         traceback.print_exc(file=log)
         raise
 

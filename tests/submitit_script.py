@@ -47,6 +47,11 @@ class Count:
         return submitit.helpers.DelayedSubmission(self)
 
 
+class Unsaved(Count):
+    def checkpoint(self):
+        raise OSError("no room for a checkpoint")
+
+
 def say(**found):
     print(json.dumps(found), flush=True)
 
@@ -85,6 +90,13 @@ def main(folder):
     job = executor.submit(Count(6000))
     at_work(job)
     job.cancel()
+    say(state=ended(job))
+    job = executor.submit(Unsaved(6000))
+    at_work(job)
+    job._interrupt()
+    say(error=str(job.task(0).exception()), state=ended(job))  # the other rank has no result
+    job = executor.submit(Count(6000))
+    job.cancel()  # before it has begun
     say(state=ended(job))
 
 

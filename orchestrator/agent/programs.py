@@ -46,7 +46,7 @@ from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, write_json
+from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
 from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
@@ -277,9 +277,13 @@ class RankProgram:
                 write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
         if self.hangs:  # reported
             return FAILED, None
-        agreed = False
+        agreed, failure = False, None
         with _log_file_errors():
             agreed = self._agreed_to_stop
+            # Of a function of submitit's alone, which says so by itself.
+            failure = read_json(self._run.failure(spec.attempt, self._rank))
+        if failure is not None:
+            return FAILED, failure
         if self._stop_sent is not None or (status == 0 and agreed):
             if status not in (0, -signal.SIGTERM, -self._signal):
                 with _log_file_errors():

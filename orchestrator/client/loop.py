@@ -55,9 +55,9 @@ class Callback:
     def on_boundary(self, done: CompletedUpdate) -> None:
         """Handle a completed update. Not collective."""
 
-    def on_evaluation(self, done: CompletedUpdate, figures: dict[str, float]) -> None:
-        """Handle the held-out figures after an update, on ranks that computed them: rank 0 alone,
-        or all where the model is in shards.
+    def on_evaluation(self, window: Window, figures: dict[str, float]) -> None:
+        """Handle the held-out figures after the update of `window`, on ranks that computed them:
+        rank 0 alone, or all where the model is in shards.
         """
 
     def on_checkpoint(self, updates: int, samples: int) -> None:
@@ -195,6 +195,8 @@ class TrainingLoop:
             self._record(done)
         if progress.done is not None:  # a rank that is lost may have had no time for all of this
             self._follow_up(progress.done)
+        elif progress.updates:  # the attempt before may have ended before this
+            self._evaluate()
         while progress.updates < self.updates and not progress.stopped:
             self._began = time.perf_counter()
             window = self._window = self.windows.window(progress.updates)
@@ -249,25 +251,18 @@ class TrainingLoop:
 
         Called again after a loss, since some ranks may have done a part of it.
         """
-        progress, update = self.progress, done.window.update
+        progress = self.progress
         self._record(done)
         last = progress.updates == self.updates
         leaving = done.report.stop_requested and not last
-        ends = last or self.windows.epoch_of(update + 1) != done.window.epoch
-        due = is_due(self.checkpoint_every, progress.updates, epoch_ends=ends)
+        due = self._is_due(self.checkpoint_every)
         if self.checkpoints is not None:
             self.checkpoints.complete_parts(wait=last or leaving)
         saved = self.checkpoints if last or leaving or due else None
         if saved is not None:
             saved.check_replicas()  # ranks that disagree about the state must not save it
-        evaluating = last or is_due(self.evaluate_every, progress.updates, epoch_ends=ends)
-        evaluating = evaluating and not leaving and progress.evaluated <= update
-        if self.evaluate is not None and evaluating:
-            progress.evaluation = self.evaluate()
-            self._before_record()
-            for callback in self.callbacks:
-                callback.on_evaluation(done, progress.evaluation)
-            progress.evaluated = update + 1
+        if not leaving:
+            self._evaluate()
         if saved is not None:
             saved.collect(progress.updates, progress.samples)
             self._before_record()
@@ -275,6 +270,23 @@ class TrainingLoop:
                 callback.on_checkpoint(progress.updates, progress.samples)
             saved.complete_parts(wait=last or leaving)
         progress.stopped = leaving
+
+    def _evaluate(self) -> None:
+        """Evaluate after the last update, if that is due and this rank has not done it."""
+        progress = self.progress
+        due = progress.updates == self.updates or self._is_due(self.evaluate_every)
+        if self.evaluate is None or not due or progress.evaluated >= progress.updates:
+            return
+        progress.evaluation = self.evaluate()
+        self._before_record()
+        for callback in self.callbacks:
+            callback.on_evaluation(self.windows.window(progress.updates - 1), progress.evaluation)
+        progress.evaluated = progress.updates
+
+    def _is_due(self, every: int | None) -> bool:
+        done, epoch_of = self.progress.updates, self.windows.epoch_of
+        ends = done == self.updates or epoch_of(done) != epoch_of(done - 1)
+        return is_due(every, done, epoch_ends=ends)
 
 
 def is_due(every: int | None, done: int, *, epoch_ends: bool) -> bool:

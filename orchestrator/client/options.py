@@ -131,11 +131,13 @@ def as_options(sentence: str) -> str:
 def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
     """Return what decides the samples and random numbers of every update, and must not change."""
     leaf = plan.batch.micro_batch_cap if plan.reduction == "reproducible" else None
+    shards = options.shards
     return {
         "samples": samples,
         "global_batch": plan.batch.global_batch,
         "ragged": options.ragged,
         "seed": options.seed,
-        **({"shards": list(options.shards.lengths)} if options.shards else {}),
+        "shards": list(shards.lengths) if shards else None,
+        "lanes of shards": shards.lanes if shards else None,
         "micro_batch (of reduction='reproducible')": leaf,
     }

@@ -176,7 +176,8 @@ class Run:
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""
-        if self._windows is not None and self._windows.running:
+        own = call == "save_done()" and self._windows is not None and not self._windows.saves
+        if self._windows is not None and self._windows.running and not own:
             raise JobError(
                 f"run.{call} was called within the loop over run.windows(), which reports, saves "
                 "and stops by itself; figures of yours belong in Loss(..., metrics=...)"

@@ -42,7 +42,7 @@ from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
-from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer
+from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
 from orchestrator.plan.plan import Plan
@@ -89,6 +89,7 @@ class Windows:
     Attributes:
         plan: assignment of samples to ranks and micro-steps.
         first: the update to begin with; earlier ones came from a checkpoint.
+        saves: the loop keeps checkpoints.
         seed: of the order and of random numbers.
         running: the loop has not ended.
     """
@@ -103,13 +104,13 @@ class Windows:
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
-        self.running, self._begun = True, False
+        self.running, self._begun, self.saves = True, False, checkpoints is not None
         reproducible = plan.reduction == "reproducible"
         self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
         self._window: UserWindow | None = None
 
         def is_stop_requested() -> bool:
-            return checkpoints is not None and run.is_stop_requested()
+            return (checkpoints is not None or bool(run)) and run.is_stop_requested()
 
         self._parts = [MicroBatchTracker(is_stop_requested) for _ in accumulators]
         for one, part in zip(accumulators, self._parts, strict=True):
@@ -272,6 +273,7 @@ class AccumulatorState:
 
     Raises:
         ConfigError: an accumulator has parameters in the place of a module.
+        JobError: a state cannot be saved.
     """
 
     def __init__(
@@ -290,6 +292,8 @@ class AccumulatorState:
                 "with its parameters; or keep your own checkpoints, and say first="
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
+        for name, own in others.items():  # refused now rather than at the first checkpoint
+            pack(own.state_dict(), {}, f"state {name}")
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return gather_numbers(self._group, numbers)
@@ -386,7 +390,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
         state = AccumulatorState(accumulators, decided, options.state)
         own = options.checkpoints
         folder = run.checkpoint_dir if own is None else Path(own)
-        if group.rank == 0:
+        if group.rank == 0 and own is not None:  # a run has had its own from its beginning
             folder.mkdir(parents=True, exist_ok=True)
 
         def note(updates: int) -> None:

@@ -15,6 +15,7 @@ from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine
 from orchestrator.errors import OrchestratorError, RunFolderError
+from orchestrator.plan.window import Window
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
@@ -217,13 +218,13 @@ class Recorder(Callback):
                 self.generation = change["generation"]
                 self._line({"update": updates, "time": time.time(), **change})
 
-    def on_evaluation(self, done: CompletedUpdate, figures: dict[str, float]) -> None:
-        update = done.window.update
+    def on_evaluation(self, window: Window, figures: dict[str, float]) -> None:
+        update = window.update
         self._line(
             {
                 "evaluation": figures,
                 "update": update,
-                "epoch": done.window.epoch,
+                "epoch": window.epoch,
                 "time": time.time(),
             }
         )

@@ -39,6 +39,7 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import (
     CHANGES,
+    History,
     read_metrics,
     seconds_of_earlier_attempts,
     total,
@@ -133,7 +134,7 @@ class Training:
         progress, took_over = self.progress, self.recorder is None
         recorder = self.record()
         if took_over:
-            history = read_metrics(self.run.metrics)
+            history = self.recall()
             mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
             recorder.generation = max((line["generation"] for line in mine), default=0)
             recorded = max((r["update"] + 1 for r in history.updates), default=0)
@@ -144,10 +145,18 @@ class Training:
                     f"metrics.jsonl lacks updates {progress.recorded + 1} to {first}: the rank "
                     f"that wrote it is gone, and there had been no room for its lines"
                 )
-            for record in history.evaluations:
-                if record["update"] == progress.updates - 1:
-                    progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
         recorder.record_changes(changes, progress.updates)
+
+    def recall(self) -> History:
+        """Return the record so far, and take from it what it says of the last update."""
+        progress, history = self.progress, read_metrics(self.run.metrics)
+        for record in history.updates:
+            if record["update"] == progress.updates - 1:
+                progress.loss = record["loss"]
+        for record in history.evaluations:
+            if record["update"] == progress.updates - 1:
+                progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
+        return history
 
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
@@ -303,6 +312,7 @@ def _set_up(worker: WorkerProcess) -> Training:
             warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())
+        training.recall()
         training.record()
     if training.membership is not None:
         training.membership.begin(job, group)

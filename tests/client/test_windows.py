@@ -1,6 +1,7 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,9 +9,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from orchestrator import Accumulator, ConfigError, Loss, TorchGroup, run_in_threads
+from orchestrator import (
+    Accumulator,
+    ConfigError,
+    JobError,
+    Loss,
+    Shards,
+    TorchGroup,
+    run_in_threads,
+)
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
+from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
 
 SAMPLES = 53
@@ -140,14 +150,48 @@ def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tm
         ({"seed": 1}, "seed is 1"),
         ({"ragged": "carry"}, "ragged is carry"),
         ({"updates": 2}, "3 updates are done, but updates=2"),
+        ({"shards": Shards((50, 3), 4)}, "lanes of shards is 4, but .* began with 2"),
+        ({"shards": None}, r"shards is None, but this training began with \[50, 3\]"),
     ],
 )
 def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other, named):
     begun = {"global_batch": 16, "micro_batch": 4, "updates": 3, "checkpoints": tmp_path}
+    begun["shards"] = Shards((50, 3), 2)
     Training(TorchGroup.alone(), **begun)
     with pytest.raises(ConfigError, match=named):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    odd = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=print)
+    with pytest.raises(JobError, match=r"the state at 'state odd\.seen' holds a set"):
+        Run({}).windows(SAMPLES, ours, global_batch=9, checkpoints=tmp_path, state={"odd": odd})
+
+
+def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
+    (tmp_path / "attempts" / "000").mkdir(parents=True)
+    run = Run({RUN: str(tmp_path)})
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    done = []
+    for window in run.windows(SAMPLES, ours, global_batch=20, micro_batch=20, updates=9, first=3):
+        for piece in window:
+            total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+            ours.backward(Loss(total, weight=len(piece)))
+        if window.update == 5:
+            run._stop._handle(15, None)
+        ours.boundary()
+        run.save_done(window.update)
+        done.append(window.update)
+    assert done == [3, 4, 5]
+    assert run.stopping
+    assert not (tmp_path / "checkpoints").exists()
+    run.flush()
+    assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
 
 
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():

@@ -160,6 +160,23 @@ def test_a_jobs_own_rates_are_those_of_every_attempt(tmp_path, run):
     assert "OwnRate.learning_rate(update) gives the rate of each update" in done.stderr
 
 
+def test_a_run_without_further_updates_is_evaluated_and_keeps_its_loss(tmp_path):
+    run, whole = tmp_path / "run", tmp_path / "whole"
+    process, hold = begin_held(run, 5, *FEW, "train.updates=40")
+    hold.wait_until_held(5, (0, 1))
+    os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
+    hold.release()
+    helpers.await_exit(process, 1)
+    helpers.call(*FEW, f"run.dir={whole}", "train.updates=5", code=0)
+    wanted = helpers.result(whole)
+    for asked in ("train.updates=5", "train.keep_checkpoints=3"):
+        helpers.verb("resume", run, asked, code=0)
+        found = helpers.result(run)
+        assert [found[key] for key in ("loss", "metrics")] == [wanted["loss"], wanted["metrics"]]
+        (run / "result.json").unlink()  # as if all had been killed just before
+    assert (run / "metrics.jsonl").read_text().count('"evaluation"') == 1
+
+
 def test_code_that_was_edited_before_a_restart_is_named(tmp_path):
     (tmp_path / "part.py").write_text("x = 1\n")
     (tmp_path / "train.py").write_text(

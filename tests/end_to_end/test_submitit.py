@@ -49,7 +49,7 @@ def run_script(folder, overrides, **env):
 
 
 def check(lines, folder, *, queued=False):
-    array, log, failed, summed, preempted, cancelled = lines
+    array, log, failed, summed, preempted, cancelled, unsaved, at_once = lines
     assert array["results"] == [0, 2, 4]
     assert array["states"] == ["COMPLETED"] * 3
     assert "adding 2 and 2" in log["stdout"]
@@ -62,19 +62,18 @@ def check(lines, folder, *, queued=False):
     assert summed["script"] is queued
     assert preempted["results"] == [[60, 2, 0], [60, 2, 1]]
     assert preempted["state"] == "COMPLETED"
-    assert cancelled["state"] == "CANCELLED"
+    assert cancelled["state"] == at_once["state"] == "CANCELLED"
+    assert "no room for a checkpoint" in unsaved["error"]
+    assert unsaved["state"] == "FAILED"
     assert not list(folder.glob("*.pkl")), "a pickle without its job"
 
 
 def test_an_unmodified_script_runs_on_simulated_nodes(tmp_path):
     logs = tmp_path / "logs of %j"
     check(run_script(logs, "local"), tmp_path)
-    [failed] = [
-        run
-        for run in tmp_path.glob("logs of */*_run")
-        if (json.loads((run / "result.json").read_text())["culprit"] or {}).get("rank") == 0
-    ]
-    assert "ValueError: nothing can be done" in verb("status", failed).stdout
+    causes = "ValueError: nothing can be done", "OSError: no room for a checkpoint"
+    found = verb("status", *tmp_path.glob("logs of */*_run")).stdout
+    assert [found.count(cause) for cause in causes] == [1, 1]
 
 
 def test_the_executor_takes_the_place_of_submitit_s_own_only_when_asked_for(monkeypatch):
@@ -91,6 +90,7 @@ def test_the_executor_takes_the_place_of_submitit_s_own_only_when_asked_for(monk
         ({"teardown": ["rm x"]}, "the function itself"),
         ({"srun_args": ["--mpi=pmix"]}, "cluster.srun_flags"),
         ({"use_srun": False}, "agents start the ranks"),
+        ({"mem": "0"}, "as in mem='16G'"),
     ],
 )
 def test_parameters_that_have_no_meaning_here_are_refused(parameters, instead, tmp_path):
@@ -116,6 +116,19 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
     assert "module load cuda\n" in text
     assert (config.cluster.ranks_per_node, config.cluster.cpus_per_rank) == (4, 3)
     assert config.cluster.signal_ahead_s == 120
+
+
+@pytest.mark.parametrize("memory", ["16G", "16GB", 16 * 1024, "16777216K"])
+def test_memory_has_the_units_of_sbatch(memory, monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "slurm")
+    auto = AutoExecutor(tmp_path)
+    auto.update_parameters(
+        slurm_mem=memory, slurm_additional_parameters={"contiguous": True, "mail_type": "END"}
+    )
+    config = compose(auto._executor._overrides())
+    text = cluster_of(config).request(tmp_path / "run", 0).text
+    for flag in ("--mem=16384M", "--contiguous", "--mail-type=END"):
+        assert f"#SBATCH {flag}\n" in text, flag
 
 
 @pytest.mark.parametrize(

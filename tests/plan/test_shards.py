@@ -1,6 +1,10 @@
 """The order along shards: a permutation, the same for every number of ranks, in long stretches."""
 
+import multiprocessing
+import os
+import pickle
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -89,6 +93,25 @@ def test_what_a_sample_draws_does_not_depend_on_which_were_skipped():
         np.random.seed(1)
         found.append(data[7])
     assert found[0] == found[1] == found[2]
+
+
+def _read_bytes(path, shard, start):
+    with path.open("rb", buffering=0) as file:
+        file.seek(start)
+        while byte := file.read(1):
+            yield byte[0]
+
+
+def test_workers_of_a_loader_share_no_open_shard_with_the_process_that_made_them(tmp_path):
+    (tmp_path / "shard").write_bytes(bytes(range(100)))
+    data = ShardedDataset([100], partial(_read_bytes, tmp_path / "shard"))
+    assert data[0] == 0
+    assert pickle.loads(pickle.dumps(data))[5] == 5  # noqa: S301  # written above
+    worker = multiprocessing.get_context("fork").Process(target=lambda: os._exit(data[7]))
+    worker.start()
+    worker.join()
+    assert worker.exitcode == 7
+    assert data[1] == 1
 
 
 def test_a_shard_that_ends_early_is_named():

@@ -88,6 +88,16 @@ def test_links_stay_links_and_those_that_lead_out_are_left_out(project, tmp_path
     assert b"hunter2" not in text
 
 
+def test_a_link_to_a_folder_is_copied_without_git_too(project, tmp_path, monkeypatch):
+    shutil.rmtree(project / ".git")
+    (project / "package" / "inner").symlink_to("../conf")
+    monkeypatch.setattr(snapshot, "source_roots", lambda _: {project: {"package", "conf"}})
+    snapshot.copy_code("package.Mine", tmp_path / "run", tmp_path / "copy")
+    inner = tmp_path / "copy" / "0" / "package" / "inner"
+    assert inner.is_symlink()
+    assert (inner / "environment.yaml").exists()
+
+
 def test_a_file_that_is_too_large_is_refused_before_it_is_read(project, tmp_path):
     (project / "weights.bin").touch()
     os.truncate(project / "weights.bin", 1 << 40)

@@ -147,7 +147,7 @@ class TorchEngine(Engine):
         self._taken.set()
         self._window: Window | None = None  # until its boundary is over
         self._done, self._trains = 0, self.model.training
-        # Of a run that survives losses: see `_undo` and `catch_up`.
+        # After a loss: see `_undo` and `catch_up`.
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
@@ -192,7 +192,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
-        if self._settings.survive:
+        if self._settings.survive or self._group.rank == 0:  # rank 0 may save inside the window
             self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
@@ -322,6 +322,7 @@ class TorchEngine(Engine):
         return snapshot
 
     def _snapshot(self) -> Snapshot:
+        self._undo()  # of a window that this rank leaves
         part, gathered = self.part(), self._gathered
         if part is None and not self.holds_state():
             raise RuntimeError("a sharded state is saved on rank 0, after gather_state()")
@@ -388,9 +389,11 @@ class TorchEngine(Engine):
                 self._buffers_before[name] = buffer, version_of(buffer), copy
 
     def _is_as_before(self, name: str, buffer: Tensor) -> bool:
-        """Return whether a buffer is the tensor that was kept, and was not written since."""
+        """Return whether a buffer is the tensor that was kept, and was not written since. It is
+        unknown of vectors: the kernels of batch norm do not count what they write.
+        """
         kept, version, _ = self._buffers_before.get(name, (None, 0, None))
-        return kept is buffer and version == version_of(buffer)
+        return kept is buffer and buffer.dim() > 1 and version == version_of(buffer)
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""

@@ -231,6 +231,8 @@ def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
         JobError: it holds something that neither JSON nor safetensors can.
     """
     if isinstance(value, Tensor):
+        while path in tensors:  # as of {"a.b": …, "a": {"b": …}}
+            path += "'"
         tensors[path] = value
         return {"tensor": path}
     if isinstance(value, Mapping):

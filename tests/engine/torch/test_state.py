@@ -152,6 +152,14 @@ def test_values_survive_packing(value):
     assert unpack(json.loads(json.dumps(pack(value, {}, ""))), {}) == value
 
 
+def test_tensors_whose_paths_are_the_same_text_are_kept_apart():
+    value, tensors = {"a.b": torch.zeros(1), "a": {"b": torch.ones(1)}, "1": [torch.ones(2)]}, {}
+    value[1] = [torch.zeros(2)]
+    found = unpack(json.loads(json.dumps(pack(value, tensors, ""))), tensors)
+    assert len(tensors) == 4
+    assert str(found) == str(value)
+
+
 def test_what_would_need_pickling_is_refused():
     with pytest.raises(JobError, match=r"the state at 'a\.b' holds a set"):
         pack({"a": {"b": {1}}}, {}, "")

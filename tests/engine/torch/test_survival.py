@@ -5,6 +5,7 @@ from dataclasses import replace
 from functools import partial
 
 import pytest
+from safetensors.torch import load_file
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
@@ -160,17 +161,32 @@ def test_the_boundary_reports_waiting_ranks_to_all_ranks():
 
 
 def test_statistics_of_batch_norm_do_not_count_a_micro_step_twice():
-    counts = []
+    checked = []
 
     def before(engine, rank):
         train(engine, range(2))
-        counts.append(int(engine.model[1].num_batches_tracked))
+        kept = {name: buffer.clone() for name, buffer in engine.model.named_buffers()}
         break_off(engine, 2)
         engine._undo()
-        assert int(engine.model[1].num_batches_tracked) == counts[-1]
+        checked.extend(buffer.equal(kept[name]) for name, buffer in engine.model.named_buffers())
 
     survivors_of((0, 1), before, job=Normed)
-    assert counts
+    assert checked == [True] * 12
+
+
+def test_what_is_saved_inside_a_window_is_the_state_at_its_beginning(tmp_path):
+    def rank(group):
+        engine = TorchEngine(Normed(), replace(SETTINGS, survive=False), group)
+        train(engine, range(2))
+        before = engine.weights_sha256()
+        break_off(engine, 2)
+        if group.rank == 0:
+            assert engine.weights_sha256() != before
+            engine.save_state(tmp_path)
+            assert int(load_file(tmp_path / "weights.safetensors")["1.num_batches_tracked"]) == 8
+            assert engine.weights_sha256() == before
+
+    run_in_threads(2, rank)
 
 
 # ------------------------------------------------------------------ an optimizer in shards
