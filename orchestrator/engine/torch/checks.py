@@ -22,7 +22,7 @@ from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, kept_buffers, seed_everything
+from orchestrator.engine.torch.model import in_evaluation, kept_state, seed_everything
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Loss
 from orchestrator.rundir.warnings import warn
@@ -304,7 +304,7 @@ def check_samples(
         size = max(abs(whole), sum(map(abs, parts)))
         return abs(whole - sum(parts)) > tolerance * size
 
-    with in_evaluation(model), kept_buffers(model):
+    with in_evaluation(model), kept_state(model):
         try:
             total, weight = together = total_and_weight(samples)
             if total_and_weight(samples, seed + 1) != together:

@@ -32,9 +32,9 @@ from orchestrator.engine.torch.group import (
     broadcast_tensors,
     gather_numbers,
     gather_texts,
-    version_of,
 )
 from orchestrator.engine.torch.model import (
+    ForwardState,
     advice,
     be_deterministic,
     build_optimizer,
@@ -151,8 +151,7 @@ class TorchEngine(Engine):
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
-        # The tensors of a window's start with their versions, and copies.
-        self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._forward_before: ForwardState | None = None
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -382,25 +381,14 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
-        for name, buffer in self.model.named_buffers():
-            if not self._is_as_before(name, buffer):
-                copy = buffer.detach().clone()
-                self._buffers_before[name] = buffer, version_of(buffer), copy
-
-    def _is_as_before(self, name: str, buffer: Tensor) -> bool:
-        """Return whether a buffer is the tensor that was kept, and was not written since."""
-        kept, version, _ = self._buffers_before.get(name, (None, 0, None))
-        return kept is buffer and version == version_of(buffer)
+        self._forward_before = ForwardState(self.model)
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
-        if self._window is None:
-            return
+        if self._window is not None and self._forward_before is not None:
+            self.accumulator.precision.load(self._scale_before)
+            self._forward_before.restore()
         self._window = None
-        self.accumulator.precision.load(self._scale_before)
-        for name, buffer in self.model.named_buffers():
-            if name in self._buffers_before and not self._is_as_before(name, buffer):
-                buffer.detach().copy_(self._buffers_before[name][2])
 
     def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
         self.accumulator.newcomers_wait = waiting

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import random
@@ -116,15 +117,43 @@ def in_evaluation(model: Module) -> Generator[None]:
             layer.training = training
 
 
+class ForwardState:
+    """Copy of what a model's forward may change: its buffers and extra state.
+
+    Values are copied, since torch counts no version where batch norm writes its statistics; so is
+    which tensor a buffer is, since a forward may put another one in its place.
+    """
+
+    def __init__(self, model: Module) -> None:
+        self._buffers = [
+            (layer, name, buffer, buffer.detach().clone())
+            for layer in model.modules()
+            for name, buffer in layer.named_buffers(recurse=False)
+        ]
+        self._extra = [
+            (layer, copy.deepcopy(layer.get_extra_state()))
+            for layer in model.modules()
+            if type(layer).get_extra_state is not Module.get_extra_state
+            and type(layer).set_extra_state is not Module.set_extra_state
+        ]
+
+    def restore(self) -> None:
+        """Give the model back what it had."""
+        for layer, name, buffer, before in self._buffers:
+            buffer.detach().copy_(before)
+            setattr(layer, name, buffer)
+        for layer, before in self._extra:
+            layer.set_extra_state(copy.deepcopy(before))
+
+
 @contextmanager
-def kept_buffers(model: Module) -> Generator[None]:
-    """Give the model's buffers their values back, which a loss may change."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def kept_state(model: Module) -> Generator[None]:
+    """Give the model back the buffers and extra state that a loss may change."""
+    kept = ForwardState(model)
     try:
         yield
     finally:
-        for buffer, before in kept:
-            buffer.detach().copy_(before)
+        kept.restore()
 
 
 # ------------------------------------------------------------------ Precision
