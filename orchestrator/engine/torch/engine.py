@@ -38,6 +38,7 @@ from orchestrator.engine.torch.model import (
     advice,
     be_deterministic,
     build_optimizer,
+    changing_advice,
     check_optimizer,
     doubled,
     hyperparameters_of,
@@ -59,6 +60,7 @@ from orchestrator.engine.torch.state import (
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, is_coupled
+from orchestrator.rundir.warnings import warn
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
@@ -152,6 +154,7 @@ class TorchEngine(Engine):
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
         self._forward_before: ForwardState | None = None
+        self._is_first = True  # this process has not ended a window yet
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -191,7 +194,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
-        if self._settings.survive:
+        if self._settings.survive or self._is_first:
             self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
@@ -269,6 +272,8 @@ class TorchEngine(Engine):
                 "without a model.train() after it"
             )
         report = self.accumulator.boundary(stop=stop)
+        if self._is_first:
+            self._warn_of_changes()
         self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
             with torch.no_grad():
@@ -279,6 +284,15 @@ class TorchEngine(Engine):
             )
         self._window = None
         return report
+
+    def _warn_of_changes(self) -> None:
+        """Warn of layers whose forward changed their buffers in this process's first window."""
+        split = self._group.size > 1 or self._done > 1
+        before, self._is_first = self._forward_before, False
+        if split and before is not None and (layers := before.changed_layers()):
+            warn(changing_advice(layers, "in after_update()"))
+        if not self._settings.survive:
+            self._forward_before = None  # frees the copies
 
     # ------------------------------------------------------------------ around updates
 

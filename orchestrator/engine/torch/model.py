@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -27,6 +27,7 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.torch.buffers import is_dense, local_part
+from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -126,8 +127,8 @@ class ForwardState:
 
     def __init__(self, model: Module) -> None:
         self._buffers = [
-            (layer, name, buffer, buffer.detach().clone())
-            for layer in model.modules()
+            (path, layer, name, buffer, buffer.detach().clone())
+            for path, layer in model.named_modules()
             for name, buffer in layer.named_buffers(recurse=False)
         ]
         self._extra = [
@@ -137,9 +138,20 @@ class ForwardState:
             and type(layer).set_extra_state is not Module.set_extra_state
         ]
 
+    def changed_layers(self) -> list[str]:
+        """Return the layers, but for batch norms, whose saved buffers hold other values now."""
+        changed = (
+            path
+            for path, layer, name, _, before in self._buffers
+            if not isinstance(layer, _BatchNorm)
+            and name not in layer._non_persistent_buffers_set  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
+            and not torch.equal(bytes_of(getattr(layer, name)), bytes_of(before))
+        )
+        return list(dict.fromkeys(changed))
+
     def restore(self) -> None:
         """Give the model back what it had."""
-        for layer, name, buffer, before in self._buffers:
+        for _, layer, name, buffer, before in self._buffers:
             buffer.detach().copy_(before)
             setattr(layer, name, buffer)
         for layer, before in self._extra:
@@ -265,6 +277,20 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
 
 
 # ------------------------------------------------------------------ Warnings
+
+
+def changing_advice(layers: Collection[str], where: str) -> str:
+    """Return a sentence about layers whose forward changes their buffers in training.
+
+    Args:
+        where: the place to change them in.
+    """
+    return (
+        f"a forward in training changes the buffers of {name_layers(layers)}, so what they hold "
+        "depends on how a batch is split over micro-steps and ranks, and so does the update if it "
+        f"uses them, as with spectral norm. Change them {where}, or take one micro-step of the "
+        "whole batch on one rank"
+    )
 
 
 def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]:
