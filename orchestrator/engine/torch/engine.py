@@ -24,7 +24,7 @@ from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import as_sharded, local_part
-from orchestrator.engine.torch.checks import check_samples
+from orchestrator.engine.torch.checks import check_filled, check_samples
 from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
@@ -117,6 +117,7 @@ class TorchEngine(Engine):
         model = job.model()
         if not isinstance(model, Module):
             raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
+        check_filled(model, sharded=settings.shard_model != "none")
         if settings.precision == "float64":
             model = doubled(model)
         # A model in shards may be larger than a device; `fully_shard` moves it there, part by part.

@@ -6,7 +6,7 @@ import copy
 import inspect
 import os
 import random
-from collections.abc import Callable, Collection, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
@@ -86,7 +87,16 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
         return batch.to(device, dtype, non_blocking=True)
     if isinstance(batch, Mapping):
         entries: Mapping[Any, Any] = batch
-        return {key: moved(value, device, double=double) for key, value in entries.items()}
+        found = {key: moved(value, device, double=double) for key, value in entries.items()}
+        if not isinstance(batch, MutableMapping):
+            return found
+        same: Any = copy.copy(entries)  # a tokenizer's batch has attributes as well
+        same.update(found)
+        return same
+    if isinstance(batch, PackedSequence):  # whose sizes of batches stay on the CPU
+        names = ("data", "sorted_indices", "unsorted_indices")
+        parts = {name: moved(getattr(batch, name), device, double=double) for name in names}
+        return batch._replace(**parts)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
         return type(batch)(*(moved(value, device, double=double) for value in batch))
     if isinstance(batch, (list, tuple)):
