@@ -19,7 +19,12 @@ from torch.nn import Module
 from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
+from orchestrator.engine.common.job_checks import (
+    Hyperparameters,
+    checked_figures,
+    left_in_evaluation,
+    refuse_scheduler,
+)
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
@@ -265,13 +270,8 @@ class TorchEngine(Engine):
         if self._coupled is not None and self._window is not None:
             self._coupled.backward(self._window)
         self._hyperparameters.check("inside a window")
-        # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:
-            raise JobError(
-                "the model is in evaluation mode at an update's end, but did not begin in it: "
-                f"{type(self._job).__name__}.loss() or after_update() has called model.eval() "
-                "without a model.train() after it"
-            )
+            raise left_in_evaluation(self._job, "model.eval()", "model.train()")
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
