@@ -30,7 +30,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine.mindspore.model import Precision, kept_statistics
+from orchestrator.engine.mindspore.model import Precision, gradient_order, kept_statistics
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.plan.wire import bucket_count
@@ -389,13 +389,14 @@ class Accumulator:
 
     def step_with(self, optimizer: Any) -> Compiled:
         """Return a compiled function (factor, *gradients) that averages and clips the gradients,
-        and calls the optimizer with them.
+        and calls the optimizer with them, in its order.
         """
+        order = tuple(gradient_order(optimizer, self.parameters))
 
         def step(factor: Tensor, *gradients: Tensor) -> Any:
             averaged: Any = ()
-            for gradient in gradients:
-                averaged = (*averaged, gradient * factor)
+            for place in order:
+                averaged = (*averaged, gradients[place] * factor)
             return optimizer(averaged)
 
         return self.compile(step, "the optimizer's step")

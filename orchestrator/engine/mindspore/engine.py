@@ -198,6 +198,11 @@ class MindSporeEngine(Engine):
         self._model, self._model_warnings = build_model(job, settings)
         own = getattr(job, "optimizer", lambda _: None)(self._model)
         check_builder(settings.optimizer, type(job).__name__, own=own is not None)
+        if own is not None and not (callable(own) and hasattr(own, "parameters")):
+            raise ConfigError(
+                f"{type(job).__name__}.optimizer gives a {type(own).__name__}, not an optimizer of "
+                "mindspore.nn or mindspore.experimental.optim"
+            )
         refuse_scheduler(getattr(own, "param_groups", ()), job)
         trainable = self._model.trainable_params()
         if not trainable:

@@ -280,11 +280,11 @@ class WideSGD(nn.Cell):
         super().__init__()
         self.momentum, self.decay = momentum, weight_decay
         self.learning_rate = Parameter(Tensor(lr, ms.float64), name="learning_rate")
-        self.weights: Any = ParameterTuple(params)
-        self.velocity: Any = self.weights.clone("velocity", "zeros")
+        self.parameters: Any = ParameterTuple(params)
+        self.velocity: Any = self.parameters.clone("velocity", "zeros")
 
     def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
+        for weight, gradient, held in zip(self.parameters, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
             step = gradient + self.decay * weight
             if self.momentum:
                 step = held * self.momentum + step
@@ -313,6 +313,33 @@ def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]
         return maker(list(parameters), **rest)
     except TypeError as error:
         raise ConfigError(f"{spelled} with {rest} cannot be built: {error}") from error
+
+
+def gradient_order(optimizer: Any, trained: Sequence[Parameter]) -> list[int]:
+    """Return for each parameter of an optimizer, in its order, its place among the trained ones.
+
+    An optimizer applies the gradients that it gets to its parameters one after the other; those of
+    parameter groups are seldom in the model's order.
+
+    Raises:
+        ConfigError: it lacks a trained parameter, or has another one.
+    """
+    kind, places = type(optimizer).__name__, {id(one): n for n, one in enumerate(trained)}
+    stepped = list(optimizer.parameters)
+    lacking = {id(one) for one in trained} - {id(one) for one in stepped}
+    for parameter in trained:
+        if id(parameter) in lacking:
+            raise ConfigError(
+                f"the {kind} lacks {parameter.name}, which no step would change: add it to the "
+                "optimizer, or set its requires_grad to False in model()"
+            )
+    for parameter in stepped:
+        if id(parameter) not in places:
+            raise ConfigError(
+                f"the {kind} has parameter {parameter.name}, which the model does not train: build "
+                "the optimizer from model.trainable_params()"
+            )
+    return [places[id(parameter)] for parameter in stepped]
 
 
 class LearningRate:

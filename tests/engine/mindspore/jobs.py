@@ -95,6 +95,23 @@ class InGroups(Weighted):
         return self.built
 
 
+class Decaying(Weighted):
+    """Its optimizer has weights and biases in groups, as for a weight decay of the former alone.
+
+    Args:
+        builder: of the optimizer.
+        left_out: parameters at the end that it does not get.
+    """
+
+    def __init__(self, builder=optim.SGD, left_out=0):
+        super().__init__()
+        self.builder, self.left_out = builder, left_out
+
+    def optimizer(self, model):
+        given = model.trainable_params()[: 4 - self.left_out]
+        return self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+
+
 class Named(Weighted):
     """Its batch is a dictionary."""
 

@@ -3,12 +3,14 @@
 import importlib.metadata
 import itertools
 import re
+from functools import partial
 
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import ops
+from mindspore import nn, ops
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
 from mindspore.train import Model
 from safetensors.numpy import load_file
 
@@ -93,6 +95,15 @@ def test_parameter_groups_keep_their_ratio_to_the_rate():
         update(engine, [61], number, rate=rate)
         rates = [float(group["lr"].asnumpy()) for group in job.built.param_groups]
         assert rates == pytest.approx([rate / 10, rate])
+
+
+@pytest.mark.parametrize("builder", [nn.SGD, optim.SGD])
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_gradients_reach_their_parameters_in_whatever_order_the_optimizer_has_them(mode, builder):
+    engine = built(jobs.Decaying(builder), mode=mode, optimizer={})
+    before = weights(engine)
+    update(engine, [30, 31])
+    assert _distance(weights(engine), jobs.numpy_update(before, RATE)) < 1e-6
 
 
 @pytest.mark.parametrize("style", ["own", "framework"])
@@ -195,8 +206,6 @@ def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    from mindspore import nn
-
     class Wider(jobs.Weighted):
         def model(self):
             return nn.SequentialCell([nn.Dense(5, 8), nn.Tanh(), nn.Dense(8, 2)])
@@ -257,8 +266,6 @@ def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weight
 
 
 def test_layers_that_depend_on_the_split_are_named():
-    from mindspore import nn
-
     warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
     assert "batch norm in 1 sees one micro-batch at a time" in warnings[0]
     assert "dropout in 2" in warnings[1]
@@ -317,7 +324,7 @@ class Half(jobs.Weighted):
 
 class OfAnotherPackage(jobs.Counted):
     def optimizer(self, model):
-        return ms.experimental.optim.SGD(model.trainable_params(), lr=0.1)
+        return optim.SGD(model.trainable_params(), lr=0.1)
 
 
 @pytest.mark.parametrize(
@@ -325,6 +332,16 @@ class OfAnotherPackage(jobs.Counted):
     [
         (Evaluating, {}, r"called model\.set_train\(False\) without a model\.set_train\(\)"),
         (Half, {}, r"parameter 2\.weight is Float16, .*train\.precision=float16"),
+        (
+            partial(jobs.Decaying, left_out=1),
+            {"optimizer": {}},
+            r"the SGD lacks 2\.bias, which no step would change",
+        ),
+        (
+            partial(jobs.Decaying, lambda groups, _: [optim.SGD(g["params"], 0.1) for g in groups]),
+            {"optimizer": {}},
+            r"Decaying\.optimizer gives a list, not an optimizer",
+        ),
         (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
         (
             OfAnotherPackage,
