@@ -17,7 +17,7 @@ import json
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -86,6 +86,22 @@ class JudgedWindow:
     def reasons(self) -> list[str]:
         """Why the update cannot be judged."""
         return [why for why in self.record["reasons"] if why != CLIPPED_WHILE_SCALED]
+
+    @property
+    def last_cleared(self) -> int:
+        """The last micro-step before which the gradient was cleared."""
+        return max((n for n, step in enumerate(self.steps) if step["cleared"]), default=0)
+
+    def since(self, first: int) -> JudgedWindow:
+        """Return the window without the micro-steps before `first`."""
+        clips = [{**c, "after": c["after"] - first} for c in self.record["clips"]]
+        record = {
+            **self.record,
+            "micro_steps": self.steps[first:],
+            "schedules": [after - first for after in self.record["schedules"]],
+            "clips": [clip for clip in clips if clip["after"] > 0],
+        }
+        return replace(self, record=record, gradients=self.gradients[first:])
 
 
 @dataclass
@@ -161,6 +177,9 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         )
         made.say("synchrony", WRONG, text, "not-in-step")
     windows = {key: [trace.windows[key] for trace in traces] for key in whole}
+    if discarded := _leave_out_discarded(windows):
+        text = f"once an update; the gradient of {discarded} micro-steps was discarded before"
+        made.say("clearing", RIGHT, text)
     every = [window for of_ranks in windows.values() for window in of_ranks]
     depth = _depth(every)
     of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
@@ -188,6 +207,41 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             one.judge_gradient()
     _judge_run(made, traces, max((len(window.steps) for window in every), default=1))
     return made
+
+
+def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> int:
+    """Leave out micro-steps whose gradient was cleared before an update's usual number of them
+    began, as at the end of an epoch that leaves a few, or after one that warms up.
+
+    Returns:
+        The number of micro-steps of rank 0 that are left out.
+    """
+    every = [window for ranks in windows.values() for window in ranks]
+    steps = Counter(len(window.steps) for window in every)
+    usual = max(steps, key=lambda count: (steps[count], count), default=0)
+    whole = {len(window.steps) for window in every if not window.last_cleared}
+    left_out = 0
+    for key, ranks in windows.items():
+        firsts = [window.last_cleared for window in ranks]
+        counts = {len(w.steps) - first for w, first in zip(ranks, firsts, strict=True)}
+        # A fault may leave one micro-step of each window, but then no other window has one alone.
+        if not any(firsts) or not counts <= {usual, *(whole - {1})}:
+            continue
+        kept = [window.since(first) for window, first in zip(ranks, firsts, strict=True)]
+        rows = np.concatenate([window.gradients for window in kept])
+        applied = ranks[0].applied if ranks[0].before_clip is None else ranks[0].before_clip
+        if rows.shape[1] < 2 * len(rows) or rows.shape[1] != len(applied):
+            continue
+        rest = applied - np.linalg.lstsq(rows.T, applied, rcond=1e-5)[0] @ rows
+        if np.linalg.norm(rest) <= _tolerance_of(kept) * np.linalg.norm(applied):
+            windows[key] = kept
+            left_out += firsts[0]
+    return left_out
+
+
+def _tolerance_of(windows: Iterable[JudgedWindow]) -> float:
+    dtypes = {dtype for window in windows for dtype in window.record["dtypes"]}
+    return max((TOLERANCE.get(dtype, 3e-2) for dtype in dtypes), default=3e-2)
 
 
 def _depth(windows: Iterable[JudgedWindow]) -> int:
@@ -224,8 +278,7 @@ class _Update:
         self.applied: list[Array] | None = None
         self.weights: list[Array] | None = None
         self.why: str | None = None
-        dtypes = {dtype for w in windows for dtype in w.record["dtypes"]}
-        self.tolerance = max((TOLERANCE.get(dtype, 3e-2) for dtype in dtypes), default=3e-2)
+        self.tolerance = _tolerance_of(windows)
         self.counts = [len(w.steps) for w in windows]
         share = 1.0 / self.size / windows[0].record["scale"]
         self.average: Array = np.full(sum(self.counts), share)  # coefficients of one over ranks
@@ -281,6 +334,9 @@ class _Update:
             reasons += window.reasons
             if not window.steps:
                 reasons.append("an update without a backward pass")
+            own = {forward["before"] for forward in window.record["forwards"]}
+            if own and not own.issuperset(window.backwards):
+                reasons.append("several backward passes follow one forward pass")
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
         return next((reason for reason in reasons if reason), None)
 
@@ -549,10 +605,17 @@ class _Update:
     def _gradient_bytes(self) -> Counter[int]:
         """Return the bytes that were reduced, by the backward pass in or after which they were."""
         found: Counter[int] = Counter()
-        for event in self.windows[0].record["collectives"]:
-            if event["kind"] in REDUCING:
-                found[event["backward"]] += event["bytes"]
+        for event in self._reducing():
+            found[event["backward"]] += event["bytes"]
         return found
+
+    def _reducing(self) -> list[dict[str, Any]]:
+        """Return the collectives that may reduce gradients: DDP's alone if they are whole."""
+        record = self.windows[0].record
+        by_ddp = [event for event in record["collectives"] if event["kind"] == "ddp"]
+        if sum(event["bytes"] for event in by_ddp) >= OF_GRADIENT * record["gradient_bytes"]:
+            return by_ddp
+        return [event for event in record["collectives"] if event["kind"] in REDUCING]
 
     def _judge_reductions(self) -> None:
         if self.size == 1:
@@ -583,9 +646,7 @@ class _Update:
             self.say("clipping", RIGHT, "the gradient is not clipped")
             return True
         reduced_after = sum(
-            event["bytes"]
-            for event in record["collectives"]
-            if event["kind"] in REDUCING and event["event"] > clips[0]["event"]
+            event["bytes"] for event in self._reducing() if event["event"] > clips[0]["event"]
         )
         if any(clip["after"] < steps for clip in clips):
             text = f"clipped {len(clips)} times in a window of {steps} micro-steps"
@@ -619,9 +680,11 @@ class _Update:
             for w in self.windows
         ]
         forwards, used = self.windows[0].record["forwards"], set(rows[0])
-        if not self.reason:  # count those over samples of their own
+        sizes = {len(f["rows"]) for f in forwards if f["used"]}
+        if not self.reason:  # count those over as many samples of their own; others may evaluate
             self.dropped = sum(
-                not f["used"] and bool(f["rows"]) and used.isdisjoint(f["rows"]) for f in forwards
+                not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
+                for f in forwards
             )
         if self.dropped:
             text = f"{self.dropped} forward passes of this window have no backward pass"
@@ -704,6 +767,8 @@ def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]
     varies = len(updates) > 2 and all(
         max(values) - min(values) > EQUAL * max(map(abs, values)) for values in columns
     )
+    # A count of something else (objects, say) may be what the loss is meant to be divided by.
+    near = all(0.5 <= found["units"] <= 2 for found in times)
     # A factor of the loss's own that changes, such as a weight that is annealed, is no fault.
     windows = [window for one in updates for window in one.windows]
     factors = {json.dumps(step["loss"]["factors"]) for window in windows for step in window.steps}
@@ -713,7 +778,7 @@ def _judge_divisors(updates: Sequence[_Update], times: Sequence[dict[str, float]
             f"the update is divided by {1 / (one.level or 1.0):.6g}, where {one.total:.6g} samples "
             "or tokens have a loss"
         )
-        if varies and len(factors) == 1 and not any(each.dropped for each in updates):
+        if varies and near and len(factors) == 1 and not any(each.dropped for each in updates):
             one.say("length", WRONG, text, "varying-divisor")
         else:
             one.say("length", UNJUDGED, text)
@@ -733,7 +798,8 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
     random = [
         [f["random"] for w in t.windows.values() for f in w.record["forwards"]] for t in traces
     ]
-    if layers.get("dropouts") and len(traces) > 1 and all(r == random[0] for r in random[1:]):
+    alike = bool(random[0]) and all(r == random[0] for r in random[1:])
+    if layers.get("dropouts") and len(traces) > 1 and alike:
         made.say("layers", WRONG, "dropout draws the same numbers on all ranks", "same-dropout")
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
     if unjudged := layers.get("mixed", layers.get("unprobed")):

@@ -118,7 +118,11 @@ def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]
     if len(edges) == 1:
         if node.name() in ("MulBackward0", "MulBackward1"):
             right = node.name() == "MulBackward1" or node.next_functions[1][0] is None
-            loss.factors.append(float(node._saved_other if right else node._saved_self))
+            factor: Any = node._saved_other if right else node._saved_self
+            if isinstance(factor, Tensor) and factor.numel() > 1:
+                loss.reason = "the loss is one of several numbers"
+                return None
+            loss.factors.append(float(factor))
         return edges[0]
     main = _smoothed_cross_entropy(node)
     if main is None:

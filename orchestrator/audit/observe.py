@@ -102,7 +102,8 @@ class TrackedOptimizer:
 
     def put(self, column: Array, i: int, tensor: Tensor) -> None:
         step, where = self.positions[i]
-        column[where] = tensor.detach().reshape(-1)[::step].double().cpu().numpy()
+        # With reentrant checkpoints a gradient comes in parts.
+        column[where] += tensor.detach().reshape(-1)[::step].double().cpu().numpy()
 
 
 class Observer:
@@ -317,17 +318,22 @@ class Observer:
         if tracked.window.before_clip is not None:
             _note(tracked.window.reasons, CLIPPED_WHILE_SCALED)
 
-    def clip(self, parameters: Any) -> None:
-        if not self.is_active:
+    def clip(self, parameters: Any, *limit: Any, **named: Any) -> None:
+        limits = (*limit, named.get("max_norm"), named.get("clip_value"))
+        given_limit = next((one for one in limits if one is not None), None)
+        # Without a limit it only computes the norm.
+        if not self.is_active or given_limit is None or float(given_limit) == float("inf"):
             return
         given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
         for tracked in {s for p in given for s, _ in self.of_parameter.get(id(p), [])}:
-            window = tracked.window
+            window, after = tracked.window, len(tracked.window.micro_steps)
+            # Parts of a gradient may be clipped one by one: before the first it is whole.
+            if not window.clips or window.clips[-1]["after"] != after:
+                window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
             self.events += 1
-            window.clips.append({"after": len(window.micro_steps), "event": self.events})
-            window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
+            window.clips.append({"after": after, "event": self.events})
 
-    def schedule(self, scheduler: Any) -> None:
+    def schedule(self, scheduler: Any, *_: Any, **__: Any) -> None:
         tracked = self.find(getattr(scheduler, "optimizer", None))
         if tracked is not None and self.is_active:
             tracked.window.schedules.append(len(tracked.window.micro_steps))
@@ -359,14 +365,14 @@ class Observer:
     def _note_rows(self, inputs: Iterable[Any]) -> None:
         if not self.is_active or self.in_backward or not self.forwards or self.forwards[-1]["rows"]:
             return
-        for tensor in _tensors(inputs):
-            if not tensor.requires_grad and tensor.dim() >= 1 and tensor.shape[0]:
-                rows = tensor.detach()[:4096].cpu().contiguous()
-                as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
-                self.forwards[-1]["rows"] = [
-                    hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in as_bytes
-                ]
-                return
+        # The largest has the samples; others may be positions, masks or times, alike on all ranks.
+        tensor = max(filter(_has_rows, _tensors(inputs)), key=Tensor.numel, default=None)
+        if tensor is not None:
+            rows = tensor.detach()[:4096].cpu().contiguous()
+            as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
+            self.forwards[-1]["rows"] = [
+                hashlib.blake2b(row.tobytes(), digest_size=8).hexdigest() for row in as_bytes
+            ]
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         del inputs
@@ -448,6 +454,11 @@ def _note(reasons: list[str], reason: str) -> None:
         reasons.append(reason)
 
 
+def _has_rows(tensor: Tensor) -> bool:
+    dense = tensor.layout is torch.strided and not tensor.is_nested
+    return dense and not tensor.requires_grad and tensor.dim() >= 1 and tensor.numel() > 0
+
+
 def _tensors(values: Iterable[Any], levels: int = 2) -> Iterator[Tensor]:
     for value in values:
         if isinstance(value, Tensor):
@@ -490,14 +501,14 @@ def install(observer: Observer) -> None:
         _install_collectives(observer)
 
 
-def _before(function: Callable[..., Any], call: Callable[[Any], None]) -> Callable[..., Any]:
-    """Wrap `function`: `call` gets its first argument before it runs."""
+def _before(function: Callable[..., Any], call: Callable[..., None]) -> Callable[..., Any]:
+    """Wrap `function`: `call` gets its arguments before it runs."""
 
     @functools.wraps(function)
     def wrapped(first: Any, *args: Any, **kwargs: Any) -> Any:
         if hasattr(first, "__next__"):
             first = list(first)  # an iterator of parameters serves once
-        call(first)
+        call(first, *args, **kwargs)
         return function(first, *args, **kwargs)
 
     return wrapped

@@ -362,5 +362,11 @@ def _framework_style(config: Config) -> Iterator[str]:
         yield f"{style} needs windows of equal size; try accumulation.ragged=drop, {own}"
     if config.train.precision != "float32":
         yield f"{style} computes in float32; try train.precision=float32, {own}"
+    if (name := config.optimizer.get("name")) != "sgd" and config.optimizer:
+        named = f"name={name}" if name else f"_target_={config.optimizer['_target_']}"
+        yield (
+            f"{style} knows optimizer=sgd, not optimizer.{named}: mindspore.nn's Adam and AdamW "
+            f"are not the papers'; build another one of mindspore.nn in the job, {own}"
+        )
     if config.train.on_non_finite != "stop":
         yield f"{style} cannot skip an update; try train.on_non_finite=stop, {own}"

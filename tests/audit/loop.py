@@ -15,6 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn import functional
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint
 
 STEPS, MICRO_BATCH, IGNORED = 3, 2, -100
 FAULTS = (
@@ -25,21 +26,34 @@ FAULTS = (
 )  # fmt: skip
 RIGHT = (
     "sum", "weighted-mean", "no-sync", "scaler", "autocast", "frozen", "shared", "two-optimizers",
-    "clip", "schedule", "by-hand", "closure",
+    "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
+    "evaluates", "positions-first", "reentrant",
 )  # fmt: skip
+NOT_WRONG = ("two-losses", "other-divisor", "bare-dropout")
 
 
 class Model(nn.Module):
-    def __init__(self, shared=False):
+    def __init__(self, shared=False, reentrant=False, bare=False):
         super().__init__()
+        self.reentrant, self.bare = reentrant, bare
+        self.dropout = nn.Dropout(0.5)
         self.embed = nn.Embedding(11, 6)
         self.body = nn.Linear(6, 6)
         self.head = nn.Linear(6, 11, bias=False)
         if shared:
             self.head.weight = self.embed.weight
 
-    def forward(self, x):
-        return self.head(torch.tanh(self.body(self.embed(x))))
+    def forward(self, *inputs):
+        x = self.embed(inputs[-1])
+        if self.reentrant:
+            x = checkpoint(self.body, x, use_reentrant=True)
+        return self.head(torch.tanh(self.body(x)))
+
+    def __call__(self, *inputs):
+        if not self.bare:
+            return super().__call__(*inputs)
+        x = torch.tanh(self.embed.weight[inputs[-1]] @ self.body.weight + self.body.bias)
+        return self.dropout(x) @ self.head.weight.T
 
 
 def sentences(count, seed):
@@ -66,10 +80,15 @@ def main():
 
 def train(fault, epochs, rank, size):
     torch.manual_seed(0)
-    model = inner = Model(shared=fault == "shared")
+    model = inner = Model(
+        shared=fault == "shared", reentrant=fault == "reentrant", bare=fault == "bare-dropout"
+    )
     if fault == "frozen":
         inner.embed.weight.requires_grad_(False)
-    by_hand = fault in ("by-hand", "clipped-before-reduction", "fewer-micro-steps")
+    by_hand = fault in (
+        "by-hand", "clipped-before-reduction", "fewer-micro-steps", "reentrant", "two-losses",
+        "bare-dropout",
+    )  # fmt: skip
     if size > 1 and fault != "not-reduced" and not by_hand:
         model = DistributedDataParallel(model)
     parameters = [p for p in inner.parameters() if p.requires_grad]
@@ -98,6 +117,9 @@ def train(fault, epochs, rank, size):
     means = fault in (
         "undivided", "divided-twice", "ragged-last-window", "padded-tokens",
     )  # fmt: skip
+    if fault == "warm-up":
+        model(x[mine[:3]]).square().mean().backward()
+    torch.manual_seed(100 + rank)
     for _ in range(epochs):
         for begin in range(0, len(micro_batches), STEPS):
             window = micro_batches[begin : begin + STEPS]
@@ -128,7 +150,8 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
         quiet = quiet and fault != "reduced-each-micro-step"
         with model.no_sync() if quiet else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=fault == "autocast"):
-                logits = model(x[rows]).flatten(0, 1).float()
+                first = [torch.arange(7)] if fault == "positions-first" else []
+                logits = model(*first, x[rows]).flatten(0, 1).float()
             target = y[rows].flatten()
             if means:
                 loss = functional.cross_entropy(logits, target, ignore_index=IGNORED)
@@ -151,9 +174,15 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
                 loss = functional.cross_entropy(logits, target, reduction="sum")
             else:
                 loss = functional.cross_entropy(logits, target, reduction="sum") * size / tokens
+            if fault == "other-divisor":
+                loss = loss / tokens
             if fault == "last-micro-step-only" and not last:
                 return
+            if fault == "two-losses":
+                (logits.square().mean() / len(window)).backward(retain_graph=True)
             scaler.scale(loss).backward()
+        if fault == "norm-only":
+            nn.utils.clip_grad_norm_(parameters, float("inf"))
         if fault == "clipped-each-micro-step":
             nn.utils.clip_grad_norm_(parameters, 0.1)
         if fault == "schedule-each-micro-step":
@@ -166,6 +195,8 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
         return
     for k, rows in enumerate(window):
         backward(k, rows)
+    if fault == "drop-last" and len(window) < STEPS:
+        return
     if fault == "clipped-before-reduction":
         nn.utils.clip_grad_norm_(parameters, 0.1)
     if size > 1 and not isinstance(model, DistributedDataParallel) and fault != "not-reduced":
@@ -180,8 +211,13 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
         scaler.unscale_(optimizer)
         if fault == "clip":
             nn.utils.clip_grad_norm_(parameters, 0.1)
+        if fault == "clip-parts":
+            nn.utils.clip_grad_norm_(inner.body.parameters(), 0.1)
+            nn.utils.clip_grad_norm_(inner.head.parameters(), 0.1)
         scaler.step(optimizer)
     scaler.update()
+    if fault == "evaluates":
+        inner(x[:5])
     if fault == "schedule":
         for scheduler in schedulers:
             scheduler.step()

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from orchestrator.audit import observe
 from tests.audit import loop
 
-NAMES = (*loop.FAULTS, *loop.RIGHT)
+NAMES = (*loop.FAULTS, *loop.RIGHT, *loop.NOT_WRONG)
 
 
 def main(folder):

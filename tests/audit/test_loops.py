@@ -28,6 +28,8 @@ def test_each_fault_is_named_and_no_other_and_right_loops_are_right_in_every_row
             states = {row: made.judgement.state(row) for row in ROWS}
             assert set(states.values()) == {RIGHT}, (name, states)
             assert max(u["relative_error"] for u in made.judgement.updates) < 1e-6
+        elif name in loop.NOT_WRONG:
+            assert made.state != WRONG, (name, made.judgement.findings)
         elif size == 1 and name in NEED_RANKS:
             assert made.state == RIGHT or name == "fewer-micro-steps", (name, made.judgement)
             assert set(made.judgement.faults) <= FAULTS.keys()
@@ -55,6 +57,7 @@ def losses(scores):
         "ignored": (each.sum(), 1.0, 3),
         "squares": (functional.mse_loss(scores, torch.zeros(4, 7)), 1 / 28, 28),
         "mean of means": ((scores**2).mean(1).mean() / 3, 1 / 12, 4),
+        "one of several": ((each.mean() * MASK)[0], None, None),
         "root": ((scores**2).mean().sqrt(), None, None),
         "two terms": ((scores**2).mean() + scores.abs().mean(), None, None),
     }

@@ -132,6 +132,19 @@ def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
         )
 
 
+def left_in_evaluation(job: Any, call: str, undo: str) -> JobError:
+    """Return the error of a model that is in evaluation mode at an update's end. Nothing else would
+    show it: without dropout, and with frozen statistics, losses look fine.
+
+    Args:
+        call: puts a model of the framework into it; `undo`: puts it back.
+    """
+    return JobError(
+        "the model is in evaluation mode at an update's end, but did not begin in it: "
+        f"{type(job).__name__}.loss() or after_update() has called {call} without a {undo} after it"
+    )
+
+
 # ------------------------------------------------------------------ Losses
 
 

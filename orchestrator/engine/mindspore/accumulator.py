@@ -30,7 +30,7 @@ from mindspore import Parameter, Tensor, nn, ops
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine.mindspore.model import Precision
+from orchestrator.engine.mindspore.model import Precision, gradient_order, kept_statistics
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.plan.wire import bucket_count
@@ -182,6 +182,13 @@ class Accumulator:
     ) -> None:
         self.parameters: tuple[Parameter, ...] = tuple(model.trainable_params())
         self.dtype: Any = self.parameters[0].dtype
+        for parameter in self.parameters:
+            if parameter.dtype not in (ms.float32, ms.float64) or parameter.dtype != self.dtype:
+                raise JobError(
+                    f"parameter {parameter.name} is {parameter.dtype}, but all parameters have to "
+                    "be float32, in which gradients add up; to compute in half precision, set "
+                    "train.precision=float16"
+                )
         self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
         self._mode, self._jit_level = settings.mode, settings.jit_level
@@ -241,7 +248,7 @@ class Accumulator:
         Returns:
             A tensor [weight, total, *metrics], not waited for.
         """
-        form, leaves = _flatten(batch)
+        form, leaves = flatten(batch)
         if form in self._steps:
             return self._steps[form](*leaves)
         code = getattr(getattr(self._loss, "__func__", self._loss), "__code__", None)
@@ -260,16 +267,10 @@ class Accumulator:
         return result
 
     def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
-        model, names, kind = self._model, self._names, form[0]
-        keys = form[1:]
+        model, names, batch_of = self._model, self._names, batch_maker(form)
 
         def forward(*leaves: Tensor) -> Any:
-            if kind == "tensor":
-                total, weight, metrics = loss(model, leaves[0])
-            elif kind == "tuple":
-                total, weight, metrics = loss(model, leaves)
-            else:
-                total, weight, metrics = loss(model, dict(zip(keys, leaves)))  # noqa: B905  # no strict in graphs
+            total, weight, metrics = loss(model, batch_of(leaves))
             found: Any = ()
             for name in names:
                 found = (*found, metrics[name])
@@ -322,9 +323,10 @@ class Accumulator:
         assert reference is not None  # noqa: S101  # the callers have looked
         framework.set_context(mode=framework.PYNATIVE_MODE)
         try:
-            _, parts = self._gradients(reference, form)(*leaves)
-            for part in parts:
-                part.asnumpy()
+            with kept_statistics(self._model):
+                _, parts = self._gradients(reference, form)(*leaves)
+                for part in parts:
+                    part.asnumpy()
         finally:
             if self._mode == "graph":
                 framework.set_context(mode=framework.GRAPH_MODE)
@@ -332,7 +334,7 @@ class Accumulator:
 
     def plain_step_s(self) -> float:
         """Return the seconds for forward and backward of the first micro-batch without compilation,
-        once; 0 if unknown. Its sums are left alone.
+        once; 0 if unknown. Sums and statistics are left alone.
         """
         if self._sample is None:
             return 0.0
@@ -375,23 +377,32 @@ class Accumulator:
                 squares += math.fsum(float(np.dot(block, block)) for block in blocks)
             else:
                 squares += float(ops.square(gradient).sum().asnumpy())
-        return math.sqrt(squares)
+        norm = math.sqrt(squares)
+        if math.isfinite(norm):
+            return norm
+        # The squares may have overflowed where the numbers did not: scale by the largest.
+        arrays = [gradient.asnumpy().astype(np.float64) for gradient in gradients]
+        largest = max(float(np.abs(array).max(initial=0.0)) for array in arrays)
+        if not math.isfinite(largest):
+            return largest
+        return largest * math.sqrt(math.fsum(float(np.square(a / largest).sum()) for a in arrays))
 
     def step_with(self, optimizer: Any) -> Compiled:
         """Return a compiled function (factor, *gradients) that averages and clips the gradients,
-        and calls the optimizer with them.
+        and calls the optimizer with them, in its order.
         """
+        order = tuple(gradient_order(optimizer, self.parameters))
 
         def step(factor: Tensor, *gradients: Tensor) -> Any:
             averaged: Any = ()
-            for gradient in gradients:
-                averaged = (*averaged, gradient * factor)
+            for place in order:
+                averaged = (*averaged, gradients[place] * factor)
             return optimizer(averaged)
 
         return self.compile(step, "the optimizer's step")
 
 
-def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
+def flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
     """Return a batch's form, and its tensors: graphs take tensors as inputs, and structures as
     constants.
     """
@@ -405,3 +416,17 @@ def _flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
         f"a batch must be a tensor, or a tuple or dictionary of tensors, but is "
         f"{type(batch).__name__}"
     )
+
+
+def batch_maker(form: Any) -> Callable[[Any], Any]:
+    """Return the function that gives a batch of this form of its tensors. Works in a graph."""
+    kind, keys = form[0], form[1:]
+
+    def batch_of(leaves: Any) -> Any:
+        if kind == "tensor":
+            return leaves[0]
+        if kind == "tuple":
+            return leaves
+        return {key: leaf for key, leaf in zip(keys, leaves)}  # noqa: B905, C416  # graphs have no strict, and no dict(zip())
+
+    return batch_of

@@ -21,28 +21,37 @@ from safetensors.numpy import load_file, save_file
 
 from orchestrator.config.optimizer import check_builder, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy
+from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy, limb_bits
 from orchestrator.engine.common.job_checks import (
     Hyperparameters,
     Kinds,
     check_fits,
     checked_figures,
+    left_in_evaluation,
     misfits,
     refuse_scheduler,
 )
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
-from orchestrator.engine.mindspore.accumulator import Accumulator, Sums, compiled_loss, python_loss
+from orchestrator.engine.mindspore.accumulator import (
+    Accumulator,
+    Sums,
+    batch_maker,
+    compiled_loss,
+    flatten,
+    python_loss,
+)
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import (
     RANDOM,
+    LearningRate,
     advice,
     build_model,
     build_optimizer,
     check_same_weights,
     hyperparameters_of,
+    kept_statistics,
     replica_checker,
     seed_everything,
-    set_rate,
     state_of,
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
@@ -161,7 +170,7 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
 
 def _assign(parameters: Mapping[str, Parameter], arrays: Mapping[str, Any]) -> None:
     for name, array in arrays.items():
-        ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `set_rate`
+        ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `LearningRate`
 
 
 def _kinds_in(arrays: Mapping[str, Any]) -> Kinds:
@@ -189,11 +198,17 @@ class MindSporeEngine(Engine):
         self._model, self._model_warnings = build_model(job, settings)
         own = getattr(job, "optimizer", lambda _: None)(self._model)
         check_builder(settings.optimizer, type(job).__name__, own=own is not None)
+        if own is not None and not (callable(own) and hasattr(own, "parameters")):
+            raise ConfigError(
+                f"{type(job).__name__}.optimizer gives a {type(own).__name__}, not an optimizer of "
+                "mindspore.nn or mindspore.experimental.optim"
+            )
         refuse_scheduler(getattr(own, "param_groups", ()), job)
         trainable = self._model.trainable_params()
         if not trainable:
             raise JobError("model() has no trainable parameters")
         self._optimizer = self._built_optimizer(own, trainable)
+        self._rate = LearningRate(self._optimizer)
         self._hyperparameters = Hyperparameters(partial(hyperparameters_of, self._optimizer))
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
@@ -207,6 +222,9 @@ class MindSporeEngine(Engine):
             reference=None if draws else python_loss(job),
             trailer_numbers=trailer_numbers(len(self._names)),
         )
+        mantissa_bits = 53 if self._accumulator.dtype == ms.float64 else 24
+        self._limb_bits = limb_bits(mantissa_bits, group.size)
+        self._talks = bool(getattr(job, "talks_in_window", False))
         self._replica_checker = replica_checker(self._model, self.gather, group.size)
         self._policy = UpdatePolicy(settings, self._accumulator.precision, self.gather)
         self._step = self._accumulator.step_with(self._optimizer)
@@ -231,9 +249,10 @@ class MindSporeEngine(Engine):
         self._accumulator.clear()
         self._accumulator.precision.begin_window()
         self._hyperparameters.check(f"before update {window.update}")
-        set_rate(self._optimizer, window.learning_rate)
+        self._rate.set(window.learning_rate)
         self._hyperparameters.keep()
-        self._group.silence = f"in mid-window of update {window.update}"
+        if not self._talks:
+            self._group.silence = f"in mid-window of update {window.update}"
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         with self._clock.compute:
@@ -244,6 +263,8 @@ class MindSporeEngine(Engine):
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         update = self._window.update
         self._hyperparameters.check("inside a window")
+        if not self._model.training:
+            raise left_in_evaluation(self._job, "model.set_train(False)", "model.set_train()")
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
@@ -252,10 +273,10 @@ class MindSporeEngine(Engine):
             self._replica_checker.write_digest(trailer, update)
         self._group.silence = None
         with self._clock.wait:
-            gradients, numbers = self._accumulator.reduce(trailer.numbers())
+            gradients, numbers = self._accumulator.reduce(trailer.numbers(self._limb_bits))
         scale = self._accumulator.precision.scale
         with self._clock.optimize:
-            totals = Trailer.from_numbers(numbers)
+            totals = Trailer.from_numbers(numbers, self._limb_bits)
             self._replica_checker.check(totals, update)
             norm_of_sum, norm = self._accumulator.norm_of(gradients), None
             found = self._policy.decide(update, totals, trailer, norm_of_sum, list)
@@ -395,12 +416,15 @@ def _bytes(parameters: Iterable[Any]) -> int:
 class _Share(nn.Cell):
     """One micro-batch's share of the window's loss: its sum, divided by all samples."""
 
-    def __init__(self, model: nn.Cell, loss: Callable[[Any, Any], Sums], samples: int) -> None:
+    def __init__(
+        self, model: nn.Cell, loss: Callable[[Any, Any], Sums], form: Any, samples: int
+    ) -> None:
         super().__init__(auto_prefix=False)
         self.model, self.loss, self.share = model, loss, 1.0 / samples
+        self.batch_of = batch_maker(form)
 
     def construct(self, *leaves: Any) -> Any:
-        total, _, _ = self.loss(self.model, leaves)
+        total, _, _ = self.loss(self.model, self.batch_of(leaves))
         return total * self.share
 
 
@@ -408,6 +432,11 @@ class FrameworkEngine(MindSporeEngine):
     """An `Engine` whose micro-steps only collect; the boundary runs MindSpore's compiled step."""
 
     def __init__(self, job: Job, settings: EngineSettings, group: MindSporeGroup) -> None:
+        if settings.metric_names:
+            raise ConfigError(
+                f"engine.style=framework returns losses alone, but {type(job).__name__} has "
+                f"metric_names; leave them out, or use engine.style=own"
+            )
         self._batches: list[Any] = []
         self._cell: Any = None
         self._shape: tuple[int, int] | None = None
@@ -415,27 +444,29 @@ class FrameworkEngine(MindSporeEngine):
 
     def _built_optimizer(self, own: Any, trainable: Sequence[Any]) -> Any:
         """TrainOneStepCell takes the optimizers of `mindspore.nn` only."""
-        if own is not None:
-            return own
-        rest = dict(self._settings.optimizer)
-        if (name := rest.pop("name", None)) != "sgd":
+        if own is None:
+            rest = {key: v for key, v in self._settings.optimizer.items() if key != "name"}
+            return build_optimizer({**rest, "_target_": "mindspore.nn.SGD"}, trainable)
+        if not isinstance(own, nn.Optimizer):
             raise ConfigError(
-                f"engine.style=framework knows optimizer=sgd, not {name}: mindspore.nn's Adam and "
-                f"AdamW are not the papers'; try engine.style=own, or build one in the job"
+                f"engine.style=framework steps with an optimizer of mindspore.nn, but "
+                f"{type(self._job).__name__}.optimizer() builds {type(own).__module__}."
+                f"{type(own).__name__}; try engine.style=own"
             )
-        return nn.SGD(list(trainable), 1e-3, **rest)
+        return own
 
     def begin_window(self, window: Window) -> None:
         self._window, self._batches = window, []
-        set_rate(self._optimizer, window.learning_rate)
+        self._rate.set(window.learning_rate)
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         del micro_batch
-        self._batches.append(batch if isinstance(batch, tuple) else (batch,))
+        self._batches.append(batch)
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window, began = self._window, time.perf_counter()
-        whole = tuple(ops.concat(column) for column in zip(*self._batches, strict=True))
+        columns = zip(*(flatten(batch)[1] for batch in self._batches), strict=True)
+        whole = tuple(ops.concat(column) for column in columns)
         first = self._cell is None
         self._prepare(window)
         seed_everything(derived_seed("step", self._settings.seed, window.update, 0))
@@ -468,7 +499,8 @@ class FrameworkEngine(MindSporeEngine):
             )
         if self._cell is not None:
             return
-        _, weight, _ = python_loss(self._job)(self._model, self._batches[0])
+        with kept_statistics(self._model):
+            _, weight, _ = python_loss(self._job)(self._model, self._batches[0])
         if as_float(weight) != float(next(iter(sizes))):
             raise JobError(
                 "engine.style=framework divides by the number of samples, but Loss.weight is "
@@ -478,7 +510,8 @@ class FrameworkEngine(MindSporeEngine):
         from mindspore.parallel.nn import GradAccumulation
 
         ms.set_context(mode=ms.GRAPH_MODE)
-        share = _Share(self._model, compiled_loss(self._job), window.samples)
+        form, _ = flatten(self._batches[0])
+        share = _Share(self._model, compiled_loss(self._job), form, window.samples)
         step = nn.TrainOneStepCell(GradAccumulation(share, shape[0]), self._optimizer)
         step.set_train()
         self._cell = AutoParallel(step)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import inspect
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import mindspore as ms
@@ -134,6 +135,18 @@ def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]
     return model, warnings
 
 
+@contextmanager
+def kept_statistics(model: nn.Cell) -> Generator[None]:
+    """Give parameters that are not trained, such as moving statistics, their values back."""
+    others: list[Any] = [one for one in model.get_parameters() if not one.requires_grad]
+    before = [parameter.asnumpy().copy() for parameter in others]
+    try:
+        yield
+    finally:
+        for parameter, array in zip(others, before, strict=True):
+            ops.assign(parameter, Tensor(array, parameter.dtype))
+
+
 def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[list[float]]]) -> None:
     """Check that all ranks start with the same bits. Collective.
 
@@ -200,7 +213,7 @@ class Precision(LossScale):
     def begin_window(self) -> None:
         """Let graphs see the scale, which changes between windows."""
         if self._held is not None:
-            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `set_rate`
+            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `LearningRate`
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -249,7 +262,7 @@ def replica_checker(
 
 
 ANY_RATE = 1e-3
-"""To build with; `set_rate` replaces it before the first step."""
+"""To build with; `LearningRate` replaces it before the first step."""
 
 BY_NAME = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
@@ -267,11 +280,11 @@ class WideSGD(nn.Cell):
         super().__init__()
         self.momentum, self.decay = momentum, weight_decay
         self.learning_rate = Parameter(Tensor(lr, ms.float64), name="learning_rate")
-        self.weights: Any = ParameterTuple(params)
-        self.velocity: Any = self.weights.clone("velocity", "zeros")
+        self.parameters: Any = ParameterTuple(params)
+        self.velocity: Any = self.parameters.clone("velocity", "zeros")
 
     def construct(self, gradients: Any) -> bool:  # pyright: ignore[reportIncompatibleMethodOverride]
-        for weight, gradient, held in zip(self.weights, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
+        for weight, gradient, held in zip(self.parameters, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
             step = gradient + self.decay * weight
             if self.momentum:
                 step = held * self.momentum + step
@@ -282,7 +295,7 @@ class WideSGD(nn.Cell):
 
 def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]) -> Any:
     """Return the optimizer of `settings`; its learning rate is set at every update (see
-    `set_rate`).
+    `LearningRate`).
 
     Raises `ConfigError` when it does not exist or does not take the settings.
     """
@@ -302,27 +315,79 @@ def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]
         raise ConfigError(f"{spelled} with {rest} cannot be built: {error}") from error
 
 
-def set_rate(optimizer: Any, rate: float) -> None:
-    """Set the learning rate, of every group of parameters alike.
+def gradient_order(optimizer: Any, trained: Sequence[Parameter]) -> list[int]:
+    """Return for each parameter of an optimizer, in its order, its place among the trained ones.
 
-    By `ops.assign`: what `assign_value` or `set_data` write is not seen by functions that were
-    compiled before, and in PyNative mode the optimizers compile their steps themselves.
+    An optimizer applies the gradients that it gets to its parameters one after the other; those of
+    parameter groups are seldom in the model's order.
+
+    Raises:
+        ConfigError: it lacks a trained parameter, or has another one.
     """
-    groups = getattr(optimizer, "param_groups", None)
-    if groups is not None:
-        for group in groups:
+    kind, places = type(optimizer).__name__, {id(one): n for n, one in enumerate(trained)}
+    stepped = list(optimizer.parameters)
+    lacking = {id(one) for one in trained} - {id(one) for one in stepped}
+    for parameter in trained:
+        if id(parameter) in lacking:
+            raise ConfigError(
+                f"the {kind} lacks {parameter.name}, which no step would change: add it to the "
+                "optimizer, or set its requires_grad to False in model()"
+            )
+    for parameter in stepped:
+        if id(parameter) not in places:
+            raise ConfigError(
+                f"the {kind} has parameter {parameter.name}, which the model does not train: build "
+                "the optimizer from model.trainable_params()"
+            )
+    return [places[id(parameter)] for parameter in stepped]
+
+
+class LearningRate:
+    """Learning rate of an optimizer. Every parameter group keeps its ratio to the base rate: that
+    of the optimizer's defaults.
+
+    It is set by `ops.assign`: what `assign_value` or `set_data` write is not seen by functions that
+    were compiled before, and in PyNative mode the optimizers compile their steps themselves.
+
+    Raises:
+        JobError: the optimizer was built with a base rate of 0, or schedules its rate itself.
+    """
+
+    def __init__(self, optimizer: Any) -> None:
+        kind = type(optimizer).__name__
+        self._groups: Any = getattr(optimizer, "param_groups", None)
+        self._ratios = [1.0]
+        if self._groups is None:
+            self._groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
+            if not isinstance(self._groups[0]["lr"], Parameter):
+                raise JobError(
+                    f"{kind} schedules its learning rate itself; here it follows schedule.*, one "
+                    "clock for all ranks: build it with a plain number"
+                )
+            return
+        rates = [_rate_of(group["lr"]) for group in self._groups]
+        base = rates[0].dtype.type(
+            _rate_of(optimizer.defaults.get("lr", 0.0))
+        )  # rounded like the others
+        if not base:
+            raise JobError(
+                f"{kind} was built without a learning rate to compare its parameter groups with; "
+                "give it lr=1.0"
+            )
+        self._ratios = [float(rate) / float(base) for rate in rates]
+
+    def set(self, rate: float) -> None:
+        """Use `rate` from the next step on."""
+        for group, ratio in zip(self._groups, self._ratios, strict=True):
             if isinstance(group["lr"], Parameter):
-                ops.assign(group["lr"], Tensor(rate, group["lr"].dtype))
+                ops.assign(group["lr"], Tensor(rate * ratio, group["lr"].dtype))
             else:
-                group["lr"] = rate
-        return
-    own = getattr(optimizer, "learning_rate", None)
-    if not isinstance(own, Parameter):
-        raise JobError(
-            f"{type(optimizer).__name__} schedules its learning rate itself; here it follows "
-            f"schedule.*, one clock for all ranks: build it with a plain number"
-        )
-    ops.assign(own, Tensor(rate, own.dtype))
+                group["lr"] = rate * ratio
+
+
+def _rate_of(value: Any) -> Any:
+    """Return a rate as NumPy's, in its own type."""
+    return value.asnumpy() if isinstance(value, Tensor) else np.float64(value)
 
 
 def hyperparameters_of(optimizer: Any) -> dict[tuple[int, str], Any]:

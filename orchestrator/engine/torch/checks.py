@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn import Module
-from torch.nn.parameter import UninitializedParameter
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from orchestrator.data import generator_states
@@ -22,7 +22,7 @@ from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, kept_buffers, seed_everything
+from orchestrator.engine.torch.model import in_evaluation, kept_state, seed_everything
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Loss
 from orchestrator.rundir.warnings import warn
@@ -152,6 +152,28 @@ def check_supported(
     return named, parameters
 
 
+def check_filled(model: Module, *, sharded: bool) -> None:
+    """Raise `ConfigError` for a tensor of a job's model that has no numbers yet.
+
+    Args:
+        sharded: the model is sharded first, which may give it memory.
+    """
+    for kind, named in (("parameter", model.named_parameters()), ("buffer", model.named_buffers())):
+        for name, tensor in named:
+            reason = _unfilled_reason(tensor)
+            if reason and not (sharded and reason is _ON_META):
+                raise ConfigError(f"{kind} {name} {reason}")
+
+
+_ON_META = "is on the meta device, without numbers: give the model memory before (to_empty)"
+
+
+def _unfilled_reason(tensor: Tensor) -> str | None:
+    if is_lazy(tensor):
+        return "has no shape yet, as it is a lazy layer's: call the model once before"
+    return _ON_META if tensor.device.type == "meta" else None
+
+
 def is_fully_sharded(model: Module) -> bool:
     """Return whether `fully_shard` was called on a part of the model."""
     return any(
@@ -160,16 +182,14 @@ def is_fully_sharded(model: Module) -> bool:
 
 
 def _unsupported_reason(parameter: Any, *, by_fsdp: bool) -> str | None:
-    if parameter.device.type == "meta":
-        return "is on the meta device, without numbers: give the model memory before (to_empty)"
+    if reason := _unfilled_reason(parameter):
+        return reason
     if is_sharded(parameter):
         unsharded = (
             "is a DTensor that no fully_shard() made: give it the plain model, with "
             "shard_optimizer=True say, or one that fully_shard() has sharded"
         )
         return None if by_fsdp else unsharded
-    if isinstance(parameter, UninitializedParameter):
-        return "has no shape yet, as it is a lazy layer's: call the model once before"
     plain: Any = torch.nn.Parameter
     if type(parameter).__torch_dispatch__ is not plain.__torch_dispatch__:
         kind = type(parameter).__name__
@@ -304,7 +324,7 @@ def check_samples(
         size = max(abs(whole), sum(map(abs, parts)))
         return abs(whole - sum(parts)) > tolerance * size
 
-    with in_evaluation(model), kept_buffers(model):
+    with in_evaluation(model), kept_state(model):
         try:
             total, weight = together = total_and_weight(samples)
             if total_and_weight(samples, seed + 1) != together:

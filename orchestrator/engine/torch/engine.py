@@ -19,12 +19,17 @@ from torch.nn import Module
 from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
-from orchestrator.engine.common.job_checks import Hyperparameters, checked_figures, refuse_scheduler
+from orchestrator.engine.common.job_checks import (
+    Hyperparameters,
+    checked_figures,
+    left_in_evaluation,
+    refuse_scheduler,
+)
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import as_sharded, local_part
-from orchestrator.engine.torch.checks import check_samples
+from orchestrator.engine.torch.checks import check_filled, check_samples
 from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
@@ -32,12 +37,13 @@ from orchestrator.engine.torch.group import (
     broadcast_tensors,
     gather_numbers,
     gather_texts,
-    version_of,
 )
 from orchestrator.engine.torch.model import (
+    ForwardState,
     advice,
     be_deterministic,
     build_optimizer,
+    changing_advice,
     check_optimizer,
     doubled,
     hyperparameters_of,
@@ -59,6 +65,7 @@ from orchestrator.engine.torch.state import (
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, is_coupled
+from orchestrator.rundir.warnings import warn
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
@@ -115,6 +122,7 @@ class TorchEngine(Engine):
         model = job.model()
         if not isinstance(model, Module):
             raise JobError(f"model() must give a torch.nn.Module, but gives {type(model).__name__}")
+        check_filled(model, sharded=settings.shard_model != "none")
         if settings.precision == "float64":
             model = doubled(model)
         # A model in shards may be larger than a device; `fully_shard` moves it there, part by part.
@@ -151,8 +159,11 @@ class TorchEngine(Engine):
         self._whole_state: dict[str, Any] | None = None  # the optimizer's, between two groups
         self._incomplete = False  # a part of the state was lost, and what is kept is of no use
         self._scale_before: dict[str, float] = {}
-        # The tensors of a window's start with their versions, and copies.
-        self._buffers_before: dict[str, tuple[Tensor, int, Tensor]] = {}
+        self._forward_before: ForwardState | None = None
+        # Rank 0 may leave a window to save what was before it.
+        has_buffers = any(True for _ in self.model.buffers())
+        self._may_undo = settings.survive or (group.rank == 0 and has_buffers)
+        self._is_first = True  # this process has not ended a window yet
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -192,7 +203,7 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
-        if self._settings.survive or self._group.rank == 0:  # rank 0 may save inside the window
+        if self._may_undo or self._is_first:
             self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
@@ -262,14 +273,11 @@ class TorchEngine(Engine):
         if self._coupled is not None and self._window is not None:
             self._coupled.backward(self._window)
         self._hyperparameters.check("inside a window")
-        # Nothing else would show it: without dropout, and with frozen statistics, losses look fine.
         if self._trains and not self.model.training:
-            raise JobError(
-                "the model is in evaluation mode at an update's end, but did not begin in it: "
-                f"{type(self._job).__name__}.loss() or after_update() has called model.eval() "
-                "without a model.train() after it"
-            )
+            raise left_in_evaluation(self._job, "model.eval()", "model.train()")
         report = self.accumulator.boundary(stop=stop)
+        if self._is_first:
+            self._warn_of_changes()
         self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
             with torch.no_grad():
@@ -280,6 +288,15 @@ class TorchEngine(Engine):
             )
         self._window = None
         return report
+
+    def _warn_of_changes(self) -> None:
+        """Warn of layers whose forward changed their buffers in this process's first window."""
+        split = self._group.size > 1 or self._done > 1
+        before, self._is_first = self._forward_before, False
+        if split and before is not None and (layers := before.changed_layers()):
+            warn(changing_advice(layers, "in after_update()"))
+        if not self._may_undo:
+            self._forward_before = None  # frees the copies
 
     # ------------------------------------------------------------------ around updates
 
@@ -383,27 +400,15 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
-        for name, buffer in self.model.named_buffers():
-            if not self._is_as_before(name, buffer):
-                copy = buffer.detach().clone()
-                self._buffers_before[name] = buffer, version_of(buffer), copy
-
-    def _is_as_before(self, name: str, buffer: Tensor) -> bool:
-        """Return whether a buffer is the tensor that was kept, and was not written since. It is
-        unknown of vectors: the kernels of batch norm do not count what they write.
-        """
-        kept, version, _ = self._buffers_before.get(name, (None, 0, None))
-        return kept is buffer and buffer.dim() > 1 and version == version_of(buffer)
+        # Extra state takes long to get, from layers that pack numbers of a GPU into it.
+        self._forward_before = ForwardState(self.model, extra=self._settings.survive)
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
-        if self._window is None:
-            return
+        if self._window is not None and self._forward_before is not None:
+            self.accumulator.precision.load(self._scale_before)
+            self._forward_before.restore()
         self._window = None
-        self.accumulator.precision.load(self._scale_before)
-        for name, buffer in self.model.named_buffers():
-            if name in self._buffers_before and not self._is_as_before(name, buffer):
-                buffer.detach().copy_(self._buffers_before[name][2])
 
     def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
         self.accumulator.newcomers_wait = waiting

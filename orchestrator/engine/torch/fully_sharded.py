@@ -124,7 +124,23 @@ def form_replicate_group(group: BaseGroup, over: str) -> None:
 
 
 def shard_layers(model: Module, mesh: DeviceMesh) -> None:
-    """Shard each element of the outermost `ModuleList`s by itself, and then all that is left."""
+    """Shard each element of the outermost `ModuleList`s by itself, and then all that is left.
+
+    Raises:
+        JobError: a parameter that `fully_shard` does not take.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 0:
+            raise JobError(
+                f"parameter {name} is a single number, which engine.shard_model cannot shard: give "
+                "it a dimension, as in torch.nn.Parameter(torch.ones(1))"
+            )
+        if not parameter.is_contiguous():
+            raise JobError(
+                f"parameter {name} has strides {parameter.stride()} (channels_last, perhaps), and "
+                "engine.shard_model takes contiguous ones only: leave the model as it was built, "
+                "and convert the batch in loss(): x.to(memory_format=torch.channels_last)"
+            )
     inner: set[Module] = set()
     for layers in (module for module in model.modules() if isinstance(module, ModuleList)):
         if layers in inner:

@@ -27,7 +27,7 @@ from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.checks import checked_loss
 from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, kept_buffers, moved, seed_everything
+from orchestrator.engine.torch.model import in_evaluation, kept_state, moved, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.errors import JobError
 from orchestrator.job import Loss
@@ -116,7 +116,7 @@ class CoupledWindows:
 
         Running statistics move at the boundary, when it is embedded again.
         """
-        with self._clock.compute, torch.no_grad(), kept_buffers(self._model):
+        with self._clock.compute, torch.no_grad(), kept_state(self._model):
             _, rows = self._embed(batch, micro_batch)
         self._kept.append((batch, micro_batch, rows))
 

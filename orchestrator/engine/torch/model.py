@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
 import os
 import random
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
@@ -26,6 +28,7 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.torch.buffers import is_dense, local_part
+from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -84,7 +87,16 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
         return batch.to(device, dtype, non_blocking=True)
     if isinstance(batch, Mapping):
         entries: Mapping[Any, Any] = batch
-        return {key: moved(value, device, double=double) for key, value in entries.items()}
+        found = {key: moved(value, device, double=double) for key, value in entries.items()}
+        if not isinstance(batch, MutableMapping):
+            return found
+        same: Any = copy.copy(entries)  # a tokenizer's batch has attributes as well
+        same.update(found)
+        return same
+    if isinstance(batch, PackedSequence):  # whose sizes of batches stay on the CPU
+        names = ("data", "sorted_indices", "unsorted_indices")
+        parts = {name: moved(getattr(batch, name), device, double=double) for name in names}
+        return batch._replace(**parts)
     if isinstance(batch, tuple) and hasattr(batch, "_fields"):  # a named tuple
         return type(batch)(*(moved(value, device, double=double) for value in batch))
     if isinstance(batch, (list, tuple)):
@@ -116,15 +128,57 @@ def in_evaluation(model: Module) -> Generator[None]:
             layer.training = training
 
 
+class ForwardState:
+    """Copy of what a model's forward may change: its buffers and, if asked for, extra state.
+
+    Values are copied, since torch counts no version where batch norm writes its statistics; so is
+    which tensor a buffer is, since a forward may put another one in its place.
+    """
+
+    def __init__(self, model: Module, *, extra: bool) -> None:
+        self._buffers = [
+            (path, layer, name, buffer, torch.empty_like(buffer))
+            for path, layer in model.named_modules()
+            for name, buffer in layer.named_buffers(recurse=False)
+        ]
+        if self._buffers:
+            *_, buffers, copies = zip(*self._buffers, strict=True)
+            torch._foreach_copy_(copies, buffers)  # noqa: SLF001  # no public name
+        self._extra = [
+            (layer, copy.deepcopy(layer.get_extra_state()))
+            for layer in (model.modules() if extra else ())
+            if type(layer).get_extra_state is not Module.get_extra_state
+            and type(layer).set_extra_state is not Module.set_extra_state
+        ]
+
+    def changed_layers(self) -> list[str]:
+        """Return the layers, but for batch norms, whose saved buffers hold other values now."""
+        changed = (
+            path
+            for path, layer, name, _, before in self._buffers
+            if not isinstance(layer, _BatchNorm)
+            and name not in layer._non_persistent_buffers_set  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
+            and not torch.equal(bytes_of(getattr(layer, name)), bytes_of(before))
+        )
+        return list(dict.fromkeys(changed))
+
+    def restore(self) -> None:
+        """Give the model back what it had."""
+        for _, layer, name, buffer, before in self._buffers:
+            buffer.detach().copy_(before)
+            setattr(layer, name, buffer)
+        for layer, before in self._extra:
+            layer.set_extra_state(copy.deepcopy(before))
+
+
 @contextmanager
-def kept_buffers(model: Module) -> Generator[None]:
-    """Give the model's buffers their values back, which a loss may change."""
-    kept = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
+def kept_state(model: Module) -> Generator[None]:
+    """Give the model back the buffers and extra state that a loss may change."""
+    kept = ForwardState(model, extra=True)
     try:
         yield
     finally:
-        for buffer, before in kept:
-            buffer.detach().copy_(before)
+        kept.restore()
 
 
 # ------------------------------------------------------------------ Precision
@@ -236,6 +290,20 @@ def with_norms(model: Module, choice: str) -> tuple[Module, list[str]]:
 
 
 # ------------------------------------------------------------------ Warnings
+
+
+def changing_advice(layers: Collection[str], where: str) -> str:
+    """Return a sentence about layers whose forward changes their buffers in training.
+
+    Args:
+        where: the place to change them in.
+    """
+    return (
+        f"a forward in training changes the buffers of {name_layers(layers)}, so what they hold "
+        "depends on how a batch is split over micro-steps and ranks, and so does the update if it "
+        f"uses them, as with spectral norm. Change them {where}, or take one micro-step of the "
+        "whole batch on one rank"
+    )
 
 
 def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]:

@@ -104,20 +104,32 @@ def _without_collectives() -> Generator[None]:
 def load_weights(model: Module, path: Path) -> None:
     """Set the tensors of `model` to those of a file; extra state that is none stays as it is.
 
+    Whether either was compiled does not count. Of tensors that share memory one name suffices.
+
     Raises:
         ConfigError: names, shapes or dtypes are not the model's.
     """
-    found = _read(path)
-    held, rest = model_state(model)
+    tensors, rest = model_state(model)
+    held = {_uncompiled(name): tensor for name, tensor in tensors.items()}
+    within = tuple(f"{_uncompiled(key)}." for key in rest)
     found = {
         name: tensor
-        for name, tensor in found.items()
-        if name in held or not any(name.startswith(f"{key}.") for key in rest)
+        for key, tensor in _read(path).items()
+        if (name := _uncompiled(key)) in held or not name.startswith(within)
     }
+    _, aliases = _without_aliases(held)
+    for alias, name in (*aliases.items(), *((name, alias) for alias, name in aliases.items())):
+        if name in found:
+            found.setdefault(alias, found[name])
     check_fits(_kinds(found), _kinds(held))
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(shard_like(found[name], tensor))
+
+
+def _uncompiled(name: str) -> str:
+    """Return the name of a tensor without what `torch.compile` puts before it."""
+    return name.replace("_orig_mod.", "")
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:

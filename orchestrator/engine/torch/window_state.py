@@ -23,7 +23,7 @@ from orchestrator.engine.api import AccumulationOptions, BoundaryReport
 from orchestrator.engine.common.job_checks import norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
-from orchestrator.engine.torch.model import batch_norms_of
+from orchestrator.engine.torch.model import ForwardState, batch_norms_of, changing_advice
 from orchestrator.errors import JobError, SilenceError, error_text
 
 _REMEDY = (
@@ -70,6 +70,9 @@ class WindowState:
         self._frozen = [(name, p) for name, p in named if id(p) not in known]
         self._layers = list(model.modules()) if isinstance(model, Module) else []
         self._norms = batch_norms_of(model) if options.warn_about_layers else {}
+        # To compare buffers with at the first boundary.
+        self._watched = model if options.warn_about_layers and self._layers else None
+        self._before: ForwardState | None = None
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self._stepped = self._stepped_now()
         self.update, self.open, self.micro_steps = -1, False, 0
@@ -162,6 +165,8 @@ class WindowState:
                 "optimizer is built",
                 stacklevel=4,  # of who calls backward() or begin_window()
             )
+        if self._watched is not None:
+            self._before, self._watched = ForwardState(self._watched, extra=False), None
         self._versions, self._settings = list(map(version_of, self._parameters)), {}
         trains = bytes(map(_TRAINS, self._parameters))
         self._agreed = {
@@ -260,6 +265,10 @@ class WindowState:
                     f"update {self.update}, besides the {sent} of the gradient's own reduction"
                 )
         self._check_stepped()
+        before, self._before = self._before, None
+        split = self._group.size > 1 or self.micro_steps > 1
+        if split and before is not None and (layers := before.changed_layers()):
+            warnings.warn(changing_advice(layers, "after boundary()"), stacklevel=3)
         now = self._settings_now()
         for setting, before in self._settings.items():
             if now.get(setting) != before:

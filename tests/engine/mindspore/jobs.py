@@ -69,6 +69,71 @@ class Normed(Weighted):
         return nn.SequentialCell([nn.Dense(5, 7), nn.BatchNorm1d(7), nn.Tanh(), Head()])
 
 
+class Light(Weighted):
+    """Its weights add up to less than a billionth, and count relative to each other alone."""
+
+    def dataset(self):
+        return [(x, y, w * 1e-11) for x, y, w in super().dataset()]
+
+
+class Steepest(Weighted):
+    """The squares of its gradient are beyond float32; the gradient is not."""
+
+    metric_names = ()
+
+    def loss(self, model, batch):
+        x, _, _ = batch
+        return Loss((model(x) * 1e20).sum(), weight=len(x))
+
+
+class InGroups(Weighted):
+    """Its optimizer trains the first layer at a tenth of the rate."""
+
+    def optimizer(self, model):
+        first = {"params": [model[0].weight, model[0].bias], "lr": 0.01}
+        self.built = optim.SGD([first, {"params": [model[2].weight, model[2].bias]}], lr=0.1)
+        return self.built
+
+
+class Decaying(Weighted):
+    """Its optimizer has weights and biases in groups, as for a weight decay of the former alone.
+
+    Args:
+        builder: of the optimizer.
+        left_out: parameters at the end that it does not get.
+    """
+
+    def __init__(self, builder=optim.SGD, left_out=0):
+        super().__init__()
+        self.builder, self.left_out = builder, left_out
+
+    def optimizer(self, model):
+        given = model.trainable_params()[: 4 - self.left_out]
+        return self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+
+
+class Named(Weighted):
+    """Its batch is a dictionary."""
+
+    metric_names = ()
+
+    def dataset(self):
+        return [{"x": x, "y": y} for x, y, _ in super().dataset()]
+
+    def loss(self, model, batch):
+        return Loss(ops.square(model(batch["x"]) - batch["y"]).sum(), weight=len(batch["x"]))
+
+
+class Single(Named):
+    """Its batch is one tensor."""
+
+    def dataset(self):
+        return [np.concatenate([one["x"], one["y"]]) for one in super().dataset()]
+
+    def loss(self, model, batch):
+        return Loss(ops.square(model(batch[:, :5]) - batch[:, 5:]).sum(), weight=len(batch))
+
+
 class OwnOptimizer(Weighted):
     """Builds its optimizer itself."""
 

@@ -27,7 +27,7 @@ from orchestrator.engine.mindspore.group import AllGather, AllReduceMean, AllRed
 from orchestrator.errors import JobError, NonFiniteError, ReplicasDiffer, SilenceError
 from orchestrator.plan.split import assign, even_parts
 from orchestrator.plan.wire import Wire
-from tests.engine.mindspore.jobs import SAMPLES, Drifting, Steep, Weighted, numpy_update
+from tests.engine.mindspore.jobs import SAMPLES, Drifting, Light, Steep, Weighted, numpy_update
 from tests.engine.windows import run, window_of
 
 RATE = 0.05
@@ -158,6 +158,10 @@ def many_buckets_are_as_planned(group):
     update_is_numpys_big_batch(group, bucket_bytes=100, mode="pynative")
 
 
+def small_weights_count_as_exactly_as_large_ones(group):
+    update_is_numpys_big_batch(group, job=Light(), mode="pynative")
+
+
 def a_stop_of_one_is_known_to_all(group):
     last = group.size - 1
     _, report, *_ = _updates(group, stop=group.rank == last, mode="pynative")
@@ -234,6 +238,7 @@ OWN = (
     update_is_numpys_big_batch,
     update_is_numpys_big_batch_in_float64_though_a_rank_has_no_samples,
     many_buckets_are_as_planned,
+    small_weights_count_as_exactly_as_large_ones,
     a_stop_of_one_is_known_to_all,
     nan_stops_all_ranks_and_names_the_place,
     float16_is_near_and_not_at_float32,

@@ -3,11 +3,14 @@
 import importlib.metadata
 import itertools
 import re
+from functools import partial
 
 import mindspore as ms
 import numpy as np
 import pytest
+from mindspore import nn, ops
 from mindspore.dataset import NumpySlicesDataset
+from mindspore.experimental import optim
 from mindspore.train import Model
 from safetensors.numpy import load_file
 
@@ -74,6 +77,54 @@ def test_the_gradient_is_clipped_once_after_averaging():
     moved = np.concatenate([(a - b).ravel() for a, b in zip(before, weights(engine), strict=True)])
     assert report.gradient_norm > 0.01
     assert abs(np.linalg.norm(moved) - 0.01) < 1e-6
+
+
+def test_a_gradient_whose_squares_overflow_is_clipped():
+    engine = built(jobs.Steepest(), mode="pynative", clip_norm=1.0)
+    before = weights(engine)
+    report = update(engine, [61], rate=1.0)
+    moved = np.concatenate([(a - b).ravel() for a, b in zip(before, weights(engine), strict=True)])
+    assert 1e20 < report.gradient_norm < 1e21
+    assert abs(np.linalg.norm(moved) - 1.0) < 1e-5
+
+
+def test_parameter_groups_keep_their_ratio_to_the_rate():
+    job = jobs.InGroups()
+    engine = built(job, mode="jit", optimizer={})
+    for number, rate in enumerate((0.1, 0.02)):
+        update(engine, [61], number, rate=rate)
+        rates = [float(group["lr"].asnumpy()) for group in job.built.param_groups]
+        assert rates == pytest.approx([rate / 10, rate])
+
+
+@pytest.mark.parametrize("builder", [nn.SGD, optim.SGD])
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_gradients_reach_their_parameters_in_whatever_order_the_optimizer_has_them(mode, builder):
+    engine = built(jobs.Decaying(builder), mode=mode, optimizer={})
+    before = weights(engine)
+    update(engine, [30, 31])
+    assert _distance(weights(engine), jobs.numpy_update(before, RATE)) < 1e-6
+
+
+@pytest.mark.parametrize("style", ["own", "framework"])
+def test_a_batch_may_be_a_tensor_or_a_tuple_or_a_dictionary(style):
+    found = []
+    for job in (jobs.Counted(), jobs.Named(), jobs.Single()):
+        engine = built(job, style=style)
+        update(engine, [15] * 4)
+        found.append(weights(engine))
+    assert _distance(found[1], found[0]) < 1e-6
+    assert _distance(found[2], found[0]) < 1e-6
+
+
+def test_compiled_or_not_a_forward_moves_statistics_once():
+    found = []
+    for mode in ("pynative", "jit"):
+        engine = built(jobs.Normed(), mode=mode)
+        update(engine, [30, 31])
+        parameters = engine._model.get_parameters()
+        found.append([p.asnumpy() for p in parameters if not p.requires_grad])
+    assert _distance(*found) < 1e-5
 
 
 @pytest.mark.parametrize(
@@ -155,8 +206,6 @@ def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path)
 
 
 def test_another_models_checkpoint_is_refused(tmp_path):
-    from mindspore import nn
-
     class Wider(jobs.Weighted):
         def model(self):
             return nn.SequentialCell([nn.Dense(5, 8), nn.Tanh(), nn.Dense(8, 2)])
@@ -203,16 +252,20 @@ def test_the_frameworks_own_style_gives_the_same_losses_and_weights_as_does_its_
     assert _distance(weights(theirs), weights(ours)) < 1e-6
 
 
+class ByWeight(jobs.Counted):
+    def loss(self, model, batch):
+        x, y, w = batch
+        return Loss((ops.square(model(x) - y).sum(axis=1) * w).sum(), weight=w.sum())
+
+
 def test_the_frameworks_own_style_refuses_unequal_micro_batches_and_other_weights():
     with pytest.raises(ConfigError, match="ragged=drop"):
         update(built(jobs.Counted(), style="framework"), [15, 14])
     with pytest.raises(JobError, match=r"Loss\.weight"):
-        update(built(style="framework"), [15, 15])
+        update(built(ByWeight(), style="framework"), [15, 15])
 
 
 def test_layers_that_depend_on_the_split_are_named():
-    from mindspore import nn
-
     warnings = advice(nn.SequentialCell([nn.Dense(2, 2), nn.BatchNorm1d(2), nn.Dropout(p=0.5)]))
     assert "batch norm in 1 sees one micro-batch at a time" in warnings[0]
     assert "dropout in 2" in warnings[1]
@@ -255,6 +308,61 @@ def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
     engine = built(jobs.Reschedules(), mode="pynative", optimizer={})
     with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
         update(engine, [61])
+
+
+class Evaluating(jobs.Weighted):
+    def after_update(self, model, update):
+        model.set_train(False)
+
+
+class Half(jobs.Weighted):
+    def model(self):
+        model = super().model()
+        model[2].weight.set_dtype(ms.float16)
+        return model
+
+
+class OfAnotherPackage(jobs.Counted):
+    def optimizer(self, model):
+        return optim.SGD(model.trainable_params(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("job", "settings", "words"),
+    [
+        (Evaluating, {}, r"called model\.set_train\(False\) without a model\.set_train\(\)"),
+        (Half, {}, r"parameter 2\.weight is Float16, .*train\.precision=float16"),
+        (
+            partial(jobs.Decaying, left_out=1),
+            {"optimizer": {}},
+            r"the SGD lacks 2\.bias, which no step would change",
+        ),
+        (
+            partial(jobs.Decaying, lambda groups, _: [optim.SGD(g["params"], 0.1) for g in groups]),
+            {"optimizer": {}},
+            r"Decaying\.optimizer gives a list, not an optimizer",
+        ),
+        (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
+        (
+            OfAnotherPackage,
+            {"style": "framework", "optimizer": {}},
+            r"of mindspore\.nn, but OfAnotherPackage\.optimizer\(\) builds mindspore\.experimental",
+        ),
+        (
+            jobs.Counted,
+            {"style": "framework", "optimizer": {"name": "sgd", "fused": True}},
+            "built",
+        ),
+    ],
+)
+def test_what_would_go_wrong_in_silence_is_refused(job, settings, words):
+    def train():
+        engine = built(job(), **{"mode": "pynative", **settings})
+        for number in range(2):
+            update(engine, [61], number)
+
+    with pytest.raises((ConfigError, JobError), match=words):
+        train()
 
 
 class Nonsense(jobs.Weighted):
@@ -301,6 +409,7 @@ FRAMEWORK = (
         ("accumulation.ragged=update", "accumulation.ragged=drop"),
         ("train.on_non_finite=skip", "train.on_non_finite=stop"),
         ("transport=gloo", "transport=auto"),
+        ("optimizer=adam", "knows optimizer=sgd, not optimizer.name=adam"),
         ("train.precision=bfloat16", "train.precision=float32"),
     ],
 )

@@ -1,11 +1,13 @@
 """The engine behind the loop: windows of a job become updates, on any split the same."""
 
 import math
+from collections import UserDict
 from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
 from orchestrator import Job, Loss
 from orchestrator.engine.api import EngineSettings
@@ -180,9 +182,28 @@ class NoTorchOptimizer(Curve):
         return "an optimizer"
 
 
+class Unfilled(Curve):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+
 @pytest.mark.parametrize(
     ("job", "settings", "kind", "message"),
     [
+        (Unfilled(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet"),
+        (
+            Unfilled(lambda: nn.LazyLinear(1)),
+            {"optimizer": {"name": "adamw"}},
+            ConfigError,
+            "parameter weight has no shape yet, .*: call the model once before",
+        ),
+        (
+            Unfilled(lambda: nn.Linear(4, 1, device="meta")),
+            {},
+            ConfigError,
+            "parameter weight is on the meta device, .*to_empty",
+        ),
         (NoModel(), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
         (
             NoTorchOptimizer(),
@@ -259,6 +280,21 @@ def test_batches_of_any_shape_are_moved():
     assert found.x[0].dtype == torch.float64
     assert found.y["a"][0].dtype == torch.int32
     assert found.y["a"][1] == "text"
+
+
+class Tokens(UserDict):
+    """As tokenizers give them: a mapping with attributes."""
+
+    def __getattr__(self, name):
+        return self.data[name]
+
+
+def test_a_tokenizers_batch_and_packed_sequences_stay_what_they_are():
+    packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
+    found = moved(Tokens(x=torch.ones(1), packed=packed), torch.device("meta"), double=True)
+    assert (found.x.device.type, found.x.dtype) == ("meta", torch.float64)
+    assert isinstance(found.packed, PackedSequence)
+    assert (found.packed.data.device.type, found.packed.batch_sizes.tolist()) == ("meta", [2, 1, 1])
 
 
 def test_seeds_are_written_down():

@@ -272,11 +272,23 @@ class _NotSharded(_InParts):
         del model, mesh
 
 
+class _Strided(_InParts):
+    def model(self):
+        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
+
+
+class _Scalar(_InParts):
+    def model(self):
+        model = _net(torch.float32)
+        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
+        return model
+
+
 def _engines(group, folder):
     group = form_group(spec(group.rank, group.size, folder))
     settings = EngineSettings(shard_model="all", metric_names=())
     said = []
-    for job in (_InParts(), _NotSharded(), _InPartsOfItsOwn()):
+    for job in (_InParts(), _NotSharded(), _Strided(), _Scalar(), _InPartsOfItsOwn()):
         try:
             engine = TorchEngine(job, settings, group)
             [report] = run(engine, [make_window(0, [(0, 4)])])
@@ -287,9 +299,11 @@ def _engines(group, folder):
 
 
 def test_a_job_may_shard_its_model_itself(tmp_path):
-    [[in_parts, not_sharded, own]] = run_ranks(1, tmp_path, _engines, tmp_path)
+    [[in_parts, not_sharded, strided, scalar, own]] = run_ranks(1, tmp_path, _engines, tmp_path)
     assert "define shard(self, model, mesh)" in in_parts
     assert "_NotSharded.shard() did not call fully_shard()" in not_sharded
+    assert "parameter weight has strides (27, 1, 9, 3) (channels_last, perhaps)" in strided
+    assert "parameter scale is a single number" in scalar
     assert own is True
 
 

@@ -63,6 +63,34 @@ def test_the_layers_are_named(norm, words):
     assert words in engine.warnings()[0]
 
 
+class Spectral(Pictures):
+    def model(self):
+        first = nn.utils.parametrizations.spectral_norm(nn.Linear(64, 6))
+        return nn.Sequential(nn.Flatten(), first, nn.Linear(6, 1))
+
+
+def test_layers_whose_forward_changes_their_buffers_are_named():
+    def loop():
+        model = Spectral().model()
+        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        for update in range(3):
+            for _ in range(1 + (update == 0)):
+                ours.backward(Loss(model(torch.ones(3, 1, 8, 8)).sum(), 3))
+            ours.boundary()
+        ours.close()
+
+    given = {"samples": 12, "updates": 2}
+    words = r"changes the buffers of 1\.parametrizations\.weight\.0, so what they hold depends"
+    with pytest.warns(UserWarning, match=rf"{words}.* in after_update\(\)") as caught:
+        train(Spectral(), 1, cap=6, **given)
+    assert len(caught) == 1
+    with pytest.warns(UserWarning, match=rf"{words}.* after boundary\(\)") as caught:
+        loop()
+    assert len(caught) == 1
+    train(Spectral(), 1, cap=12, **given)  # one micro-step, one rank
+    train(Pictures(), 1, cap=6, **given)  # of batch norm `warnings` says more
+
+
 def test_a_frozen_norm_is_what_batch_norm_is_in_evaluation():
     layer = nn.BatchNorm2d(3)
     layer(torch.randn(8, 3, 2, 2) * 4 + 1)  # statistics of its own

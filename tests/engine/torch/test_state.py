@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import nn
 
 from orchestrator.engine.api import EngineSettings
@@ -18,6 +19,7 @@ from orchestrator.engine.torch.state import (
     Snapshot,
     load_model,
     load_optimizer,
+    load_weights,
     pack,
     restore_optimizer,
     unpack,
@@ -210,6 +212,29 @@ def test_extra_state_of_modules_comes_back(tmp_path):
     load_model(other, tmp_path, rest)
     assert other.restored["calls"] == 3
     assert torch.equal(other.restored["scale"], torch.tensor([1.5]))
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
+        self.last.weight = self.first.weight
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
+@pytest.mark.parametrize("left_out", ["first.weight", "last.weight"])
+@pytest.mark.parametrize("compiled", ["file", "model"])
+def test_initial_weights_fit_whether_compiled_or_not_and_with_one_name_of_a_shared_one(
+    tmp_path, compiled, left_out
+):
+    model, prefix = Tied(), "_orig_mod." * (compiled == "file")
+    saved = {f"{prefix}{n}": t.clone() for n, t in model.state_dict().items() if n != left_out}
+    save_file(saved, tmp_path / "weights.safetensors")
+    other = Tied()
+    load_weights(
+        torch.compile(other) if compiled == "model" else other, tmp_path / "weights.safetensors"
+    )
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
 
 
 # ------------------------------------------------------------------ Snapshots
