@@ -137,13 +137,10 @@ class ForwardState:
 
     def __init__(self, model: Module, *, extra: bool) -> None:
         self._buffers = [
-            (path, layer, name, buffer, torch.empty_like(buffer))
+            (path, layer, name, buffer, buffer.detach().clone())
             for path, layer in model.named_modules()
             for name, buffer in layer.named_buffers(recurse=False)
         ]
-        if self._buffers:
-            *_, buffers, copies = zip(*self._buffers, strict=True)
-            torch._foreach_copy_(copies, buffers)  # noqa: SLF001  # no public name
         self._extra = [
             (layer, copy.deepcopy(layer.get_extra_state()))
             for layer in (model.modules() if extra else ())
@@ -153,14 +150,19 @@ class ForwardState:
 
     def changed_layers(self) -> list[str]:
         """Return the layers, but for batch norms, whose saved buffers hold other values now."""
-        changed = (
-            path
-            for path, layer, name, _, before in self._buffers
-            if not isinstance(layer, _BatchNorm)
-            and name not in layer._non_persistent_buffers_set  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
-            and not torch.equal(bytes_of(getattr(layer, name)), bytes_of(before))
-        )
-        return list(dict.fromkeys(changed))
+
+        def has_changed(layer: Module, name: str, before: Tensor) -> bool:
+            saved = name not in layer._non_persistent_buffers_set  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
+            if not saved or isinstance(layer, _BatchNorm) or before.layout is not torch.strided:
+                return False
+            now: Tensor | None = getattr(layer, name)
+            return now is None or not torch.equal(bytes_of(now), bytes_of(before))
+
+        found = (
+            path for path, layer, name, _, before in self._buffers
+            if has_changed(layer, name, before)
+        )  # fmt: skip
+        return list(dict.fromkeys(found))
 
     def restore(self) -> None:
         """Give the model back what it had."""
