@@ -61,7 +61,7 @@ def no_such_key(key: str) -> str:
     """
     section, _, leaf = key.rpartition(".")
     usual = plain(Config())
-    known = [*usual, *dict(flat(usual)), *GROUPS]
+    known = dict.fromkeys([*usual, *dict(flat(usual)), *GROUPS])
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)
