@@ -35,7 +35,7 @@ from orchestrator.notify import Notifier
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import LogReader, command, say
+from orchestrator.report.terminal import LogReader, command, outlive_reader, say
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
@@ -92,8 +92,12 @@ class Interrupts:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
+    def once(self) -> None:
+        """Count one interrupt, unless there was one."""
+        self.count = max(1, self.count)
+
     def _handle(self, number: int, _: object) -> None:
-        self.count = max(1, self.count) if number == signal.SIGHUP else self.count + 1
+        self.count = max(1, self.count + (number != signal.SIGHUP))
 
 
 interrupts = Interrupts()  # signals are the whole process's
@@ -264,7 +268,8 @@ def run_to_end(ready: PreparedRun) -> int:
     output.note(f"run folder: {run.path}{hint}", "dim", prose=True)
     while True:
         number = run.begin_attempt()
-        state, interrupted, culprit = _attempt(ready, number)
+        with outlive_reader(interrupts.once):
+            state, interrupted, culprit = _attempt(ready, number)
         decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts
