@@ -212,6 +212,12 @@ def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
     assert [p.config.train.updates for p in found] == [3, 4]
 
 
+@pytest.mark.parametrize("named", ["", "nowhere"])
+def test_a_folder_of_configurations_has_to_exist(named):
+    with pytest.raises(ConfigError, match=f"--config-dir must be a folder, but '{named}' is not"):
+        Composer(read_command_line([f"--config-dir={named}"]))
+
+
 def test_help_is_printed_whatever_else_is_typed(capsys):
     for typed in (["-m", "accumulation.steps=1,2"], ["job=nope"], ["accumulation.stpes=1"]):
         assert run_app([*typed, "--help"]) == 0
