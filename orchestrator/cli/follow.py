@@ -112,6 +112,7 @@ class PreparedRun:
             asked for.
         handle: of a resumed run, handle.json of its start before.
         end: of a resumed run, the files that said how it had ended, with their contents.
+        replaced: where what was in the run's folder before has been moved.
     """
 
     run: RunDir
@@ -120,6 +121,7 @@ class PreparedRun:
     output: OutputOptions
     handle: Mapping[str, Any] | None = None
     end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    replaced: Path | None = None
 
     @property
     def config(self) -> Config:
@@ -131,13 +133,22 @@ class PreparedRun:
         return self.run.read_handle() != self.handle
 
     def withdraw(self) -> None:
-        """Remove a new run, or restore the end of one; unless it has begun, or may be queued."""
+        """Remove a new run, and restore what it replaced or the end of a resumed one; unless it has
+        begun, or may be queued.
+        """
         begun = self.run.attempts_made() > self.request.attempt
         if begun or self.is_queued or self.run.is_being_submitted:
             return
         self.run.withdraw()
+        put_back(self.replaced, self.run.path)
         for file, content in self.end.items():
             write_atomically(file, content)
+
+
+def put_back(replaced: Path | None, folder: Path) -> None:
+    """Move what was replaced to where it was, if nothing has taken its place."""
+    if replaced is not None and not folder.exists():
+        replaced.rename(folder)
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
