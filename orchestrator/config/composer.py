@@ -298,6 +298,11 @@ class Composer:
                 self._loaded([], mode)
             raise
         if OmegaConf.get_type(found) is not Config:
+            own = Path(self.line.config_dir or "", "base.yaml").expanduser()
+            if self.line.config_dir and own.exists():
+                raise ConfigError(
+                    f"{own} hides the shipped base, which defines every key; rename it"
+                )
             raise ConfigError(
                 f"the primary configuration '{name}.yaml' does not extend base, which defines "
                 "every key; begin it with: defaults: [base, _self_]"

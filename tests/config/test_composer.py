@@ -99,6 +99,13 @@ def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
         compose(overrides, conf, "mine")
 
 
+def test_a_file_that_hides_the_shipped_base_is_named(tmp_path):
+    conf = folder(tmp_path, base="model: x\n", mine="defaults: [base, _self_]\n")
+    for primary in ("config", "mine"):
+        with pytest.raises(ConfigError, match=r"/base\.yaml hides the shipped base.*; rename it"):
+            compose([], conf, primary)
+
+
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
     conf = folder(tmp_path, mine="defaults: [base, override cluster: local, _self_]\n")
     for spelling in ("cluster=slurm", "+cluster=slurm"):
