@@ -202,7 +202,7 @@ def prepared_run(
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
-        except Exception as error:
+        except BaseException as error:  # rich ends this process where its reader has ended
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
                 begun = run.attempts_made() > 0 and not isinstance(error, UsageError)
