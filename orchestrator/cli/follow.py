@@ -277,10 +277,16 @@ def run_to_end(ready: PreparedRun) -> int:
     hides_output = is_program(ready.config.job) and not output.verbose
     hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" * hides_output
     output.note(f"run folder: {run.path}{hint}", "dim", prose=True)
+    with outlive_reader(interrupts.once):
+        return _run_attempts(ready)
+
+
+def _run_attempts(ready: PreparedRun) -> int:
+    """Run attempts to the end of the run, as `run_to_end` says; return the exit code."""
+    run, output = ready.run, ready.output
     while True:
         number = run.begin_attempt()
-        with outlive_reader(interrupts.once):
-            state, interrupted, culprit = _attempt(ready, number)
+        state, interrupted, culprit = _attempt(ready, number)
         decision = RestartDecision(restarts=False)
         if culprit is not None and state is State.FAILED and not interrupts.count:
             most = ready.config.run.max_restarts

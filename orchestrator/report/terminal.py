@@ -45,19 +45,26 @@ _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
 
 class _Output(io.FileIO):
-    """A standard stream that leads nowhere once its terminal has closed."""
+    """A standard stream that leads nowhere once its terminal has closed.
 
-    then: ClassVar[list[Callable[[], object]]] = []  # see `outlive_reader`
+    Where `outlive_reader` is entered, a reader that ends and a full disk are no errors either.
+    """
+
+    then: ClassVar[list[Callable[[], object]]] = []
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno == errno.EPIPE and self.then:
-                self.then[-1]()
-            elif error.errno != errno.EIO:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if error.errno != errno.EIO and not (
+                self.then and (full or error.errno == errno.EPIPE)
+            ):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if error.errno == errno.EPIPE:
+                self.then[-1]()
+            if not full:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return len(memoryview(data).cast("B"))
 
 
@@ -82,7 +89,9 @@ def _stream(stream: Any) -> TextIO:
 
 @contextlib.contextmanager
 def outlive_reader(then: Callable[[], object]) -> Generator[None]:
-    """When the reader of our output ends, as `tee` does at Ctrl-C, call `then` and go on."""
+    """When the reader of our output ends, as `tee` does at Ctrl-C, call `then` and go on; and do
+    without lines for which the disk has no room.
+    """
     _Output.then.append(then)
     try:
         yield
