@@ -186,4 +186,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, YAMLError | UnicodeDecodeError):
         return f"a configuration file is no YAML: {first}"
     key = getattr(cause, "full_key", None) or "the configuration cannot be read"
+    if isinstance(plain(Config()).get(key), dict):
+        return f"{key} is a section, whose keys are set one by one: {key}.NAME=VALUE"
     return f"{key}: {first or type(error).__name__}"
