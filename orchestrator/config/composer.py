@@ -234,8 +234,8 @@ class Composer:
     def stated(self) -> list[str]:
         """Return all statements of a sweep: the configuration's own, and the line's, which win."""
         typed = {key_of(override): override for override in self.overrides}
-        own = [typed.get(key_of(param), param) for param in self.params]
-        return [*own, *(override for override in self.overrides if override not in own)]
+        own = {key_of(param): typed.get(key_of(param), param) for param in self.params}
+        return [*own.values(), *(o for o in self.overrides if key_of(o) not in own)]
 
     def combinations(self) -> list[list[str]]:
         """Return the overrides of each point: all combinations of the swept values.

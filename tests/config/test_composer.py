@@ -235,3 +235,4 @@ def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
     text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
     line = ("-m", TINY, "train.seed=3,4", "-cd", folder(tmp_path, mine=text), "-cn", "mine")
     assert [p.config.train.seed for p in points(*line)] == [3, 4]
+    assert [p.config.train.seed for p in points(*line, "train.seed=5")] == [5], "the last"
