@@ -74,6 +74,9 @@ def _resolve_section(found: DictConfig, key: Any) -> Any:
         OmegaConf.update(found, "run.dir", RUN_FOLDER)
         node = found[key]
     values: Any = OmegaConf.to_container(node, resolve=True)
+    if key == "cluster":  # no shell expands these two
+        paths = ("environment", "container")
+        return {**values, **{name: map_texts(values[name], _expand_home) for name in paths}}
     if key != "job":
         return values
     # A program's command has been through a shell already, which expands `~/`.

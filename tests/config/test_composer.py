@@ -146,6 +146,14 @@ def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
     )
 
 
+def test_the_users_home_is_meant_by_a_tilde_where_no_shell_reads_it():
+    stated = ["cluster=slurm", "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}"]
+    found = compose([*stated, "cluster.preamble=['cd ~/x']"]).cluster
+    home = str(Path.home())
+    assert (found.container, found.preamble) == (f"{home}/x.sif", ["cd ~/x"])
+    assert found.environment == {"A": f"{home}/a", "B": "b"}
+
+
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
     line = ("experiment=time_and_memory", f"run.dir={tmp_path / 'mine'}")
     assert [p.config.run.dir for p in points(*line)] == [str(tmp_path / "mine" / n) for n in "012"]
