@@ -188,7 +188,16 @@ def prepared_run(
             output.note(f"warning: {sentence}", "yellow")
         if cluster.survival.description:
             output.note(cluster.survival.description, "dim", prose=True)
-        run.create()
+        try:
+            run.create()
+        except RunFolderError:
+            if config.run.dir or not run.lock.exists():
+                raise
+            # Another start has the same name of its own in this second: take the next.
+            given: dict[str, Any] = {"overrides": overrides, "flags": flags, "plan": plan}
+            with prepared_run(config, output, **given, notes=notes) as ready:
+                yield ready
+            return
         try:
             # Before anything else: another command would take the run for one that was lost.
             with wrap_disk_errors(run), locked(run):
