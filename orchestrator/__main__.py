@@ -443,6 +443,7 @@ def doctor(
     run: Annotated[
         bool, typer.Option("--run", help="Also sum tensors on the real nodes, and time it.")
     ] = False,
+    config_dir: ConfigDir = None,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
@@ -451,6 +452,7 @@ def doctor(
     Exit code 1 where something is bad.
     """
     from orchestrator.cli.follow import OutputOptions
+    from orchestrator.cli.start import stated_folder
     from orchestrator.config.composer import compose
     from orchestrator.health.doctor import (
         devices,
@@ -463,13 +465,13 @@ def doctor(
     )
 
     given = overrides or []
-    config = compose(given)
-    folder = Path(config.run.dir or "runs").absolute()
+    config = compose(given, config_dir)
+    folder = stated_folder(config.run.dir or "runs")
     checks = [packages, limits, devices, network, lambda: file_system(folder),
               lambda: slurm(config.cluster.slurm_conf)]  # fmt: skip
     if run:
         output = OutputOptions(console=Console(stderr=True), verbose=verbose, quiet=True)
-        checks.append(lambda: run_trial(given, output))
+        checks.append(lambda: run_trial(given, output, config_dir))
     found = []
     console = Console()
     for finding in (finding for check in checks for finding in check()):

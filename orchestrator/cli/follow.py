@@ -35,7 +35,7 @@ from orchestrator.notify import Notifier
 from orchestrator.plugins import CLUSTERS
 from orchestrator.report.progress import Progress
 from orchestrator.report.run_tables import print_closing
-from orchestrator.report.terminal import LogReader, command, say
+from orchestrator.report.terminal import LogReader, command, outlive_reader, say
 from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Tail, read_metrics, read_progress
@@ -92,8 +92,12 @@ class Interrupts:
             for number, handler in self._old.items():
                 signal.signal(number, handler)
 
+    def once(self) -> None:
+        """Count one interrupt, unless there was one."""
+        self.count = max(1, self.count)
+
     def _handle(self, number: int, _: object) -> None:
-        self.count = max(1, self.count) if number == signal.SIGHUP else self.count + 1
+        self.count = max(1, self.count + (number != signal.SIGHUP))
 
 
 interrupts = Interrupts()  # signals are the whole process's
@@ -108,6 +112,7 @@ class PreparedRun:
             asked for.
         handle: of a resumed run, handle.json of its start before.
         end: of a resumed run, the files that said how it had ended, with their contents.
+        replaced: where what was in the run's folder before has been moved.
     """
 
     run: RunDir
@@ -116,6 +121,7 @@ class PreparedRun:
     output: OutputOptions
     handle: Mapping[str, Any] | None = None
     end: Mapping[Path, bytes] = field(default_factory=dict[Path, bytes])
+    replaced: Path | None = None
 
     @property
     def config(self) -> Config:
@@ -127,13 +133,22 @@ class PreparedRun:
         return self.run.read_handle() != self.handle
 
     def withdraw(self) -> None:
-        """Remove a new run, or restore the end of one; unless it has begun, or may be queued."""
+        """Remove a new run, and restore what it replaced or the end of a resumed one; unless it has
+        begun, or may be queued.
+        """
         begun = self.run.attempts_made() > self.request.attempt
         if begun or self.is_queued or self.run.is_being_submitted:
             return
         self.run.withdraw()
+        put_back(self.replaced, self.run.path)
         for file, content in self.end.items():
             write_atomically(file, content)
+
+
+def put_back(replaced: Path | None, folder: Path) -> None:
+    """Move what was replaced to where it was, if nothing has taken its place."""
+    if replaced is not None and not folder.exists():
+        replaced.rename(folder)
 
 
 def resolve_submissions(runs: Sequence[RunDir]) -> tuple[list[str], dict[Path, str]]:
@@ -262,6 +277,13 @@ def run_to_end(ready: PreparedRun) -> int:
     hides_output = is_program(ready.config.job) and not output.verbose
     hint = f"; -v, or {command('logs', run.path)} -f, shows rank 0's output" * hides_output
     output.note(f"run folder: {run.path}{hint}", "dim", prose=True)
+    with outlive_reader(interrupts.once):
+        return _run_attempts(ready)
+
+
+def _run_attempts(ready: PreparedRun) -> int:
+    """Run attempts to the end of the run, as `run_to_end` says; return the exit code."""
+    run, output = ready.run, ready.output
     while True:
         number = run.begin_attempt()
         state, interrupted, culprit = _attempt(ready, number)

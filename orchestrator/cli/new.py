@@ -83,7 +83,8 @@ momentum: 0.9
 nesterov: true
 """,
     "conf/cluster/site.yaml": """\
-# A SLURM cluster, for +cluster=site. Fill in what yours needs; doctor +cluster=site checks it.
+# A SLURM cluster, for +cluster=site. Fill in what yours needs; to check it:
+# python -m orchestrator doctor --config-dir conf +cluster=site
 kind: slurm
 nodes: 2
 ranks_per_node: 2

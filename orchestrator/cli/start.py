@@ -188,7 +188,16 @@ def prepared_run(
             output.note(f"warning: {sentence}", "yellow")
         if cluster.survival.description:
             output.note(cluster.survival.description, "dim", prose=True)
-        run.create()
+        try:
+            run.create()
+        except RunFolderError:
+            if config.run.dir or not run.lock.exists():
+                raise
+            # Another start has the same name of its own in this second: take the next.
+            given: dict[str, Any] = {"overrides": overrides, "flags": flags, "plan": plan}
+            with prepared_run(config, output, **given, notes=notes) as ready:
+                yield ready
+            return
         try:
             # Before anything else: another command would take the run for one that was lost.
             with wrap_disk_errors(run), locked(run):
@@ -202,7 +211,7 @@ def prepared_run(
                 noted = notes or {INPUTS: inputs_of(config)}
                 write_json(run.submission, {**submission, **digest, **admission.notice, **noted})
                 yield PreparedRun(run=run, cluster=cluster, request=request, output=output)
-        except Exception as error:
+        except BaseException as error:  # rich ends this process where its reader has ended
             # Nothing was trained, and the message says all; after a start, the logs may say more.
             with contextlib.suppress(OSError):  # the error itself matters more
                 begun = run.attempts_made() > 0 and not isinstance(error, UsageError)

@@ -150,6 +150,9 @@ def check_overrides(
             continue
         if override in VERBS:
             way = f"a verb follows python -m orchestrator: python -m orchestrator {override}"
+        elif override.endswith((".yaml", ".yml")):
+            file = shlex.quote(str(Path(override).parent)), shlex.quote(Path(override).stem)
+            way = "a configuration is named by --config-dir {} --config-name {}".format(*file)
         elif override.endswith((".py", ".sh")) or shutil.which(override) or _is_file(override):
             typed = [word for word in line or overrides if word != "--"]
             typed.insert(typed.index(override), "--")

@@ -74,6 +74,9 @@ def _resolve_section(found: DictConfig, key: Any) -> Any:
         OmegaConf.update(found, "run.dir", RUN_FOLDER)
         node = found[key]
     values: Any = OmegaConf.to_container(node, resolve=True)
+    if key == "cluster":  # no shell expands these two
+        paths = ("environment", "container")
+        return {**values, **{name: map_texts(values[name], _expand_home) for name in paths}}
     if key != "job":
         return values
     # A program's command has been through a shell already, which expands `~/`.
@@ -234,8 +237,8 @@ class Composer:
     def stated(self) -> list[str]:
         """Return all statements of a sweep: the configuration's own, and the line's, which win."""
         typed = {key_of(override): override for override in self.overrides}
-        own = [typed.get(key_of(param), param) for param in self.params]
-        return [*own, *(override for override in self.overrides if override not in own)]
+        own = {key_of(param): typed.get(key_of(param), param) for param in self.params}
+        return [*own.values(), *(o for o in self.overrides if key_of(o) not in own)]
 
     def combinations(self) -> list[list[str]]:
         """Return the overrides of each point: all combinations of the swept values.
@@ -298,6 +301,11 @@ class Composer:
                 self._loaded([], mode)
             raise
         if OmegaConf.get_type(found) is not Config:
+            own = Path(self.line.config_dir or "", "base.yaml").expanduser()
+            if self.line.config_dir and own.exists():
+                raise ConfigError(
+                    f"{own} hides the shipped base, which defines every key; rename it"
+                )
             raise ConfigError(
                 f"the primary configuration '{name}.yaml' does not extend base, which defines "
                 "every key; begin it with: defaults: [base, _self_]"

@@ -108,8 +108,8 @@ def search_path(config_dir: str | None) -> UserFirstSearchPath:
     path.append(SHIPPED, f"file://{shipped}")
     if config_dir is not None:
         folder = expand_user(config_dir).resolve()
-        if not folder.is_dir():
-            raise ConfigError(f"--config-dir must be a folder, but {config_dir} is not one")
+        if not (config_dir and folder.is_dir()):  # "" is an unset variable rather than this folder
+            raise ConfigError(f"--config-dir must be a folder, but '{config_dir}' is not one")
         path.append("--config-dir", f"file://{folder}")
     for plugin in Plugins.instance().discover(SearchPathPlugin):
         plugin().manipulate_search_path(path)  # type: ignore[call-arg]

@@ -61,7 +61,7 @@ def no_such_key(key: str) -> str:
     """
     section, _, leaf = key.rpartition(".")
     usual = plain(Config())
-    known = [*usual, *dict(flat(usual)), *GROUPS]
+    known = dict.fromkeys([*usual, *dict(flat(usual)), *GROUPS])
     siblings = [k.removeprefix(f"{section}.") for k in known if k.rpartition(".")[0] == section]
     elsewhere = [k for k in known if k.rpartition(".")[2] == leaf]
     tail = did_you_mean(leaf, siblings)
@@ -186,4 +186,6 @@ def _reason(error: BaseException) -> str:
     if isinstance(error, YAMLError | UnicodeDecodeError):
         return f"a configuration file is no YAML: {first}"
     key = getattr(cause, "full_key", None) or "the configuration cannot be read"
+    if isinstance(plain(Config()).get(key), dict):
+        return f"{key} is a section, whose keys are set one by one: {key}.NAME=VALUE"
     return f"{key}: {first or type(error).__name__}"

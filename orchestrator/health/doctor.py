@@ -375,7 +375,9 @@ SLOWER = 4.0  # a node is slow if its better link has less than the median's ban
 LEAST_NODES = 3  # from which on a median tells which node is slow
 
 
-def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[CheckResult]:
+def run_trial(
+    overrides: Sequence[str], output: OutputOptions, config_dir: str | None = None
+) -> Iterator[CheckResult]:
     """Run the trial program as `overrides` say, wait for its end, and report its measurements.
 
     Raises the errors of a launch.
@@ -384,10 +386,10 @@ def run_trial(overrides: Sequence[str], output: OutputOptions) -> Iterator[Check
     if not any(one.startswith("run.dir=") for one in given):
         given += (f"run.dir=runs/doctor_{datetime.now(UTC):%Y-%m-%d_%H-%M-%S}",)
     own = ("run.watch=true", "run.snapshot=false")
-    config = compose((*given, *own))
+    config = compose((*given, *own), config_dir)
     with prepared_run(config, output, overrides=given) as ready:
         code = start_run(ready)
-    yield from trial_findings(RunDir(Path(config.run.dir or "")), code)
+    yield from trial_findings(ready.run, code)
 
 
 def trial_findings(run: RunDir, exit_code: int) -> Iterator[CheckResult]:

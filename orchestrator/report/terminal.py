@@ -19,9 +19,9 @@ import shlex
 import signal
 import sys
 import traceback
-from collections.abc import Collection, Generator, Iterable
+from collections.abc import Callable, Collection, Generator, Iterable
 from pathlib import Path
-from typing import Any, TextIO
+from typing import IO, Any, ClassVar, TextIO, cast
 
 from rich import box
 from rich.console import Console
@@ -44,30 +44,59 @@ LONGEST_LINE = 1 << 16
 _PLAIN_SYMBOLS = str.maketrans("●○━─–×…", "*.=--x~")
 
 
-class _Terminal(io.FileIO):
-    """A terminal, to which writing never fails: it leads nowhere once it was closed."""
+class _Output(io.FileIO):
+    """A standard stream that leads nowhere once its terminal has closed.
+
+    Where `outlive_reader` is entered, a reader that ends and a full disk are no errors either.
+    """
+
+    then: ClassVar[list[Callable[[], object]]] = []
 
     def write(self, data: Any) -> int:
         try:
             return super().write(data) or 0
         except OSError as error:
-            if error.errno != errno.EIO:
+            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            if error.errno != errno.EIO and not (
+                self.then and (full or error.errno == errno.EPIPE)
+            ):
                 raise
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+            if error.errno == errno.EPIPE:
+                self.then[-1]()
+            if not full:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
             return len(memoryview(data).cast("B"))
 
 
-def _stream(stream: TextIO | None) -> TextIO:
-    """Return a standard stream as it is, or as it has to be to survive its terminal."""
+def _stream(stream: Any) -> TextIO:
+    """Return a standard stream that writes by `_Output`."""
     if stream is None:  # closed before the start (`>&-`)
         return os.fdopen(os.open(os.devnull, os.O_WRONLY), "w")
-    if not stream.isatty():
+    buffer: Any = getattr(stream, "buffer", None)
+    raw = getattr(buffer, "raw", buffer)
+    if type(raw) is not io.FileIO or raw.closefd:  # a caller's own, or ours already
         return stream
     stream.flush()
+    written = _Output(raw.fileno(), "w", closefd=False)
     return io.TextIOWrapper(
-        io.BufferedWriter(_Terminal(stream.fileno(), "w", closefd=False)),
-        encoding=stream.encoding, errors=stream.errors, line_buffering=True,
-    )  # fmt: skip
+        cast("IO[bytes]", written) if raw is buffer else io.BufferedWriter(written),
+        encoding=stream.encoding,
+        errors=stream.errors,
+        line_buffering=stream.line_buffering,
+        write_through=stream.write_through,
+    )
+
+
+@contextlib.contextmanager
+def outlive_reader(then: Callable[[], object]) -> Generator[None]:
+    """When the reader of our output ends, as `tee` does at Ctrl-C, call `then` and go on; and do
+    without lines for which the disk has no room.
+    """
+    _Output.then.append(then)
+    try:
+        yield
+    finally:
+        _Output.then.remove(then)
 
 
 @contextlib.contextmanager

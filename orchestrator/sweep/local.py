@@ -27,7 +27,7 @@ from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, describe_status
 from orchestrator.report.sweep_tables import only_varying
-from orchestrator.report.terminal import say
+from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
 from orchestrator.rundir.metrics import summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
@@ -138,9 +138,11 @@ class LocalQueue:
         self._output, self._room, self._terminal = output, room, terminal
         self._running: list[_Running] = []
         self._forwarded, self._imported = 0, False
+        self._reader = contextlib.ExitStack()
 
     def __enter__(self) -> Self:
         interrupts.__enter__()
+        self._reader.enter_context(outlive_reader(interrupts.once))
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -155,6 +157,7 @@ class LocalQueue:
             os.kill(one.pid, signal.SIGKILL)
         while self._running:
             self.wait_one()
+        self._reader.close()
         interrupts.__exit__(*error)
 
     @property

@@ -90,6 +90,12 @@ class Search:
         self.composer = composer
         with config_errors():
             self.space = space_of(composer.loader.swept(composer.stated))
+        where = composer.run_dir or ""
+        if chosen := [a.name for a in self.space.axes if f"${{{a.name}}}" in where]:
+            raise ConfigError(
+                f"run.dir={where}: {chosen[0]} is another one in each trial, and a search has one "
+                f"folder; leave it out of run.dir"
+            )
         with read_once():
             point = self._check_alternatives()
         self.sweep, self.folder = point.config.sweep, point.folder.parent

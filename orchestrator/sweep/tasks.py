@@ -11,7 +11,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from orchestrator.cli.follow import OutputOptions, PreparedRun, interrupts
+from orchestrator.cli.follow import OutputOptions, PreparedRun, interrupts, put_back
 from orchestrator.cli.inputs import INPUTS, differences, inputs_of, other_versions
 from orchestrator.cli.start import prepared_resume, prepared_run, wrap_disk_errors
 from orchestrator.cli.status import statuses
@@ -173,8 +173,8 @@ def _recorded_tasks(sweeps: set[Path]) -> dict[tuple[str, ...], tuple[RunDir, di
                 notes = run.read_submission()
             except RunFolderError:  # damaged: it is looked at when a point needs its folder
                 continue
-            if isinstance(notes.get(CELL), dict):
-                found[tuple(notes[CELL].get("of") or ())] = run, notes
+            if isinstance(notes.get(CELL), dict):  # of copies, as in 3 and 3.bak, the first by name
+                found.setdefault(tuple(notes[CELL].get("of") or ()), (run, notes))
     return found
 
 
@@ -282,24 +282,32 @@ def locked_sweep(folder: Path) -> Generator[None]:
                     folder.rmdir()
 
 
-def prepared_task(
-    task: PointTask, output: OutputOptions
-) -> contextlib.AbstractContextManager[PreparedRun | None]:
+@contextlib.contextmanager
+def prepared_task(task: PointTask, output: OutputOptions) -> Generator[PreparedRun | None]:
     """Prepare a task's run: a new one, or one that continues."""
-    point = task.point
+    point, path = task.point, task.run.path
     if task.action is Action.RESUME:
         # What has changed was refused or accepted for all points together.
-        return prepared_resume(task.run.path, output, task.overrides, to=point.config, changed=True)
+        with prepared_resume(path, output, task.overrides, to=point.config, changed=True) as ready:
+            yield ready
+        return
+    aside: Path | None = None
     if task.old is not None:
-        task.old.rename(replaced_folder(task.old.parent, task.old.name))
-    return prepared_run(
-        point.config,
-        output,
-        overrides=point.overrides,
-        flags=point.flags,
-        plan=point.plan,
-        notes=task.notes,
-    )
+        aside = replaced_folder(task.old.parent, task.old.name)
+        task.old.rename(aside)
+    try:
+        with prepared_run(
+            point.config,
+            output,
+            overrides=point.overrides,
+            flags=point.flags,
+            plan=point.plan,
+            notes=task.notes,
+        ) as ready:
+            yield replace(ready, replaced=aside)
+    except BaseException:
+        put_back(aside, path)
+        raise
 
 
 def submit(tasks: Sequence[PointTask], output: OutputOptions) -> None:

@@ -187,8 +187,9 @@ def test_closed_streams_change_no_exit_code(script, tmp_path, command):
     assert codes == {2 if "=x" in command else 0}
 
 
-def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_path):
-    line = f"{script} launch run.dir={tmp_path}/run train.updates=1 schedule.warmup_updates=2"
+@pytest.mark.parametrize("more", ["schedule.warmup_updates=2", ""], ids=["warned", "plain"])
+def test_a_reader_that_goes_away_before_the_start_leaves_no_folder(script, tmp_path, more):
+    line = f"{script} launch run.dir={tmp_path}/run train.updates=1 {more}"
     done = subprocess.run(
         ["bash", "-c", f"{line} | true"],
         env=environment(), capture_output=True, check=False, timeout=100,

@@ -35,6 +35,9 @@ def test_the_tutorial_leads_from_an_empty_folder_to_a_resumed_run(tmp_path):
     assert (result["state"], result["updates"]) == ("finished", 20)
     assert set(result["metrics"]) >= {"accuracy"}
 
+    [check] = re.findall(r"python -m .*", (folder / "conf" / "cluster" / "site.yaml").read_text())
+    done = call(*check.split()[3:], module="orchestrator", cwd=folder)
+    assert (done.returncode in (0, 1), done.stderr) == (True, "")
     flags, *commands = (folder / "README.md").read_text().split("```")[1].strip().splitlines()
     tests = commands.pop()
     assert "2 passed" in _run(f"{tests} -q -p no:cacheprovider", folder)

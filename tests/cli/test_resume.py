@@ -1,10 +1,12 @@
 """Changes that a resume accepts, and the folder that it runs in."""
 
+import contextlib
 import functools
 import json
 import re
 import sys
 from dataclasses import asdict
+from datetime import datetime, timedelta
 from pathlib import Path
 
 import pytest
@@ -246,6 +248,23 @@ def test_only_the_runs_own_files_make_it_one_that_cannot_be_written(run):
     full = pytest.raises(RunFolderError, match="run cannot be written: No space left")
     with full, wrap_disk_errors(run), Path("/dev/full").open("w") as file:
         file.write("a line")
+
+
+def test_a_name_that_another_start_takes_at_the_last_moment_is_left_to_it(tmp_path, monkeypatch):
+    class Another(OutputOptions):
+        def note(self, text, style="", *, prose=False):
+            """Start, as other shells do, under the names that this start may have chosen."""
+            for second in range(-2, 3):
+                moment = datetime.now().astimezone() + timedelta(seconds=second)
+                run = RunDir(Path(f"runs/{moment:%Y-%m-%d_%H-%M-%S}_digits").absolute())
+                with contextlib.suppress(RunFolderError):
+                    run.create()
+
+    monkeypatch.chdir(tmp_path)
+    config = compose(["train.updates=1", "schedule.warmup_updates=2"])  # which it warns of
+    with start.prepared_run(config, Another(console=Screen(), quiet=True)) as ready:
+        assert ready.run.path.name.endswith("_digits_2")
+        assert ready.request.run == ready.run.path
 
 
 def test_a_new_run_is_held_before_its_configuration_can_be_seen(tmp_path, monkeypatch):

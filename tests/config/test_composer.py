@@ -99,6 +99,13 @@ def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
         compose(overrides, conf, "mine")
 
 
+def test_a_file_that_hides_the_shipped_base_is_named(tmp_path):
+    conf = folder(tmp_path, base="model: x\n", mine="defaults: [base, _self_]\n")
+    for primary in ("config", "mine"):
+        with pytest.raises(ConfigError, match=r"/base\.yaml hides the shipped base.*; rename it"):
+            compose([], conf, primary)
+
+
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
     conf = folder(tmp_path, mine="defaults: [base, override cluster: local, _self_]\n")
     for spelling in ("cluster=slurm", "+cluster=slurm"):
@@ -137,6 +144,14 @@ def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
         f"{home}/mnist",
         [f"{home}/a", {"b": f"{home}/c"}],
     )
+
+
+def test_the_users_home_is_meant_by_a_tilde_where_no_shell_reads_it():
+    stated = ["cluster=slurm", "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}"]
+    found = compose([*stated, "cluster.preamble=['cd ~/x']"]).cluster
+    home = str(Path.home())
+    assert (found.container, found.preamble) == (f"{home}/x.sif", ["cd ~/x"])
+    assert found.environment == {"A": f"{home}/a", "B": "b"}
 
 
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
@@ -212,6 +227,12 @@ def test_a_value_may_refer_to_a_swept_one_that_nothing_else_sets():
     assert [p.config.train.updates for p in found] == [3, 4]
 
 
+@pytest.mark.parametrize("named", ["", "nowhere"])
+def test_a_folder_of_configurations_has_to_exist(named):
+    with pytest.raises(ConfigError, match=f"--config-dir must be a folder, but '{named}' is not"):
+        Composer(read_command_line([f"--config-dir={named}"]))
+
+
 def test_help_is_printed_whatever_else_is_typed(capsys):
     for typed in (["-m", "accumulation.steps=1,2"], ["job=nope"], ["accumulation.stpes=1"]):
         assert run_app([*typed, "--help"]) == 0
@@ -222,3 +243,4 @@ def test_what_is_typed_wins_over_the_sweep_of_a_file(tmp_path):
     text = "defaults: [base, _self_]\nhydra: {sweeper: {params: {train.seed: '1,2'}}}\n"
     line = ("-m", TINY, "train.seed=3,4", "-cd", folder(tmp_path, mine=text), "-cn", "mine")
     assert [p.config.train.seed for p in points(*line)] == [3, 4]
+    assert [p.config.train.seed for p in points(*line, "train.seed=5")] == [5], "the last"

@@ -154,6 +154,8 @@ def test_two_lengths_of_a_run_are_refused():
     [
         ("+experiment=jepa_240", "on the line write experiment=… without +"),
         ('train.seed="', "a quote or a bracket is not closed"),
+        ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
+        ("transport=null", "transport: field 'transport' is not Optional"),
     ],
 )
 def test_what_the_parsers_say_is_put_into_words(override, words):

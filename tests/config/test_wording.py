@@ -69,6 +69,7 @@ def test_a_hint_that_is_followed_leads_on(overrides):
         ("lib/ddp.py", "python -m orchestrator run -- lib/ddp.py"),
         ("status", "python -m orchestrator status"),
         ("digits", "as in job=digits"),
+        ("conf/main.yaml", "named by --config-dir conf --config-name main"),
     ],
 )
 def test_a_word_that_is_no_override_gets_a_sentence(word, way):

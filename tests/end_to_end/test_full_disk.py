@@ -83,6 +83,21 @@ def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
     assert helpers.result(run)["weights_sha256"] == undisturbed
 
 
+def test_a_full_disk_under_what_the_command_prints_ends_no_run(disk, tmp_path):
+    log, run, hold = disk.folder / "log", tmp_path / "run", Hold(tmp_path / "hold").hold_before(12)
+    line = helpers.command(*LONG, "train.updates=60", hold.override, f"run.dir={run}")
+    with log.open("ab") as file:
+        process = subprocess.Popen(line, stdout=file, stderr=file, env=helpers.environment())
+    hold.wait_until_held(12, (0, 1))
+    with log.open("ab") as file:  # to the end of its last page
+        file.write(b" " * (-log.stat().st_size % 4096))
+    disk.fill()
+    hold.release()
+    assert process.wait(120) == 0
+    assert helpers.result(run)["state"] == "finished"
+    assert "finished" not in log.read_text()
+
+
 def test_a_disk_that_is_full_to_the_end_is_a_failure_that_says_so_and_resumes(disk, tmp_path):
     run = disk.folder / "run"
     hold = Hold(tmp_path / "hold").hold_before(12)

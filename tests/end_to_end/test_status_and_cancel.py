@@ -10,7 +10,7 @@ import subprocess
 import pytest
 
 from orchestrator.rundir.outcome import Culprit, State, write_result
-from tests.helpers import LIGHT, SMALL, begin, command, environment, result, until, verb
+from tests.helpers import LIGHT, SMALL, begin, begin_anew, command, environment, result, until, verb
 from tests.run_folders import make_run
 
 
@@ -78,6 +78,20 @@ def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, b
     assert process.wait(60) == (0 if before else 3)
     assert result(run)["state"] == ("finished" if before else "stopped")
     assert before or list((run / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize("sweep", [(), ("-m", "train.seed=1,2", "sweep.parallel=2")])
+def test_a_reader_that_ends_as_tee_does_at_ctrl_c_lets_a_run_save(run, sweep):
+    point = run / "0" if sweep else run
+    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=80", "job.pause_s=0.05")
+    process = begin_anew(*sweep, *line)
+    until((point / "metrics.jsonl").exists, 60, "the first update")
+    process.stdout.close()
+    if sweep:  # which says nothing meanwhile
+        process.send_signal(signal.SIGINT)
+    assert process.wait(60) == 3
+    assert result(point)["state"] == "stopped"
+    assert list((point / "checkpoints").iterdir())
 
 
 def test_status_without_a_run_says_so(tmp_path):

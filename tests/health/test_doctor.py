@@ -78,7 +78,11 @@ def test_a_wrong_sum_and_a_failed_run_are_bad(made):
 
 
 def test_here_it_sums_on_two_simulated_nodes(tmp_path):
-    asked = ("--run", "--json", "cluster.ranks_per_node=1", f"run.dir={tmp_path / 'run'}")
+    own = tmp_path / "cluster" / "own.yaml"
+    own.parent.mkdir()
+    own.write_text("kind: local\nranks_per_node: 1\n")
+    where = ("--config-dir", tmp_path, "+cluster=own", f"run.dir={tmp_path / 'run'}")
+    asked = ("--run", "--json", *where)
     done = call("doctor", *asked, module="orchestrator")
     findings = json.loads(done.stdout)
     assert done.returncode == any(one["state"] == BAD for one in findings), done.stderr

@@ -257,6 +257,27 @@ def test_points_that_were_queued_once_do_not_count_where_nothing_is_queued(sweep
     assert [task.run.read_result()["state"] for task in tasks] == ["stopped", "stopped"]
 
 
+def test_a_copy_of_a_points_folder_is_not_taken_for_the_point(sweep):
+    shutil.copytree(sweep.run_of(0).path, sweep.folder / "0.bak")
+    assert [task.run.path.name for task in sweep.tasks()] == ["0", "1"]
+
+
+def test_results_that_nothing_could_replace_are_where_they_were(sweep, monkeypatch):
+    class Refusing(Cluster):
+        @classmethod
+        def submit_all(cls, placed, at_once=None):
+            raise ClusterError("no such partition")
+
+    monkeypatch.setattr("orchestrator.sweep.tasks.class_of", lambda _: Refusing)
+    before = [task.run.read_result() for task in sweep.tasks()]
+    with pytest.raises(ClusterError, match="no such partition"):
+        submit(sweep.tasks(force=True), QUIET)
+    with pytest.raises(OSError, match="full"), prepared_task(sweep.tasks(force=True)[1], QUIET):
+        raise OSError("the disk is full")
+    assert [task.run.read_result() for task in sweep.tasks()] == before
+    assert {task.action for task in sweep.tasks()} == {Action.NOTHING}
+
+
 def test_another_users_folder_is_never_used(sweep):
     foreign = sweep.folder / "2" / "theirs"
     foreign.parent.mkdir()

@@ -121,6 +121,7 @@ TPE = "sweep.search=tpe sweep.trials=5 "
         ("sweep.search=tpee sweep.trials=5", "did you mean 'tpe'"),
         ("sweep.search=grid", "schedule.base_lr has them without end"),
         (f"{TPE}sweep.seed=-1", "sweep.seed must be at least 0"),
+        (f"{TPE}run.dir=runs/${{schedule.base_lr}}", "and a search has one folder"),
         (f"{TPE}sweep.prune=worst", "none, median"),
         (f"{TPE}sweep.objective=accuracy", "sweep.direction=minimize"),
         (f"{TPE}sweep.objective=seconds sweep.prune=median", "at the end"),
