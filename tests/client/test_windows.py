@@ -18,6 +18,7 @@ from orchestrator import (
     TorchGroup,
     run_in_threads,
 )
+from orchestrator.callbacks import Callback
 from orchestrator.client.run import Run
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
@@ -161,6 +162,23 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     with pytest.raises(ConfigError, match=named):
         Training(TorchGroup.alone(), **begun | other)
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
+
+
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"state": torch.nn.Linear(1, 1)}, r"state must be as in state=\{'rate': scheduler\}, but"),
+        ({"callbacks": Callback()}, r"callbacks must be as in callbacks=\[losses\], but is <"),
+        ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
+        ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
+        ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    with pytest.raises(ConfigError, match=said):
+        Run({}).windows(SAMPLES, ours, global_batch=9, **option)
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
