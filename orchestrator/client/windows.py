@@ -103,6 +103,7 @@ class Windows:
         checkpoints: Checkpoints | None,
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
+        self._run = run
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun, self.saves = True, False, checkpoints is not None
         reproducible = plan.reduction == "reproducible"
@@ -235,6 +236,7 @@ class Windows:
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
         self.running = False
+        self._run.release_signals()
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
         failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)

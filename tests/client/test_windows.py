@@ -1,6 +1,7 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -37,6 +38,13 @@ def net(dropout=0.0):
 
 def weights(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.fixture(autouse=True)
+def kept_handler():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Training:
@@ -210,6 +218,19 @@ def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_
     assert not (tmp_path / "checkpoints").exists()
     run.flush()
     assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
+
+
+def test_without_a_run_a_stop_signal_has_its_effect_again_after_the_loop(tmp_path):
+    seen, how = [], {"global_batch": 16, "updates": 3, "checkpoints": tmp_path}
+
+    class Seen(Callback):
+        def on_boundary(self, done):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert Training(TorchGroup.alone(), **how, stops=1, callbacks=[Seen()]).run.stopping
+    assert before not in seen
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
