@@ -357,7 +357,13 @@ class AccumulatorState:
             for number, one in enumerate(self._all):
                 one.load_optimizer_state(saved[f"optimizer {number}"])
             for name, part in self._others.items():
-                part.load_state_dict(saved[f"state {name}"])
+                try:
+                    part.load_state_dict(saved[f"state {name}"])
+                except (ValueError, KeyError, RuntimeError) as error:
+                    raise RunFolderError(
+                        f"state[{name!r}] does not take what {folder} holds of it: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
 
         load_optimizer(folder, extra["optimizer"], restore, optimizers)
         for one, precision in zip(self._all, extra["precision"], strict=True):

@@ -21,6 +21,7 @@ from orchestrator import (
 )
 from orchestrator.callbacks import Callback
 from orchestrator.client.run import Run
+from orchestrator.errors import RunFolderError
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
@@ -187,6 +188,23 @@ def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
     ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
     with pytest.raises(ConfigError, match=said):
         Run({}).windows(SAMPLES, ours, global_batch=9, **option)
+
+
+def test_saved_state_that_does_not_fit_is_named(tmp_path):
+    for width, refusal in ((2, None), (3, r"state\['ema'\] does not take what .*update-000000001")):
+        model = net()
+        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        how = {"updates": 1, "checkpoints": tmp_path, "state": {"ema": nn.Linear(width, 1)}}
+        if refusal is not None:
+            with pytest.raises(RunFolderError, match=refusal):
+                Run({}).windows(SAMPLES, ours, global_batch=9, **how)
+            continue
+        for window in Run({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9, **how):
+            for piece in window:
+                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+                ours.backward(Loss(total, weight=len(piece)))
+            ours.boundary()
+        ours.close()
 
 
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
