@@ -41,7 +41,7 @@ VARIABLE = "ORCHESTRATOR_SUBMITIT"
 """`local`, or the name of a cluster's configuration; further items are overrides and flags."""
 NAME = "orchestrator"
 MODULE = "orchestrator.submitit_plugin"
-ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
+ONE_LOG = "STDERR_TO_STDOUT"  # a variable of the ranks; SUBMITIT_… are refused
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 POLL_S = 0.2
 STATES = {

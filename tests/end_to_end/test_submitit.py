@@ -107,6 +107,7 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
         mem_gb=1.5, timeout_min=90, nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=3,
         slurm_partition="gpu", slurm_comment="two words", slurm_signal_delay_s=120,
         slurm_setup=["module load cuda"], slurm_additional_parameters={"mail-type": "FAIL"},
+        slurm_stderr_to_stdout=True,
     )  # fmt: skip
     config = compose(auto._executor._overrides())
     text = cluster_of(config).request(tmp_path / "run", 0).text
@@ -116,6 +117,7 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
     ):  # fmt: skip
         assert f"#SBATCH {flag}\n" in text, flag
     assert "module load cuda\n" in text
+    assert "STDERR_TO_STDOUT=1" in text
     assert (config.cluster.ranks_per_node, config.cluster.cpus_per_rank) == (4, 3)
     assert config.cluster.signal_ahead_s == 120
 
