@@ -169,6 +169,7 @@ class Windows:
 
     def _each(self) -> Iterator[UserWindow]:
         whole = False
+        self._parts[0].stop()  # from now on a signal waits for the next boundary
         try:
             for window in self._loop:
                 self._window = self._begin(window)

@@ -238,11 +238,11 @@ def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_
     assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
 
 
-def test_without_a_run_a_stop_signal_has_its_effect_again_after_the_loop(tmp_path):
+def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_ends(tmp_path):
     seen, how = [], {"global_batch": 16, "updates": 3, "checkpoints": tmp_path}
 
     class Seen(Callback):
-        def on_boundary(self, done):
+        def on_micro_step(self, update, done, steps):
             seen.append(signal.getsignal(signal.SIGTERM))
 
     before = signal.getsignal(signal.SIGTERM)
