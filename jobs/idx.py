@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import os
 import struct
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -26,15 +27,14 @@ NAMES = {
 def read_idx(path: Path, magic: int) -> Bytes:
     """Return an IDX file as an array of bytes. Raises `DataError` when it is missing or damaged."""
     packed = path.with_name(path.name + ".gz")
+    if not path.exists() and packed.exists():
+        path = packed
     try:
-        content = (
-            gzip.decompress(packed.read_bytes())
-            if not path.exists() and packed.exists()
-            else path.read_bytes()
-        )
+        content = path.read_bytes()
+        content = gzip.decompress(content) if path == packed else content
     except FileNotFoundError:
         raise DataError(f"there is no {path.name} (nor {packed.name}) in {path.parent}") from None
-    except OSError as error:
+    except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{path} cannot be read: {error}") from error
     axes = magic % 256
     header = 4 + 4 * axes

@@ -41,7 +41,7 @@ VARIABLE = "ORCHESTRATOR_SUBMITIT"
 """`local`, or the name of a cluster's configuration; further items are overrides and flags."""
 NAME = "orchestrator"
 MODULE = "orchestrator.submitit_plugin"
-ONE_LOG = "SUBMITIT_STDERR_TO_STDOUT"
+ONE_LOG = "STDERR_TO_STDOUT"  # a variable of the ranks; SUBMITIT_… are refused
 RUN = "{}_run"  # the run's folder in the job's, by the job's id
 POLL_S = 0.2
 STATES = {
@@ -423,14 +423,17 @@ def call(folder: Path, job_id: str | None) -> None:
     try:
         process_job(folder)
     except Exception as error:
-        # It has failed, even if it was asked to stop: it must not be requeued.
-        run = RunDir(Path(os.environ[RUN_VARIABLE]))
-        run.cancel.touch()
+        run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
+        secondary = PEER_LOST.search(error_text(error)) is not None
+        if secondary and run.read_config()["run"].get("max_restarts"):
+            paths.result_pickle.unlink(missing_ok=True)  # another start may have one
+        else:
+            run.cancel.touch()  # it is over: it must not be requeued
+        # Its agent would count an end after a stop signal as a stop, and it has failed.
         cause = f"{type(error).__name__}: {error_text(error)}".partition("\n")[0]
         node = os.environ.get("SLURMD_NODENAME") or socket.gethostname()
-        secondary = PEER_LOST.search(cause) is not None
         failure = failure_record(int(os.environ[RANK]), node, cause, secondary=secondary)
-        write_failure(run, int(os.environ[ATTEMPT]), failure)
+        write_failure(run, attempt, failure)
         traceback.print_exc(file=log)
         raise
 

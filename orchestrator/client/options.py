@@ -22,6 +22,11 @@ _LEAST = {
     "global_batch": 1, "steps": 1, "micro_batch": 1, "updates": 1, "seed": 0, "first": 0,
     "checkpoint_every": 0, "keep_checkpoints": 1,
 }  # fmt: skip
+_KINDS: Mapping[str, tuple[Any, str]] = {
+    "state": (Mapping, "state={'rate': scheduler}"),
+    "callbacks": ((list, tuple), "callbacks=[losses]"),
+    "shards": ((Shards, type(None)), "shards=data.shards"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,8 +93,18 @@ class WindowOptions:
                 f"first={options.first} is for checkpoints of your own, and checkpoints= for ours, "
                 "which know where to go on; leave one out"
             )
-        if folder is not None and not isinstance(folder, (str, os.PathLike)):
+        if folder is not None and not (folder and isinstance(folder, (str, os.PathLike))):
             raise ConfigError(f"checkpoints must be a folder, but is {folder!r:.60}")
+        for name, (kind, example) in _KINDS.items():
+            if not isinstance(value := getattr(options, name), kind):
+                raise ConfigError(f"{name} must be as in {example}, but is {value!r:.60}")
+        callbacks: Sequence[Any] = options.callbacks
+        for callback in callbacks:
+            if not isinstance(callback, Callback):
+                raise ConfigError(
+                    "callbacks must derive from orchestrator.callbacks.Callback, but one is "
+                    f"{callback!r:.60}"
+                )
         calls = ("state_dict", "load_state_dict")
         for name, part in options.state.items():
             if not all(callable(getattr(part, call, None)) for call in calls):

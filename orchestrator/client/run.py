@@ -148,6 +148,11 @@ class Run:
         """Return whether a stop reached this rank. For `windows`, whose boundaries agree on it."""
         return self._stop.requested(run=self._is)
 
+    def release_signals(self) -> None:
+        """Outside a run, end the handling of stop signals that `is_stop_requested` began."""
+        if not self._is:
+            self._stop.release_handlers()
+
     def agreed_to_stop(self, update: int) -> None:
         """Record that all ranks stop after `update`, as a boundary agreed."""
         if self._is:

@@ -15,6 +15,7 @@ import threading
 import time
 from pathlib import Path
 from types import FrameType
+from typing import Any
 
 from orchestrator.errors import JobError
 from orchestrator.rundir.program_link import (
@@ -48,6 +49,7 @@ class Stop:
         self._request_file = str(folder / STOP_REQUESTED)
         self._after_file = str(folder / STOP_AFTER)
         self._signalled = self._posted = self._handling = False
+        self._before: dict[signal.Signals, Any] = {}  # their handlers
         self._after, self._next_poll = NOT_YET, 0.0
         self._calls, self._pid = 0, os.getpid()
 
@@ -111,10 +113,17 @@ class Stop:
                 )
             ours = []  # outside a run, a signal keeps its effect
         for number in ours:
-            signal.signal(number, self._handle)
+            self._before[number] = signal.signal(number, self._handle)
         self._handling, self._pid = True, os.getpid()
         if note:  # after that: its reader may send a signal
             write_number(str(self._note(self._rank)), os.getpid())
+
+    def release_handlers(self) -> None:
+        """Give stop signals the handlers back that they had before, and forget a request."""
+        if threading.current_thread() is threading.main_thread():
+            while self._before:
+                signal.signal(*self._before.popitem())
+            self._handling = self._signalled = False
 
     def _note(self, rank: int) -> Path:
         return self._folder / STOP_HANDLER.format(rank)

@@ -103,6 +103,7 @@ class Windows:
         checkpoints: Checkpoints | None,
     ) -> None:
         self.plan, self._all, self._checkpoints = plan, accumulators, checkpoints
+        self._run = run
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun, self.saves = True, False, checkpoints is not None
         reproducible = plan.reduction == "reproducible"
@@ -168,6 +169,7 @@ class Windows:
 
     def _each(self) -> Iterator[UserWindow]:
         whole = False
+        self._parts[0].stop()  # from now on a signal waits for the next boundary
         try:
             for window in self._loop:
                 self._window = self._begin(window)
@@ -235,6 +237,7 @@ class Windows:
     def _leave(self, *, whole: bool) -> None:
         """Stop tracking windows; warn if the loop was left by `break`."""
         self.running = False
+        self._run.release_signals()
         within = [part.leave() for part in self._parts]
         error = sys.exc_info()[1]
         failed = getattr(sys, "last_value", None) or (error is not None and error.__context__)
@@ -355,7 +358,13 @@ class AccumulatorState:
             for number, one in enumerate(self._all):
                 one.load_optimizer_state(saved[f"optimizer {number}"])
             for name, part in self._others.items():
-                part.load_state_dict(saved[f"state {name}"])
+                try:
+                    part.load_state_dict(saved[f"state {name}"])
+                except (ValueError, KeyError, RuntimeError) as error:
+                    raise RunFolderError(
+                        f"state[{name!r}] does not take what {folder} holds of it: "
+                        f"{type(error).__name__}: {error}"
+                    ) from error
 
         load_optimizer(folder, extra["optimizer"], restore, optimizers)
         for one, precision in zip(self._all, extra["precision"], strict=True):

@@ -365,11 +365,21 @@ def framework_of(job: Job) -> str:
 
 
 def engine_settings(config: Config, job: Job) -> EngineSettings:
-    """Return an engine's settings; fields with the same name in both are the same."""
+    """Return an engine's settings; fields with the same name in both are the same.
+
+    Raises:
+        JobError: the job's metric_names are one text.
+    """
+    names = getattr(job, "metric_names", ())
+    if isinstance(names, str):  # its letters would be the names
+        raise JobError(
+            f"{type(job).__name__}.metric_names must be a list of names, as in [{names!r}], but is "
+            f"the text {names!r}"
+        )
     own: dict[str, Any] = {
         "leaf_size": config.accumulation.micro_batch,
         "optimizer": config.optimizer,
-        "metric_names": tuple(getattr(job, "metric_names", ())),
+        "metric_names": tuple(names),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
         "survive": bool(config.run.survive),
     }

@@ -1,6 +1,7 @@
 """`run.windows`: the big batch's updates in a loop of one's own, wherever it was stopped."""
 
 import random
+import signal
 from types import SimpleNamespace
 
 import pytest
@@ -18,7 +19,9 @@ from orchestrator import (
     TorchGroup,
     run_in_threads,
 )
+from orchestrator.callbacks import Callback
 from orchestrator.client.run import Run
+from orchestrator.errors import RunFolderError
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
@@ -36,6 +39,13 @@ def net(dropout=0.0):
 
 def weights(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
+
+
+@pytest.fixture(autouse=True)
+def kept_handler():
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
 
 
 class Training:
@@ -163,6 +173,40 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     assert Training(TorchGroup.alone(), **begun | {"updates": 4}).updates == [3]
 
 
+@pytest.mark.parametrize(
+    ("option", "said"),
+    [
+        ({"state": torch.nn.Linear(1, 1)}, r"state must be as in state=\{'rate': scheduler\}, but"),
+        ({"callbacks": Callback()}, r"callbacks must be as in callbacks=\[losses\], but is <"),
+        ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
+        ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
+        ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
+    ],
+)
+def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
+    model = net()
+    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+    with pytest.raises(ConfigError, match=said):
+        Run({}).windows(SAMPLES, ours, global_batch=9, **option)
+
+
+def test_saved_state_that_does_not_fit_is_named(tmp_path):
+    for width, refusal in ((2, None), (3, r"state\['ema'\] does not take what .*update-000000001")):
+        model = net()
+        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        how = {"updates": 1, "checkpoints": tmp_path, "state": {"ema": nn.Linear(width, 1)}}
+        if refusal is not None:
+            with pytest.raises(RunFolderError, match=refusal):
+                Run({}).windows(SAMPLES, ours, global_batch=9, **how)
+            continue
+        for window in Run({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9, **how):
+            for piece in window:
+                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+                ours.backward(Loss(total, weight=len(piece)))
+            ours.boundary()
+        ours.close()
+
+
 def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
     model = net()
     ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
@@ -192,6 +236,19 @@ def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_
     assert not (tmp_path / "checkpoints").exists()
     run.flush()
     assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
+
+
+def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_ends(tmp_path):
+    seen, how = [], {"global_batch": 16, "updates": 3, "checkpoints": tmp_path}
+
+    class Seen(Callback):
+        def on_micro_step(self, update, done, steps):
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    before = signal.getsignal(signal.SIGTERM)
+    assert Training(TorchGroup.alone(), **how, stops=1, callbacks=[Seen()]).run.stopping
+    assert before not in seen
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():

@@ -1,8 +1,11 @@
 """A wrong request ends with one message and exit code 2, and leaves nothing behind."""
 
+import gzip
+
 import pytest
 
-from jobs.idx import NAMES, bundled_digits
+from jobs.idx import NAMES, bundled_digits, read_digits
+from orchestrator.errors import DataError
 from tests import helpers
 from tests.helpers import SMALL
 
@@ -69,6 +72,15 @@ def test_a_truncated_data_file_is_named_once(tmp_path, digits):
     said = refused(tmp_path, SMALL, f"job.data_dir={digits}")
     assert f"{path.name} is damaged" in said.replace("\n", "")
     assert said.count("is damaged") == 1
+
+
+def test_a_packed_data_file_that_is_not_whole_is_named(digits):
+    path = digits / NAMES["train", "images"]
+    packed = path.with_name(f"{path.name}.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes())[:1000])
+    path.unlink()
+    with pytest.raises(DataError, match=r"ubyte\.gz cannot be read: Compressed file ended"):
+        read_digits(digits, "train")
 
 
 def test_ones_own_mnist_folder_is_read(tmp_path, digits):

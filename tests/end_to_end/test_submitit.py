@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -11,6 +12,7 @@ import pytest
 from submitit import AutoExecutor
 from submitit.core import plugins
 from submitit.core.utils import FailedSubmissionError
+from submitit.helpers import TorchDistributedEnvironment
 
 from orchestrator import submitit_plugin
 from orchestrator.agent.node_spec import publish_agent
@@ -105,6 +107,7 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
         mem_gb=1.5, timeout_min=90, nodes=2, tasks_per_node=4, gpus_per_node=4, cpus_per_task=3,
         slurm_partition="gpu", slurm_comment="two words", slurm_signal_delay_s=120,
         slurm_setup=["module load cuda"], slurm_additional_parameters={"mail-type": "FAIL"},
+        slurm_stderr_to_stdout=True,
     )  # fmt: skip
     config = compose(auto._executor._overrides())
     text = cluster_of(config).request(tmp_path / "run", 0).text
@@ -114,6 +117,7 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
     ):  # fmt: skip
         assert f"#SBATCH {flag}\n" in text, flag
     assert "module load cuda\n" in text
+    assert "STDERR_TO_STDOUT=1" in text
     assert (config.cluster.ranks_per_node, config.cluster.cpus_per_rank) == (4, 3)
     assert config.cluster.signal_ahead_s == 120
 
@@ -153,6 +157,32 @@ def test_both_streams_go_to_one_log_where_that_is_asked_for(tmp_path):
     job = executor.submit(print_to_both)
     job.wait()
     assert "out\nerr\n" in job.stdout()
+
+
+def test_a_function_starts_again_if_a_rank_is_killed_and_the_others_raise_for_it(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setenv(VARIABLE, "local run.max_restarts=1")
+    executor = OrchestratorExecutor(tmp_path)
+    executor.update_parameters(ntasks_per_node=2)
+    job = executor.submit(end_rank_1_once, tmp_path / "mark")
+    assert job.results() == [2.0, 2.0]
+    assert (job.run / "attempts" / "001").is_dir()
+
+
+def end_rank_1_once(mark):
+    import torch
+    import torch.distributed as dist
+
+    place = TorchDistributedEnvironment().export(set_cuda_visible_devices=False)
+    dist.init_process_group("gloo")
+    total = torch.ones(1)
+    if place.rank == 1 and not mark.exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    dist.all_reduce(total)
+    dist.destroy_process_group()
+    return total.item()
 
 
 def print_to_both():

@@ -246,6 +246,15 @@ def test_a_name_that_is_none_is_answered_with_the_nearest():
         _built(clip_nrm=1.0)
 
 
+def test_a_text_in_the_place_of_metric_names_is_refused():
+    class Comma(Job):
+        metric_names = "error"
+
+    config = read_config({"job": {"_target_": "jobs.digits.Digits"}})
+    with pytest.raises(JobError, match=r"Comma\.metric_names must be a list .*\['error'\], but is"):
+        engine_settings(config, Comma())
+
+
 def test_every_setting_reaches_the_engine():
     changed = {
         "job": {"_target_": "jobs.digits.Digits"},
