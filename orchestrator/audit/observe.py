@@ -61,6 +61,7 @@ class ObservedWindow:
     schedules: list[int] = field(default_factory=list)  # micro-steps before each step of one
     scale: float = 1.0
     reasons: list[str] = field(default_factory=list)
+    weights: Array | None = None  # at the first micro-step
 
 
 class TrackedOptimizer:
@@ -183,6 +184,10 @@ class Observer:
                 "loss": self.loss,
             })  # fmt: skip
             window.columns.append(np.zeros(tracked.values))
+            weights = tracked.sample(tracked.parameters)
+            window.weights = weights if window.weights is None else window.weights
+            if not np.array_equal(weights, window.weights, equal_nan=True):
+                _note(window.reasons, "weights change between micro-steps, before the update")
         if gradient.is_sparse or type(gradient) is not Tensor:
             _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
             return
