@@ -505,7 +505,16 @@ class TorchEngine(Engine):
         if base := earlier.optimizer.defaults.get("lr"):
             earlier.set_rate(float(base))
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
-        broadcast_tensors(group, [buffer for _, buffer in self.model.named_buffers()])
+        # Their shapes may differ, too: those of caches that forwards let grow.
+        _, buffers = _send_state(group, 0, "", dict(self.model.named_buffers()))
+        for name, value in buffers.items():
+            path, _, own_name = name.rpartition(".")
+            layer = self.model.get_submodule(path)
+            held = getattr(layer, own_name)
+            if held.shape == value.shape:
+                held.detach().copy_(value)
+            else:
+                setattr(layer, own_name, value)
         accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
         accumulator.take_over(earlier)
         if self._whole_state is not None:
