@@ -361,8 +361,9 @@ class LearningRate:
             self._groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
             if not isinstance(self._groups[0]["lr"], Parameter):
                 raise JobError(
-                    f"{kind} schedules its learning rate itself; here it follows schedule.*, one "
-                    "clock for all ranks: build it with a plain number"
+                    f"{kind} schedules its learning rate itself, or has several; here it follows "
+                    "schedule.*, one clock for all ranks: build it with a plain number (the groups "
+                    "of mindspore.experimental.optim may have rates of their own)"
                 )
             return
         rates = [_rate_of(group["lr"]) for group in self._groups]

@@ -58,6 +58,7 @@ from orchestrator.engine.torch.state import (
     load_model,
     load_optimizer,
     load_weights,
+    model_state,
     pack,
     unpack,
     weights_sha256,
@@ -129,6 +130,7 @@ class TorchEngine(Engine):
         if settings.shard_model == "none":
             model = model.to(group.device)
         self.model, norms = with_norms(model, settings.norm)
+        model_state(self.model)  # refuses at once what a checkpoint cannot hold
         if settings.shard_model != "none":
             from orchestrator.engine.torch.fully_sharded import form_replicate_group, shard_model
 

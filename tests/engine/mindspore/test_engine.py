@@ -12,7 +12,7 @@ from mindspore import nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from orchestrator import Loss
 from orchestrator.cli.start import prepare
@@ -213,6 +213,15 @@ def test_another_models_checkpoint_is_refused(tmp_path):
     extra = built(mode="pynative").save_state(tmp_path)
     with pytest.raises(RunFolderError, match=r"0\.weight is float32\[7, 5\], but must be"):
         built(Wider(), mode="pynative").load_state(tmp_path, extra)
+
+
+def test_weights_of_a_compiled_torch_model_are_taken(tmp_path):
+    engine, other = (built(mode="pynative", seed=seed) for seed in (0, 5))
+    engine.save_state(tmp_path)
+    saved = load_file(tmp_path / "weights.safetensors")
+    save_file({f"_orig_mod.{name}": array for name, array in saved.items()}, tmp_path / "compiled")
+    other.load_weights(tmp_path / "compiled")
+    assert other.weights_sha256() == engine.weights_sha256()
 
 
 def test_a_gradient_that_the_compiler_cuts_is_refused():

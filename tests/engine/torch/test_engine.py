@@ -182,6 +182,11 @@ class NoTorchOptimizer(Curve):
         return "an optimizer"
 
 
+class Unsaved(nn.Linear):
+    def get_extra_state(self):
+        return {"seen": {1, 2}}
+
+
 class Unfilled(Curve):
     def __init__(self, model):
         super().__init__()
@@ -191,6 +196,7 @@ class Unfilled(Curve):
 @pytest.mark.parametrize(
     ("job", "settings", "kind", "message"),
     [
+        (Unfilled(lambda: Unsaved(4, 1)), {}, JobError, "holds a set, which cannot be saved"),
         (Unfilled(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet"),
         (
             Unfilled(lambda: nn.LazyLinear(1)),
