@@ -97,6 +97,10 @@ def test_parameter_groups_keep_their_ratio_to_the_rate():
         assert rates == pytest.approx([rate / 10, rate])
 
 
+def test_the_rate_of_a_jobs_own_optimizer_is_the_one_that_was_typed():
+    assert built(jobs.OwnOptimizer(), mode="pynative", optimizer={}).optimizer_used()["lr"] == 0.01
+
+
 @pytest.mark.parametrize("builder", [nn.SGD, optim.SGD])
 @pytest.mark.parametrize("mode", ["pynative", "jit"])
 def test_gradients_reach_their_parameters_in_whatever_order_the_optimizer_has_them(mode, builder):
