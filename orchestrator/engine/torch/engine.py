@@ -28,7 +28,7 @@ from orchestrator.engine.common.job_checks import (
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.buffers import as_sharded, local_part
+from orchestrator.engine.torch.buffers import as_sharded, is_expanded, local_part
 from orchestrator.engine.torch.checks import check_filled, check_samples
 from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
@@ -513,7 +513,7 @@ class TorchEngine(Engine):
             path, _, own_name = name.rpartition(".")
             layer = self.model.get_submodule(path)
             held = getattr(layer, own_name)
-            if held.shape == value.shape:
+            if held.shape == value.shape and not is_expanded(held):
                 held.detach().copy_(value)
             else:
                 setattr(layer, own_name, value)

@@ -27,7 +27,7 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
-from orchestrator.engine.torch.buffers import is_dense, local_part
+from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
@@ -137,7 +137,7 @@ class ForwardState:
 
     def __init__(self, model: Module) -> None:
         self._buffers = [
-            (path, layer, name, buffer, buffer.detach().clone())
+            (path, layer, name, buffer, buffer if is_expanded(buffer) else buffer.detach().clone())
             for path, layer in model.named_modules()
             for name, buffer in layer.named_buffers(recurse=False)
         ]
@@ -162,7 +162,8 @@ class ForwardState:
     def restore(self) -> None:
         """Give the model back what it had."""
         for _, layer, name, buffer, before in self._buffers:
-            buffer.detach().copy_(before)
+            if before is not buffer:
+                buffer.detach().copy_(before)
             setattr(layer, name, buffer)
         for layer, before in self._extra:
             layer.set_extra_state(copy.deepcopy(before))

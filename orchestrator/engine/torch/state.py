@@ -214,11 +214,20 @@ def weights_sha256(model: Module, *, keep: bool = True) -> str:
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of `model` by name, and what of its state JSON holds."""
+    """Return the tensors of `model` by name, and what of its state JSON holds.
+
+    Raises:
+        JobError: a file can hold neither.
+    """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise JobError(
+                    f"{name} is stored as {value.layout}, which a file of weights cannot hold: "
+                    "register it with persistent=False, and build it in model()"
+                )
             tensors[name] = value
         else:
             rest[name] = pack(value, tensors, name)
