@@ -233,6 +233,26 @@ def test_a_gradient_that_the_compiler_cuts_is_refused():
         update(built(jobs.Detached(), mode="jit"), [31, 30])
 
 
+class Noisy(jobs.Counted):
+    def loss(self, model, batch):
+        x, y, _ = batch
+        noise = ops.standard_normal(x.shape)
+        return Loss(ops.square(model(x + noise) - y).sum(), weight=len(y))
+
+
+def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
+    assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
+
+
+def test_nesterovs_momentum_is_the_same_in_both_precisions():
+    given = {"mode": "jit", "optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}}
+    engines = [built(jobs.Counted(), precision=p, **given) for p in ("float32", "float64")]
+    for number in range(3):
+        for engine in engines:
+            update(engine, [61], number)
+    assert _distance(*map(weights, engines)) < 1e-5
+
+
 def test_an_error_in_plain_python_is_reported_by_python():
     with pytest.raises(AttributeError, match="no_such_method") as caught:
         update(built(jobs.Unknown(), mode="jit"), [31, 30])
@@ -443,6 +463,7 @@ REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch
     ("overrides", "words"),
     [
         (["job=line", *REPRODUCIBLE], "reduction=fast"),
+        (["job=line", "train.precision=float64", "optimizer=adam"], "optimizer=adamw"),
         (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
         (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
         (["engine.mode=pynative"], r"engine\.mode is MindSpore's"),
