@@ -33,9 +33,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
+from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
 from orchestrator.audit.loss_graph import LossGraph, mixes_samples, read_loss
+from orchestrator.audit.scratch import CopyOnWrite
 
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
@@ -615,6 +616,7 @@ def start(rank: int) -> Observer:
 
         simulate()
     updates = os.environ.get(UPDATES)
+    CopyOnWrite(Path(os.environ[FOLDER]).with_name(FILES)).install()
     observer = Observer(Path(os.environ[FOLDER]), int(updates) if updates else None, rank)
     install(observer)
     return observer
