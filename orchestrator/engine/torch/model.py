@@ -304,6 +304,17 @@ def changing_advice(layers: Collection[str], where: str) -> str:
     )
 
 
+def sparse_embeddings(model: Module) -> list[str]:
+    """Return the trained embeddings of `model` whose gradients are sparse, by name."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (Embedding, EmbeddingBag))
+        and layer.sparse
+        and layer.weight.requires_grad
+    ]
+
+
 def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]:
     """Return sentences about layers that do not do what one big batch would, or do it slowly.
 
@@ -319,14 +330,7 @@ def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]
     }
     if norms and micro_batches != 1:
         found.append(norm_advice(norms, apart=any(norms.values()) and ranks > 1))
-    sparse = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, (Embedding, EmbeddingBag))
-        and layer.sparse
-        and layer.weight.requires_grad
-    ]
-    if sparse:
+    if sparse := sparse_embeddings(model):
         found.append(
             f"sparse gradients of {name_layers(sparse)} are accumulated as dense ones; "
             "sparse=False says so and is faster"
