@@ -24,6 +24,11 @@ _CHANGES = frozenset({
 """Events whose first arguments are paths in a folder that changes."""
 
 
+LARGEST_COPY = 2**30
+"""Bytes of a file that is copied. A larger one is data, as a rule, which numpy.memmap opens for
+writing by default; its link stays."""
+
+
 def link_entries(source: Path, target: Path, but: str | None = None) -> None:
     """Link each entry of a folder in another one, except for `but`."""
     try:
@@ -111,6 +116,8 @@ def _replace(link: Path, *, emptied: bool) -> None:
     elif target.is_file():
         if emptied:
             new.touch()
-        else:
+        elif target.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(target, new)
+        else:
+            return
         new.replace(link)
