@@ -53,7 +53,7 @@ def run_app(arguments: Sequence[str]) -> int:
 
         return run_sweep(composer, output)
     config = found.config()
-    if line.changed or config.sweep.force:
+    if line.changed or "sweep.force=true" in found.overrides:
         flag = "--changed" if line.changed else "--force"
         raise ConfigError(f"{flag} is for sweeps, so it needs -m; a new run has no old results")
     from orchestrator.cli.start import prepared_run

@@ -9,5 +9,7 @@
 FOLDER = "TRAINING_AUDIT_FOLDER"  # of the records
 UPDATES = "TRAINING_AUDIT_UPDATES"  # how many; empty: 8, or up to the end of the first epoch
 FAKE_CUDA = "TRAINING_AUDIT_FAKE_CUDA"
+FILES = "files"
+"""The scratch folder's name, in the folder that holds that of the records."""
 OWN_RANKS = "the script starts its ranks by itself"
 """How the observation of such a script ends."""

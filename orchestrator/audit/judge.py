@@ -211,31 +211,36 @@ def judge(traces: Sequence[Trace]) -> Judgement:
 
 def _leave_out_discarded(windows: dict[tuple[int, int], list[JudgedWindow]]) -> int:
     """Leave out micro-steps whose gradient was cleared before an update's usual number of them
-    began, as at the end of an epoch that leaves a few, or after one that warms up.
+    began, as at the end of an epoch that leaves a few, or after one that warms up. Where most
+    windows have some, it is a fault.
 
     Returns:
         The number of micro-steps of rank 0 that are left out.
     """
-    every = [window for ranks in windows.values() for window in ranks]
-    steps = Counter(len(window.steps) for window in every)
-    usual = max(steps, key=lambda count: (steps[count], count), default=0)
-    whole = {len(window.steps) for window in every if not window.last_cleared}
-    left_out = 0
+    whole = Counter(
+        len(window.steps)
+        for ranks in windows.values()
+        for window in ranks
+        if not window.last_cleared
+    )
+    usual = max(whole, key=lambda count: (whole[count], count), default=0)
+    found: dict[tuple[int, int], list[JudgedWindow]] = {}
     for key, ranks in windows.items():
         firsts = [window.last_cleared for window in ranks]
-        counts = {len(w.steps) - first for w, first in zip(ranks, firsts, strict=True)}
-        # A fault may leave one micro-step of each window, but then no other window has one alone.
-        if not any(firsts) or not counts <= {usual, *(whole - {1})}:
-            continue
         kept = [window.since(first) for window, first in zip(ranks, firsts, strict=True)]
+        if not any(firsts) or {len(window.steps) for window in kept} != {usual}:
+            continue
         rows = np.concatenate([window.gradients for window in kept])
         applied = ranks[0].applied if ranks[0].before_clip is None else ranks[0].before_clip
         if rows.shape[1] < 2 * len(rows) or rows.shape[1] != len(applied):
             continue
         rest = applied - np.linalg.lstsq(rows.T, applied, rcond=1e-5)[0] @ rows
         if np.linalg.norm(rest) <= _tolerance_of(kept) * np.linalg.norm(applied):
-            windows[key] = kept
-            left_out += firsts[0]
+            found[key] = kept
+    if 2 * len(found) >= len(windows):
+        return 0
+    left_out = sum(windows[key][0].last_cleared for key in found)
+    windows.update(found)
     return left_out
 
 

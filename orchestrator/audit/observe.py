@@ -33,9 +33,10 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
+from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
 from orchestrator.audit.loss_graph import LossGraph, mixes_samples, read_loss
+from orchestrator.audit.scratch import CopyOnWrite
 
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
@@ -61,6 +62,7 @@ class ObservedWindow:
     schedules: list[int] = field(default_factory=list)  # micro-steps before each step of one
     scale: float = 1.0
     reasons: list[str] = field(default_factory=list)
+    weights: Array | None = None  # at the first micro-step
 
 
 class TrackedOptimizer:
@@ -183,6 +185,10 @@ class Observer:
                 "loss": self.loss,
             })  # fmt: skip
             window.columns.append(np.zeros(tracked.values))
+            weights = tracked.sample(tracked.parameters)
+            window.weights = weights if window.weights is None else window.weights
+            if not np.array_equal(weights, window.weights, equal_nan=True):
+                _note(window.reasons, "weights change between micro-steps, before the update")
         if gradient.is_sparse or type(gradient) is not Tensor:
             _note(window.reasons, f"a gradient is a {type(gradient).__name__}, not dense")
             return
@@ -610,6 +616,7 @@ def start(rank: int) -> Observer:
 
         simulate()
     updates = os.environ.get(UPDATES)
+    CopyOnWrite(Path(os.environ[FOLDER]).with_name(FILES)).install()
     observer = Observer(Path(os.environ[FOLDER]), int(updates) if updates else None, rank)
     install(observer)
     return observer

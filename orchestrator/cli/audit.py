@@ -1,7 +1,8 @@
 """The verb `audit`: run a training script briefly, observed, and judge its updates.
 
 The script runs unchanged, on simulated nodes, in a scratch folder that looks like the current one:
-each entry is a link, and files that the script creates are deleted with the folder.
+each entry is a link, replaced by a copy before it is written (`audit/scratch.py`); what the script
+writes is deleted with the folder.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any
 
 from rich.console import Console
 
-from orchestrator.audit import FAKE_CUDA, FOLDER, OWN_RANKS, UPDATES
+from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import (
     ESSENTIAL,
@@ -31,6 +32,7 @@ from orchestrator.audit.judge import (
     judge,
     read_trace,
 )
+from orchestrator.audit.scratch import link_entries
 from orchestrator.cli.follow import OutputOptions, start_run
 from orchestrator.cli.start import prepare, prepared_run
 from orchestrator.config.command_line import (
@@ -269,29 +271,19 @@ def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
 def _inside(folder: Path) -> Generator[None]:
     """Work in a copy of the current folder, of which each entry is a link; so are its parents'."""
     here = Path.cwd()
-    copy = folder / "files"
+    copy = folder / FILES
     copy.mkdir()
     source = Path(here.anchor)
     for part in here.parts[1:]:
-        _link_entries(source, copy, but=part)
+        link_entries(source, copy, but=part)
         source, copy = source / part, copy / part
         copy.mkdir()
-    _link_entries(source, copy)
+    link_entries(source, copy)
     os.chdir(copy)
     try:
         yield
     finally:
         os.chdir(here)
-
-
-def _link_entries(source: Path, target: Path, but: str | None = None) -> None:
-    try:
-        entries = list(source.iterdir())
-    except PermissionError:  # a parent that may be passed, but not read
-        return
-    for entry in entries:
-        if entry.name != but:
-            (target / entry.name).symlink_to(entry)
 
 
 # ----------------------------------------------------------------------

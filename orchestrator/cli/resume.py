@@ -376,7 +376,7 @@ def _placement(old: Mapping[str, Any], overrides: Sequence[str]) -> list[str]:
     """Return the ranks of the run, or those asked for, to which a cluster's file may refer."""
     of_run = {f"cluster.{name}": old["cluster"][name] for name in PLACES}
     kept = [f"{key}={json.dumps(value)}".replace('"', "") for key, value in of_run.items()]
-    return [*kept, *(text for text in overrides if key_of(text) in of_run)]
+    return [*kept, *(text.lstrip("+") for text in overrides if key_of(text) in of_run)]
 
 
 def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:

@@ -85,9 +85,11 @@ def base_rate(used: Mapping[str, Any], stated: float | None, job: str) -> float 
 
 def _number(value: Any) -> float | None:
     try:
-        return float(value)
+        number = float(value)
     except (TypeError, ValueError, RuntimeError):  # none, or a schedule of the framework's
         return None
+    # A rate in a tensor of 32 bits is 0.10000000149 where 0.1 was typed.
+    return float(f"{number:.7g}") if "32" in str(getattr(value, "dtype", "")) else number
 
 
 def described(optimizer: Any, settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -322,6 +322,11 @@ def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
             "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "
             "train.precision=float16, or say which devices there are: transport=hccl or nccl"
         )
+    if config.train.precision == "float64" and config.optimizer.get("name") == "adam":
+        yield (
+            "train.precision=float64 is not available with MindSpore's optimizer=adam; try "
+            "optimizer=adamw optimizer.weight_decay=0, which steps by the same rule"
+        )
     if config.accumulation.reduction != "fast":
         yield (
             f"accumulation.reduction={config.accumulation.reduction} is not available with "

@@ -54,7 +54,7 @@ class _Output(io.FileIO):
 
     def write(self, data: Any) -> int:
         try:
-            return super().write(data) or 0
+            return super().write(data)  # None where it would block
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
             if error.errno != errno.EIO and not (
@@ -64,7 +64,8 @@ class _Output(io.FileIO):
             if error.errno == errno.EPIPE:
                 self.then[-1]()
             if not full:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), self.fileno())
+                with open(os.devnull, "wb") as nothing:
+                os.dup2(nothing.fileno(), self.fileno())
             return len(memoryview(data).cast("B"))
 
 

@@ -296,6 +296,8 @@ def _set_up(worker: WorkerProcess) -> Training:
             raise ConfigError(
                 f"train.initial_weights={config.train.initial_weights}: {error}"
             ) from error
+    if topology.rank == 0 or config.engine.shard_model != "none":
+        training.recall()  # ranks with shards evaluate together
     if topology.rank == 0:
         copied = submitted(os.environ)
         code = copied["git"] if copied else code_state(folder_of(type(job)))
@@ -312,7 +314,6 @@ def _set_up(worker: WorkerProcess) -> Training:
             warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())
-        training.recall()
         training.record()
     if training.membership is not None:
         training.membership.begin(job, group)

@@ -29,7 +29,7 @@ RIGHT = (
     "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
     "evaluates", "positions-first", "reentrant",
 )  # fmt: skip
-NOT_WRONG = ("two-losses", "other-divisor", "bare-dropout")
+NOT_WRONG = ("two-losses", "other-divisor", "bare-dropout", "sharpness-aware")
 
 
 class Model(nn.Module):
@@ -87,7 +87,7 @@ def train(fault, epochs, rank, size):
         inner.embed.weight.requires_grad_(False)
     by_hand = fault in (
         "by-hand", "clipped-before-reduction", "fewer-micro-steps", "reentrant", "two-losses",
-        "bare-dropout",
+        "bare-dropout", "sharpness-aware",
     )  # fmt: skip
     if size > 1 and fault != "not-reduced" and not by_hand:
         model = DistributedDataParallel(model)
@@ -193,8 +193,20 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
             backward(k, rows)
         optimizers[0].step(lambda: backward(len(window) - 1, window[-1]))
         return
+    if fault == "sharpness-aware":  # the gradient where it is steeper
+        before = [p.detach().clone() for p in parameters]
+        for k, rows in enumerate(window):
+            backward(k, rows)
+        with torch.no_grad():
+            for p in parameters:
+                p.add_(0.01 * p.grad)
+                p.grad = None
     for k, rows in enumerate(window):
         backward(k, rows)
+    if fault == "sharpness-aware":
+        with torch.no_grad():
+            for p, old in zip(parameters, before, strict=True):
+                p.copy_(old)
     if fault == "drop-last" and len(window) < STEPS:
         return
     if fault == "clipped-before-reduction":

@@ -78,6 +78,42 @@ def test_what_a_script_writes_is_gone_and_what_it_reads_is_there(tmp_path):
     assert [p.name for p in inner.iterdir()] == ["data.txt"]
 
 
+WRITER = """\
+import os, shutil, torch
+from safetensors.torch import save_file
+model = torch.nn.Linear(2, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(3):
+    model(torch.randn(4, 2)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+with open("log.txt", "a") as log:
+    log.write("more")
+assert open("log.txt").read() == "keptmore"
+torch.save(model.state_dict(), "saved/model.pt")
+save_file(model.state_dict(), "saved/deep/model.safetensors")
+open("saved/deep/new.txt", "w").close()
+os.replace("saved/old.txt", "saved/older.txt")
+shutil.rmtree("removed")
+assert os.listdir("saved/deep/data") == ["data.txt"] and not os.path.exists("removed")
+"""
+
+
+def test_a_script_that_writes_leaves_what_was_there_as_it_was(tmp_path):
+    (tmp_path / "train.py").write_text(WRITER)
+    names = (
+        "log.txt", "saved/model.pt", "saved/old.txt", "saved/deep/model.safetensors",
+        "saved/deep/data/data.txt", "removed/data.txt", "train.py",
+    )  # fmt: skip
+    for path in map(tmp_path.joinpath, names[:-1]):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("kept")
+    done, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
+    assert (done.returncode, made["state"], made["notes"]) == (0, "right", []), done.stdout
+    assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == set(names)
+    assert {(tmp_path / name).read_text() for name in names[:-1]} == {"kept"}
+
+
 def test_a_script_of_one_process_is_judged_as_one(tmp_path):
     script(tmp_path, grouped=False)
     done, [made] = audit("--", "train.py", cwd=tmp_path)

@@ -90,6 +90,7 @@ class TestBaseOfOwnOptimizer:
         [
             (0.1, None, 0.1),
             (0.1, 0.1, 0.1),
+            (torch.tensor(0.1), 0.1, 0.1),
             (1.0, 0.2, 0.2),  # relative to the schedule
             (None, 0.2, 0.2),  # the class's default is no statement
             (None, None, 1e-3),

@@ -291,6 +291,11 @@ def norm_groups(channels: int, *, vectors: bool) -> int:
 Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
 
 
+def uncompiled(name: str) -> str:
+    """Return the name of a tensor without what `torch.compile` puts before it."""
+    return name.replace("_orig_mod.", "")
+
+
 def check_fits(found: Kinds, wanted: Kinds) -> None:
     """Check initial weights. Not collective; every rank gets the same result.
 

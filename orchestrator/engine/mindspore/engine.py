@@ -30,6 +30,7 @@ from orchestrator.engine.common.job_checks import (
     left_in_evaluation,
     misfits,
     refuse_scheduler,
+    uncompiled,
 )
 from orchestrator.engine.common.micro_steps import Clock, derived_seed
 from orchestrator.engine.mindspore.accumulator import (
@@ -364,7 +365,8 @@ class MindSporeEngine(Engine):
         self._hyperparameters.keep()
 
     def load_weights(self, path: Path) -> None:
-        arrays, parameters = load_file(str(path)), self._model.parameters_dict()
+        arrays = {uncompiled(name): array for name, array in load_file(str(path)).items()}
+        parameters = self._model.parameters_dict()
         check_fits(_kinds_in(arrays), _kinds_of(parameters))
         _assign(parameters, arrays)
 

@@ -242,9 +242,9 @@ class MindSporeGroup(Group):
         dtype = tensor.dtype
         if self.transport != "mccl" or dtype in (ms.float32, ms.int32):
             return tensor, lambda result: result
-        if dtype in (ms.float64, ms.int64):
+        if tensor.itemsize >= 8:
             # MCCL takes these, but a float64 keeps a float32's digits only and an int64 its lower
-            # half; int32 arrives as it was, so the bits travel as pairs of those.
+            # half; int32 arrives as it was, so the bits travel as those.
             array = np.ascontiguousarray(tensor.asnumpy())
             rest = array.shape[1:]
             bits = array.reshape(array.shape[0], math.prod(rest)).view(np.int32)

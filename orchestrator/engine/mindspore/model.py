@@ -276,9 +276,10 @@ class WideSGD(nn.Cell):
         lr: float = ANY_RATE,
         momentum: float = 0.0,
         weight_decay: float = 0.0,
+        nesterov: bool = False,
     ) -> None:
         super().__init__()
-        self.momentum, self.decay = momentum, weight_decay
+        self.momentum, self.decay, self.nesterov = momentum, weight_decay, nesterov
         self.learning_rate = Parameter(Tensor(lr, ms.float64), name="learning_rate")
         self.parameters: Any = ParameterTuple(params)
         self.velocity: Any = self.parameters.clone("velocity", "zeros")
@@ -287,8 +288,9 @@ class WideSGD(nn.Cell):
         for weight, gradient, held in zip(self.parameters, gradients, self.velocity):  # noqa: B905  # compiled: no `strict`
             step = gradient + self.decay * weight
             if self.momentum:
-                step = held * self.momentum + step
-                ops.assign(held, step)
+                speed = held * self.momentum + step
+                ops.assign(held, speed)
+                step = step + self.momentum * speed if self.nesterov else speed
             ops.assign_sub(weight, step * self.learning_rate)
         return True
 
@@ -361,8 +363,9 @@ class LearningRate:
             self._groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
             if not isinstance(self._groups[0]["lr"], Parameter):
                 raise JobError(
-                    f"{kind} schedules its learning rate itself; here it follows schedule.*, one "
-                    "clock for all ranks: build it with a plain number"
+                    f"{kind} schedules its learning rate itself, or has several; here it follows "
+                    "schedule.*, one clock for all ranks: build it with a plain number (the groups "
+                    "of mindspore.experimental.optim may have rates of their own)"
                 )
             return
         rates = [_rate_of(group["lr"]) for group in self._groups]

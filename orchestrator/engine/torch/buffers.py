@@ -77,6 +77,15 @@ def is_dense(tensor: Tensor) -> bool:
     return torch.empty_like(tensor, device="meta").stride() == tensor.stride()
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Return whether several of its numbers are one in memory, so that nothing can write them."""
+    if tensor.layout is not torch.strided:
+        return False
+    return any(
+        size > 1 and not step for size, step in zip(tensor.shape, tensor.stride(), strict=True)
+    )
+
+
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of a DTensor; any other tensor itself."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -28,7 +28,7 @@ from orchestrator.engine.common.job_checks import (
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.buffers import as_sharded, local_part
+from orchestrator.engine.torch.buffers import as_sharded, is_expanded, local_part
 from orchestrator.engine.torch.checks import check_filled, check_samples
 from orchestrator.engine.torch.consistency_checks import machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
@@ -58,6 +58,7 @@ from orchestrator.engine.torch.state import (
     load_model,
     load_optimizer,
     load_weights,
+    model_state,
     pack,
     unpack,
     weights_sha256,
@@ -129,6 +130,7 @@ class TorchEngine(Engine):
         if settings.shard_model == "none":
             model = model.to(group.device)
         self.model, norms = with_norms(model, settings.norm)
+        model_state(self.model)  # refuses at once what a checkpoint cannot hold
         if settings.shard_model != "none":
             from orchestrator.engine.torch.fully_sharded import form_replicate_group, shard_model
 
@@ -401,7 +403,10 @@ class TorchEngine(Engine):
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
         # Extra state takes long to get, from layers that pack numbers of a GPU into it.
-        self._forward_before = ForwardState(self.model, extra=self._settings.survive)
+        if self._forward_before is None:
+            self._forward_before = ForwardState(self.model, extra=self._settings.survive)
+        else:
+            self._forward_before.keep()
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
@@ -510,7 +515,16 @@ class TorchEngine(Engine):
         if base := earlier.optimizer.defaults.get("lr"):
             earlier.set_rate(float(base))
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
-        broadcast_tensors(group, [buffer for _, buffer in self.model.named_buffers()])
+        # Their shapes may differ, too: those of caches that forwards let grow.
+        _, buffers = _send_state(group, 0, "", dict(self.model.named_buffers()))
+        for name, value in buffers.items():
+            path, _, own_name = name.rpartition(".")
+            layer = self.model.get_submodule(path)
+            held = getattr(layer, own_name)
+            if held.shape == value.shape and not is_expanded(held):
+                held.detach().copy_(value)
+            else:
+                setattr(layer, own_name, value)
         accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
         accumulator.take_over(earlier)
         if self._whole_state is not None:

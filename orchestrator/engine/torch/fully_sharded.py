@@ -34,6 +34,7 @@ from torch.optim import Optimizer
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.boundary import Trailer
+from orchestrator.engine.common.job_checks import name_layers
 from orchestrator.engine.torch.buffers import (
     GradientBuffers,
     Named,
@@ -43,6 +44,7 @@ from orchestrator.engine.torch.buffers import (
     shard_like,
 )
 from orchestrator.engine.torch.group import BaseGroup, gather_texts
+from orchestrator.engine.torch.model import sparse_embeddings
 from orchestrator.engine.torch.reducer import GradientNorm
 from orchestrator.engine.torch.rendezvous import meet
 from orchestrator.engine.torch.sharding import RowReduction
@@ -210,6 +212,11 @@ class FullySharded:
                 column = mesh.mesh[:, mesh.get_local_rank(1)]
                 self.replicate_ranks = tuple(map(ranks.index, column.tolist()))
                 self.replicate_group = TorchGroup.wrap(mesh.get_group(0), device=group.device)
+        if sparse := sparse_embeddings(model):
+            raise ConfigError(
+                f"FSDP takes no sparse gradients, as of {name_layers(sparse)}: build it with "
+                "sparse=False"
+            )
         for module in self._modules:
             self._take_over(module)
 
@@ -225,6 +232,12 @@ class FullySharded:
         # Ranks of a copy that use other parameters would else scatter buffers of other sizes.
         module.set_reduce_scatter_unused_params(True)
         for part in module._get_fsdp_state()._fsdp_param_groups:  # noqa: SLF001  # no public name
+            held = [one.sharded_param for one in part.fsdp_params]
+            if len(kinds := {str(one.dtype) for one in held if one.requires_grad}) > 1:
+                raise ConfigError(
+                    f"one fully_shard() takes parameters of one dtype, but has got "
+                    f"{' and '.join(sorted(kinds))}: call it on the layers of the other one first"
+                )
             info = part.mesh_info
             if DDPMeshInfo is not None and isinstance(info, DDPMeshInfo):
                 alone = FSDPMeshInfo(mesh=info.mesh, shard_mesh_dim=info.shard_mesh_dim)

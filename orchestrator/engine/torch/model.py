@@ -6,7 +6,8 @@ import copy
 import inspect
 import os
 import random
-from collections.abc import Callable, Collection, Generator, Mapping, MutableMapping
+from collections import UserDict
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module, functional
 from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
@@ -27,8 +29,8 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
-from orchestrator.engine.torch.buffers import is_dense, local_part
-from orchestrator.engine.torch.group import bytes_of
+from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
+from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
@@ -88,7 +90,7 @@ def moved(batch: Any, device: torch.device, *, double: bool = False) -> Any:
     if isinstance(batch, Mapping):
         entries: Mapping[Any, Any] = batch
         found = {key: moved(value, device, double=double) for key, value in entries.items()}
-        if not isinstance(batch, MutableMapping):
+        if type(batch) is dict or not isinstance(batch, (dict, UserDict)):
             return found
         same: Any = copy.copy(entries)  # a tokenizer's batch has attributes as well
         same.update(found)
@@ -131,19 +133,33 @@ def in_evaluation(model: Module) -> Generator[None]:
 class ForwardState:
     """Copy of what a model's forward may change: its buffers and, if asked for, extra state.
 
-    Values are copied, since torch counts no version where batch norm writes its statistics; so is
-    which tensor a buffer is, since a forward may put another one in its place.
+    A vector is always copied, since torch counts no version where batch norm writes its statistics.
+    Which tensor a buffer is counts too, since a forward may put another one in its place.
     """
 
     def __init__(self, model: Module, *, extra: bool) -> None:
-        self._buffers = [
-            (path, layer, name, buffer, buffer.detach().clone())
-            for path, layer in model.named_modules()
-            for name, buffer in layer.named_buffers(recurse=False)
-        ]
+        self._model, self._with_extra = model, extra
+        self._buffers: dict[tuple[str, str], tuple[Module, Tensor, int, Tensor]] = {}
+        self.keep()
+
+    def keep(self) -> None:
+        """Keep the present values in place of those kept before."""
+        earlier, self._buffers = self._buffers, {}
+        for path, layer in self._model.named_modules():
+            for name, buffer in layer.named_buffers(recurse=False):
+                if _is_opaque(buffer):
+                    continue
+                _, same, version, before = earlier.get((path, name), (layer, None, 0, buffer))
+                if is_expanded(buffer):
+                    before = buffer
+                elif same is not buffer:
+                    before = buffer.detach().clone()
+                elif buffer.dim() <= 1 or version != version_of(buffer):
+                    before.copy_(buffer.detach())
+                self._buffers[path, name] = layer, buffer, version_of(buffer), before
         self._extra = [
             (layer, copy.deepcopy(layer.get_extra_state()))
-            for layer in (model.modules() if extra else ())
+            for layer in (self._model.modules() if self._with_extra else ())
             if type(layer).get_extra_state is not Module.get_extra_state
             and type(layer).set_extra_state is not Module.set_extra_state
         ]
@@ -155,22 +171,32 @@ class ForwardState:
             saved = name not in layer._non_persistent_buffers_set  # noqa: SLF001  # no public name  # pyright: ignore[reportPrivateUsage]
             if not saved or isinstance(layer, _BatchNorm) or before.layout is not torch.strided:
                 return False
-            now: Tensor | None = getattr(layer, name)
-            return now is None or not torch.equal(bytes_of(now), bytes_of(before))
+            now: Tensor | None = getattr(layer, name, None)
+            if now is None or _is_opaque(now):
+                return now is None
+            alike = now.device == before.device and now.dtype == before.dtype
+            return alike and not torch.equal(bytes_of(now), bytes_of(before))
 
         found = (
-            path for path, layer, name, _, before in self._buffers
+            path
+            for (path, name), (layer, _, _, before) in self._buffers.items()
             if has_changed(layer, name, before)
-        )  # fmt: skip
+        )
         return list(dict.fromkeys(found))
 
     def restore(self) -> None:
         """Give the model back what it had."""
-        for _, layer, name, buffer, before in self._buffers:
-            buffer.detach().copy_(before)
+        for (_, name), (layer, buffer, _, before) in self._buffers.items():
+            if before is not buffer:
+                buffer.detach().copy_(before)
             setattr(layer, name, buffer)
         for layer, before in self._extra:
             layer.set_extra_state(copy.deepcopy(before))
+
+
+def _is_opaque(buffer: Tensor) -> bool:
+    """Return whether a buffer has no numbers that could be copied."""
+    return buffer.is_meta or buffer.is_quantized or buffer.is_nested or is_lazy(buffer)
 
 
 @contextmanager
@@ -308,6 +334,17 @@ def changing_advice(layers: Collection[str], where: str) -> str:
     )
 
 
+def sparse_embeddings(model: Module) -> list[str]:
+    """Return the trained embeddings of `model` whose gradients are sparse, by name."""
+    return [
+        name
+        for name, layer in model.named_modules()
+        if isinstance(layer, (Embedding, EmbeddingBag))
+        and layer.sparse
+        and layer.weight.requires_grad
+    ]
+
+
 def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]:
     """Return sentences about layers that do not do what one big batch would, or do it slowly.
 
@@ -323,14 +360,7 @@ def advice(model: Module, *, ranks: int, micro_batches: int | None) -> list[str]
     }
     if norms and micro_batches != 1:
         found.append(norm_advice(norms, apart=any(norms.values()) and ranks > 1))
-    sparse = [
-        name
-        for name, layer in model.named_modules()
-        if isinstance(layer, (Embedding, EmbeddingBag))
-        and layer.sparse
-        and layer.weight.requires_grad
-    ]
-    if sparse:
+    if sparse := sparse_embeddings(model):
         found.append(
             f"sparse gradients of {name_layers(sparse)} are accumulated as dense ones; "
             "sparse=False says so and is faster"

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.common.job_checks import check_fits
+from orchestrator.engine.common.job_checks import check_fits, uncompiled
 from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
 from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import JobError, RunFolderError
@@ -110,26 +110,21 @@ def load_weights(model: Module, path: Path) -> None:
         ConfigError: names, shapes or dtypes are not the model's.
     """
     tensors, rest = model_state(model)
-    held = {_uncompiled(name): tensor for name, tensor in tensors.items()}
-    within = tuple(f"{_uncompiled(key)}." for key in rest)
+    held = {uncompiled(name): tensor for name, tensor in tensors.items()}
+    within = tuple(f"{uncompiled(key)}." for key in rest)
     found = {
         name: tensor
         for key, tensor in _read(path).items()
-        if (name := _uncompiled(key)) in held or not name.startswith(within)
+        if (name := uncompiled(key)) in held or not name.startswith(within)
     }
     _, aliases = _without_aliases(held)
-    for alias, name in (*aliases.items(), *((name, alias) for alias, name in aliases.items())):
+    for alias, name in (*((name, alias) for alias, name in aliases.items()), *aliases.items()):
         if name in found:
             found.setdefault(alias, found[name])
     check_fits(_kinds(found), _kinds(held))
     with torch.no_grad():
         for name, tensor in held.items():
             tensor.copy_(shard_like(found[name], tensor))
-
-
-def _uncompiled(name: str) -> str:
-    """Return the name of a tensor without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "")
 
 
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, tuple[str, tuple[int, ...]]]:
@@ -219,11 +214,20 @@ def weights_sha256(model: Module, *, keep: bool = True) -> str:
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of `model` by name, and what of its state JSON holds."""
+    """Return the tensors of `model` by name, and what of its state JSON holds.
+
+    Raises:
+        JobError: a file can hold neither.
+    """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
     for name, value in model.state_dict().items():
         if isinstance(value, Tensor):
+            if value.layout is not torch.strided:
+                raise JobError(
+                    f"{name} is stored as {value.layout}, which a file of weights cannot hold: "
+                    "register it with persistent=False, and build it in model()"
+                )
             tensors[name] = value
         else:
             rest[name] = pack(value, tensors, name)

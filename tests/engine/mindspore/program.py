@@ -103,9 +103,12 @@ def gathered_loss_has_the_gradient_of_one_process(group):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
-def float64_keeps_its_digits(group):
+def wide_numbers_keep_their_digits(group):
     every = [np.random.default_rng(rank).standard_normal((2, 2)) for rank in range(group.size)]
     mine = Tensor(every[group.rank])
+    turned = Tensor((every[group.rank] * (1 + 2j)).astype(np.complex64))
+    wanted = (np.concatenate(every) * (1 + 2j)).astype(np.complex64)
+    assert (group.all_gather(turned).asnumpy() == wanted).all()
     large = Tensor(np.asarray([2**53 + group.rank]))
     assert group.all_gather(large).asnumpy().tolist() == [2**53 + r for r in range(group.size)]
     assert (group.all_gather(mine).asnumpy() == np.concatenate(every)).all()
@@ -233,7 +236,7 @@ def no_other_thread_spins_while_one_computes(group):
 
 
 OWN = (
-    float64_keeps_its_digits,
+    wide_numbers_keep_their_digits,
     gathered_loss_has_the_gradient_of_one_process,
     update_is_numpys_big_batch,
     update_is_numpys_big_batch_in_float64_though_a_rank_has_no_samples,

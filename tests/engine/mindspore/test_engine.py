@@ -12,7 +12,7 @@ from mindspore import nn, ops
 from mindspore.dataset import NumpySlicesDataset
 from mindspore.experimental import optim
 from mindspore.train import Model
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 
 from orchestrator import Loss
 from orchestrator.cli.start import prepare
@@ -95,6 +95,10 @@ def test_parameter_groups_keep_their_ratio_to_the_rate():
         update(engine, [61], number, rate=rate)
         rates = [float(group["lr"].asnumpy()) for group in job.built.param_groups]
         assert rates == pytest.approx([rate / 10, rate])
+
+
+def test_the_rate_of_a_jobs_own_optimizer_is_the_one_that_was_typed():
+    assert built(jobs.OwnOptimizer(), mode="pynative", optimizer={}).optimizer_used()["lr"] == 0.01
 
 
 @pytest.mark.parametrize("builder", [nn.SGD, optim.SGD])
@@ -215,9 +219,38 @@ def test_another_models_checkpoint_is_refused(tmp_path):
         built(Wider(), mode="pynative").load_state(tmp_path, extra)
 
 
+def test_weights_of_a_compiled_torch_model_are_taken(tmp_path):
+    engine, other = (built(mode="pynative", seed=seed) for seed in (0, 5))
+    engine.save_state(tmp_path)
+    saved = load_file(tmp_path / "weights.safetensors")
+    save_file({f"_orig_mod.{name}": array for name, array in saved.items()}, tmp_path / "compiled")
+    other.load_weights(tmp_path / "compiled")
+    assert other.weights_sha256() == engine.weights_sha256()
+
+
 def test_a_gradient_that_the_compiler_cuts_is_refused():
     with pytest.raises(JobError, match=r"engine\.mode=pynative"):
         update(built(jobs.Detached(), mode="jit"), [31, 30])
+
+
+class Noisy(jobs.Counted):
+    def loss(self, model, batch):
+        x, y, _ = batch
+        noise = ops.standard_normal(x.shape)
+        return Loss(ops.square(model(x + noise) - y).sum(), weight=len(y))
+
+
+def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
+    assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
+
+
+def test_nesterovs_momentum_is_the_same_in_both_precisions():
+    given = {"mode": "jit", "optimizer": {"name": "sgd", "momentum": 0.9, "nesterov": True}}
+    engines = [built(jobs.Counted(), precision=p, **given) for p in ("float32", "float64")]
+    for number in range(3):
+        for engine in engines:
+            update(engine, [61], number)
+    assert _distance(*map(weights, engines)) < 1e-5
 
 
 def test_an_error_in_plain_python_is_reported_by_python():
@@ -430,6 +463,7 @@ REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch
     ("overrides", "words"),
     [
         (["job=line", *REPRODUCIBLE], "reduction=fast"),
+        (["job=line", "train.precision=float64", "optimizer=adam"], "optimizer=adamw"),
         (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
         (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
         (["engine.mode=pynative"], r"engine\.mode is MindSpore's"),

@@ -120,6 +120,23 @@ def test_sparse_gradients_are_warned_about():
     assert "sparse gradients of 0.rows" in sparse
 
 
+class OddBuffers(Curve):
+    def model(self):
+        model = super().model()
+        model.register_buffer("ones", torch.ones(1).expand(3))
+        model.register_buffer("edges", torch.eye(3).to_sparse(), persistent=False)
+        return model
+
+    def loss(self, model, batch):
+        parts = [model[number] for number in range(4)]
+        return super().loss(nn.Sequential(*parts), batch)
+
+
+def test_buffers_that_cannot_be_written_or_are_sparse_are_left_alone():
+    [(_, reports)] = _train(assign([SAMPLES], steps=2), OddBuffers())
+    assert reports[-1].applied
+
+
 class Chatty(Curve):
     """Talks in mid-window."""
 
@@ -182,6 +199,17 @@ class NoTorchOptimizer(Curve):
         return "an optimizer"
 
 
+class Unsaved(nn.Linear):
+    def get_extra_state(self):
+        return {"seen": {1, 2}}
+
+
+def with_edges():
+    model = nn.Linear(4, 1)
+    model.register_buffer("edges", torch.eye(3).to_sparse())
+    return model
+
+
 class Unfilled(Curve):
     def __init__(self, model):
         super().__init__()
@@ -191,6 +219,8 @@ class Unfilled(Curve):
 @pytest.mark.parametrize(
     ("job", "settings", "kind", "message"),
     [
+        (Unfilled(lambda: Unsaved(4, 1)), {}, JobError, "holds a set, which cannot be saved"),
+        (Unfilled(with_edges), {}, JobError, "edges is stored as torch.sparse_coo, .*=False"),
         (Unfilled(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet"),
         (
             Unfilled(lambda: nn.LazyLinear(1)),

@@ -284,26 +284,42 @@ class _Scalar(_InParts):
         return model
 
 
+class _TwoTypes(_InParts):
+    def model(self):
+        model = _net(torch.float32)
+        model[2].double()
+        return model
+
+
+class _Sparse(_InParts):
+    def model(self):
+        return nn.Embedding(4, 2, sparse=True)
+
+
 def _engines(group, folder):
     group = form_group(spec(group.rank, group.size, folder))
     settings = EngineSettings(shard_model="all", metric_names=())
     said = []
-    for job in (_InParts(), _NotSharded(), _Strided(), _Scalar(), _InPartsOfItsOwn()):
+    refused = (_NotSharded(), _Strided(), _Scalar(), _TwoTypes(), _Sparse())
+    for job in (_InParts(), *refused, _InPartsOfItsOwn()):
         try:
             engine = TorchEngine(job, settings, group)
             [report] = run(engine, [make_window(0, [(0, 4)])])
             said.append(report.applied)
-        except JobError as error:
+        except (ConfigError, JobError) as error:
             said.append(str(error))
     return said
 
 
 def test_a_job_may_shard_its_model_itself(tmp_path):
-    [[in_parts, not_sharded, strided, scalar, own]] = run_ranks(1, tmp_path, _engines, tmp_path)
+    [[in_parts, *refused, own]] = run_ranks(1, tmp_path, _engines, tmp_path)
     assert "define shard(self, model, mesh)" in in_parts
+    not_sharded, strided, scalar, two_types, sparse = refused
     assert "_NotSharded.shard() did not call fully_shard()" in not_sharded
     assert "parameter weight has strides (27, 1, 9, 3) (channels_last, perhaps)" in strided
     assert "parameter scale is a single number" in scalar
+    assert "has got torch.float32 and torch.float64" in two_types
+    assert "sparse gradients, as of the model itself" in sparse
     assert own is True
 
 

@@ -218,6 +218,36 @@ def test_what_is_saved_inside_a_window_is_the_state_at_its_beginning(tmp_path):
     run_in_threads(2, rank)
 
 
+class Caching(nn.Linear):
+    """Keeps a cache that grows with what it is called on, as for positions."""
+
+    def __init__(self, inputs, outputs):
+        super().__init__(inputs, outputs)
+        self.register_buffer("cache", torch.zeros(1), persistent=False)
+
+    def forward(self, x):
+        size = 1 + int(x.abs().sum() * 10) % 7
+        if size > len(self.cache):
+            self.cache = torch.zeros(size)
+        return super().forward(x)
+
+
+class Caches(Curve):
+    def model(self):
+        return nn.Sequential(Caching(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def test_survivors_go_on_although_their_caches_have_other_sizes():
+    sizes = {}
+
+    def before(engine, rank):
+        train(engine, range(2))
+        sizes[rank] = len(engine.model[0].cache)
+
+    assert len({bits for _, bits in survivors_of((1, 3), before, job=Caches)}) == 1
+    assert sizes[1] != sizes[3]
+
+
 # ------------------------------------------------------------------ an optimizer in shards
 
 SHARDED = EngineSettings(

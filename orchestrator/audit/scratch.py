@@ -1,0 +1,123 @@
+"""The scratch folder of an audit: links to the files of the current folder, copied on write.
+
+Python announces each file that it opens to audit hooks (`sys.addaudithook`), so a link is replaced
+before anything is written through it: that to a file by a copy, that to a folder by a folder of
+links. `torch.save` and safetensors open files by themselves, and are wrapped.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import os
+import shutil
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
+_CHANGES = frozenset({
+    "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate",
+})  # fmt: skip
+"""Events whose first arguments are paths in a folder that changes."""
+
+
+LARGEST_COPY = 2**30
+"""Bytes of a file that is copied. A larger one is data, as a rule, which numpy.memmap opens for
+writing by default; its link stays."""
+
+
+def link_entries(source: Path, target: Path, but: str | None = None) -> None:
+    """Link each entry of a folder in another one, except for `but`."""
+    try:
+        entries = list(source.iterdir())
+    except PermissionError:  # a parent that may be passed, but not read
+        return
+    for entry in entries:
+        if entry.name != but:
+            (target / entry.name).symlink_to(entry)
+
+
+class CopyOnWrite:
+    """Keeps this process from writing through the links of a scratch folder.
+
+    Args:
+        root: the folder. A file beside it is the lock of all processes that write there.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self._root, self._lock = root, root.with_suffix(".lock")
+        self._thread = threading.local()  # has `replaces` while it replaces links itself
+
+    def install(self) -> None:
+        """Begin, for the rest of this process."""
+        import safetensors.torch
+        import torch
+
+        sys.addaudithook(self._on_event)
+        torch.save = self._before_saving(torch.save)
+        safetensors.torch.save_file = self._before_saving(safetensors.torch.save_file)
+
+    def _before_saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(save)
+        def saving(*args: Any, **kwargs: Any) -> Any:
+            for path in (*args[1:2], *kwargs.values()):
+                if isinstance(path, str | os.PathLike):
+                    self.own(path, emptied=True)
+            return save(*args, **kwargs)
+
+        return saving
+
+    def _on_event(self, event: str, args: Any) -> None:
+        flags = args[2] if event == "open" and isinstance(args[2], int) else 0
+        if flags & _WRITES:
+            self.own(args[0], emptied=bool(flags & os.O_TRUNC))
+        elif event == "shutil.rmtree":
+            self.own(args[0])
+        elif event in _CHANGES:
+            for path in args[:2]:
+                self.own(path, itself=False)
+
+    def own(self, path: Any, *, itself: bool = True, emptied: bool = False) -> None:
+        """Replace the links on the way to a path, and `itself`, by what they name.
+
+        Args:
+            emptied: what the file holds is not needed.
+        """
+        replaces = getattr(self._thread, "replaces", False)
+        if replaces or not isinstance(path, str | bytes | os.PathLike):
+            return
+        full = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100  # resolve() follows links
+        places = [one for one in reversed(full.parents) if self._root in one.parents]
+        if itself and self._root in full.parents:
+            places.append(full)
+        if not any(map(Path.is_symlink, places)):
+            return
+        self._thread.replaces = True
+        try:
+            with self._lock.open("w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                for place in filter(Path.is_symlink, places):
+                    _replace(place, emptied=emptied)
+        finally:
+            self._thread.replaces = False
+
+
+def _replace(link: Path, *, emptied: bool) -> None:
+    """Replace a link by a copy of its file, or by a folder with links to its folder's entries."""
+    target, new = link.resolve(), link.with_name(f".{link.name}.{os.getpid()}")
+    if target.is_dir():
+        new.mkdir()
+        link_entries(target, new)
+        link.unlink()
+        new.rename(link)
+    elif target.is_file():
+        if emptied:
+            new.touch()
+        elif target.stat().st_size <= LARGEST_COPY:
+            shutil.copyfile(target, new)
+        else:
+            return
+        new.replace(link)
