@@ -64,8 +64,8 @@ class _Output(io.FileIO):
             if error.errno == errno.EPIPE:
                 self.then[-1]()
             if not full:
-                with open(os.devnull, "wb") as nothing:
-                os.dup2(nothing.fileno(), self.fileno())
+                with Path(os.devnull).open("wb") as nothing:
+                    os.dup2(nothing.fileno(), self.fileno())
             return len(memoryview(data).cast("B"))
 
 
