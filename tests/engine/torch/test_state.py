@@ -217,18 +217,19 @@ def test_extra_state_of_modules_comes_back(tmp_path):
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
-        self.first, self.last = nn.Linear(3, 3), nn.Linear(3, 3)
-        self.last.weight = self.first.weight
+        self.first, self.last, self.middle = (nn.Linear(3, 3) for _ in range(3))
+        self.last.weight = self.middle.weight = self.first.weight
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
-@pytest.mark.parametrize("left_out", ["first.weight", "last.weight"])
+@pytest.mark.parametrize("kept", ["first.weight", "last.weight", "middle.weight"])
 @pytest.mark.parametrize("compiled", ["file", "model"])
 def test_initial_weights_fit_whether_compiled_or_not_and_with_one_name_of_a_shared_one(
-    tmp_path, compiled, left_out
+    tmp_path, compiled, kept
 ):
     model, prefix = Tied(), "_orig_mod." * (compiled == "file")
-    saved = {f"{prefix}{n}": t.clone() for n, t in model.state_dict().items() if n != left_out}
+    names = [name for name in model.state_dict() if name == kept or not name.endswith("weight")]
+    saved = {f"{prefix}{name}": model.state_dict()[name].clone() for name in names}
     save_file(saved, tmp_path / "weights.safetensors")
     other = Tied()
     load_weights(
