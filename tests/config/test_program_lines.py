@@ -61,7 +61,7 @@ REFUSED = {
     ("--", "-m", "nothing.at.all"): "there is no module 'nothing.at.all'",
     ("--", "-m", "tests"): "has no __main__",
     ("--", "--lr", "train.py"): "must begin with a program",
-    ("--", "python", "-c", "print()"): "python's own options are not passed on",
+    ("--", sys.executable, "-c", "print()"): "python's own options are not passed on",
     ("--", "cluster.nodes=2", "train.py"): "KEY=VALUE of ours comes before --",
     ("--", "torchrun", "train.py"): "torchrun starts ranks itself",
     ("--", "accelerate", "launch", "train.py"): "accelerate starts ranks itself",
