@@ -44,7 +44,7 @@ class CopyOnWrite:
     """Keeps this process from writing through the links of a scratch folder.
 
     Args:
-        root: the folder. A file beside it is the lock of all processes that write there.
+        root: the folder. All processes that write there lock the file with its name and .lock.
     """
 
     def __init__(self, root: Path) -> None:

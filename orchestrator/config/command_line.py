@@ -140,12 +140,10 @@ def check_overrides(
             lengths[key] = override
         if override.startswith("-") and override != "-":
             flag = override.partition("=")[0]
-            meant = (
-                did_you_mean(flag, options)
-                if nearest(flag, options)
-                else (f"; python -m orchestrator {verb} --help lists those that it has")
-            )
-            raise ConfigError(f"{verb} has no option '{flag}'{meant}")
+            advice = f"; python -m orchestrator {verb} --help lists those that it has"
+            if nearest(flag, options):
+                advice = did_you_mean(flag, options)
+            raise ConfigError(f"{verb} has no option '{flag}'{advice}")
         if "=" in override or override.startswith("~"):
             continue
         if override in VERBS:

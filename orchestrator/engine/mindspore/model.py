@@ -369,9 +369,8 @@ class LearningRate:
                 )
             return
         rates = [_rate_of(group["lr"]) for group in self._groups]
-        base = rates[0].dtype.type(
-            _rate_of(optimizer.defaults.get("lr", 0.0))
-        )  # rounded like the others
+        # Rounded like the others.
+        base = rates[0].dtype.type(_rate_of(optimizer.defaults.get("lr", 0.0)))
         if not base:
             raise JobError(
                 f"{kind} was built without a learning rate to compare its parameter groups with; "

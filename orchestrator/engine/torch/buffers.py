@@ -410,7 +410,7 @@ class GradHooks:
 
     Args:
         parameters: the trained ones.
-        buffers: one is added to `hook_counts` for each gradient, and the first is taken.
+        buffers: `hook_counts` grows by one for each gradient; a first one is moved to `targets`.
 
     Attributes:
         on_gradient: called with the parameter's number for each gradient that has come, unless it
@@ -434,7 +434,7 @@ class GradHooks:
 
         def count(parameter: Tensor) -> None:  # a closure is the fastest
             if counts[number] == at_begin[number]:
-                _take_first(parameter, *targets[number])
+                _move_first(parameter, *targets[number])
             counts[number] += 1
             if self.on_gradient is not None:
                 self.on_gradient(number)
@@ -447,7 +447,7 @@ class GradHooks:
             handle.remove()
 
 
-def _take_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
+def _move_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
     """Move a parameter's first gradient in a window into its view, with one write there."""
     found = parameter.grad
     # One that carries a graph is refused by the next `check`.
