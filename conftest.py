@@ -100,6 +100,15 @@ def _torch_as_before() -> Iterator[None]:
     torch.utils.deterministic.fill_uninitialized_memory = filling
 
 
+@pytest.fixture(autouse=True)
+def _handlers_as_before() -> Iterator[None]:
+    """Give back the stop signals' handlers: programs under test keep theirs to the end."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 # Both set up before all other fixtures of their scope, so they end what those start, too.
 _of_a_test = pytest.fixture(autouse=True)(_end_what_it_starts)
 _of_a_module = pytest.fixture(autouse=True, scope="module")(_end_what_it_starts)

@@ -181,9 +181,7 @@ def ranks(attempt, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     warnings = str(attempt / "warnings-0.jsonl")
     variables = {RUN: str(attempt.parents[1]), ATTEMPT: "0", WORLD: "2", WARNINGS: warnings}
-    before = signal.getsignal(signal.SIGTERM)
-    yield [Run({**variables, RANK: str(rank)}) for rank in range(2)]
-    signal.signal(signal.SIGTERM, before)
+    return [Run({**variables, RANK: str(rank)}) for rank in range(2)]
 
 
 def written(run):
@@ -317,13 +315,11 @@ def test_in_a_thread_it_is_refused_unless_the_signal_is_taken_care_of(ranks):
 
 
 def test_the_signal_that_a_run_stops_its_program_by_is_a_wish_as_well(ranks):
-    before = signal.getsignal(signal.SIGINT)
     folder = ranks[0].folder
     run = Run({RUN: str(folder), ATTEMPT: "0", RANK: "0", WORLD: "1", SIGNAL: "INT"})
     assert not run.should_stop(0)
     os.kill(os.getpid(), signal.SIGINT)
     until(lambda: run.should_stop(1), 30)
-    signal.signal(signal.SIGINT, before)
 
 
 def test_many_threads_report_into_one_record(ranks):

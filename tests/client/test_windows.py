@@ -41,13 +41,6 @@ def weights(model):
     return nn.utils.parameters_to_vector(model.parameters()).detach()
 
 
-@pytest.fixture(autouse=True)
-def kept_handler():
-    before = signal.getsignal(signal.SIGTERM)
-    yield
-    signal.signal(signal.SIGTERM, before)
-
-
 class Training:
     """One start of a rank's loop, and its record."""
 
