@@ -23,12 +23,15 @@ FAULTS = (
     "ragged-last-window", "padded-tokens", "mean-of-means-over-ranks", "not-reduced",
     "reduced-each-micro-step", "last-micro-step-only", "same-data", "clipped-before-reduction",
     "clipped-each-micro-step", "schedule-each-micro-step", "fewer-micro-steps",
+    "cleared-early",
 )  # fmt: skip
 RIGHT = (
     "sum", "weighted-mean", "no-sync", "scaler", "autocast", "frozen", "shared", "two-optimizers",
     "clip", "schedule", "by-hand", "closure", "drop-last", "warm-up", "norm-only", "clip-parts",
     "evaluates", "positions-first", "reentrant",
 )  # fmt: skip
+ALSO = {"cleared-early": "cleared-each-micro-step"}
+"""Faults that the audit gives the name of another."""
 NOT_WRONG = ("two-losses", "other-divisor", "bare-dropout", "sharpness-aware")
 
 
@@ -144,7 +147,8 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
 
     def backward(k, rows):
         last = k == len(window) - 1
-        if fault == "cleared-each-micro-step":
+        early = fault == "cleared-early" and k == 1 and len(window) == STEPS
+        if fault == "cleared-each-micro-step" or early:
             optimizers[0].zero_grad()
         quiet = size > 1 and isinstance(model, DistributedDataParallel) and not last
         quiet = quiet and fault != "reduced-each-micro-step"
