@@ -30,7 +30,7 @@ import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import psutil
 from submitit.core.core import InfoWatcher, Job
@@ -145,6 +145,14 @@ def _is_followed(job_id: str) -> bool:
         return False
 
 
+def _consequence(paths: JobPaths) -> Path:
+    """Return where a rank leaves its error if it is the consequence of another rank's end.
+
+    submitit takes a job with a result for done, and this one may start again.
+    """
+    return paths.result_pickle.with_suffix(".consequence")
+
+
 class OrchestratorJob(Job[Any]):
     """A submitted function, whose ranks are a run of ours."""
 
@@ -180,6 +188,13 @@ class OrchestratorJob(Job[Any]):
                 if check:
                     raise
             return
+
+    def _get_outcome_and_result(self) -> tuple[str, Any]:
+        self.wait()
+        consequence = _consequence(self.paths)
+        if consequence.exists() and not self.paths.result_pickle.exists():
+            consequence.rename(self.paths.result_pickle)
+        return super()._get_outcome_and_result()
 
     def _interrupt(self, timeout: bool = False) -> None:
         """Preempt the job, as submitit's own tests do. `timeout`: without SIGTERM first."""
@@ -386,6 +401,11 @@ class OrchestratorJobEnvironment(SlurmJobEnvironment):
 
         signal.signal(number, stop)
 
+    def leave_if_stopped(self, paths: JobPaths) -> None:
+        """End this rank with the others if it was asked to stop; rank 0 does so by itself."""
+        if self.global_rank and signal.getsignal(self._usr_sig()) is signal.SIG_IGN:
+            self._leave_after_rank_0(paths)
+
     def _leave_after_rank_0(self, paths: JobPaths) -> None:
         result = JobPaths(paths.folder, job_id=self.job_id, task_id=0).result_pickle
         while not (self._saved.exists() or result.exists()):
@@ -411,8 +431,10 @@ def call(folder: Path, job_id: str | None) -> None:
     if job_id is not None:
         os.environ["SLURM_JOB_ID"] = job_id
     _name_first_node()
-    paths = OrchestratorJobEnvironment().paths
+    environment = cast("OrchestratorJobEnvironment", OrchestratorJobEnvironment())
+    paths = environment.paths
     paths.folder.mkdir(parents=True, exist_ok=True)  # where SLURM was faster than the script
+    _consequence(paths).unlink(missing_ok=True)  # of the start before
     log = os.fdopen(os.dup(2), "w", buffering=1)  # the rank's own, of which a failure's cause comes
     log.write(f"output: {paths.stdout}, {paths.stderr}\n")
     one = ONE_LOG in os.environ
@@ -425,8 +447,10 @@ def call(folder: Path, job_id: str | None) -> None:
     except Exception as error:
         run, attempt = RunDir(Path(os.environ[RUN_VARIABLE])), int(os.environ[ATTEMPT])
         secondary = PEER_LOST.search(error_text(error)) is not None
-        if secondary and run.read_config()["run"].get("max_restarts"):
-            paths.result_pickle.unlink(missing_ok=True)  # another start may have one
+        if secondary:
+            with contextlib.suppress(FileNotFoundError):  # an error that cannot be pickled
+                paths.result_pickle.replace(_consequence(paths))
+            environment.leave_if_stopped(paths)
         else:
             run.cancel.touch()  # it is over: it must not be requeued
         # Its agent would count an end after a stop signal as a stop, and it has failed.

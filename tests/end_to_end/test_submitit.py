@@ -11,7 +11,7 @@ import psutil
 import pytest
 from submitit import AutoExecutor
 from submitit.core import plugins
-from submitit.core.utils import FailedSubmissionError
+from submitit.core.utils import FailedJobError, FailedSubmissionError
 from submitit.helpers import TorchDistributedEnvironment
 
 from orchestrator import submitit_plugin
@@ -183,6 +183,18 @@ def end_rank_1_once(mark):
     dist.all_reduce(total)
     dist.destroy_process_group()
     return total.item()
+
+
+def test_an_error_like_a_lost_peers_is_the_result_once_nothing_starts_again(tmp_path, monkeypatch):
+    monkeypatch.setenv(VARIABLE, "local run.max_restarts=1")
+    job = OrchestratorExecutor(tmp_path).submit(lose_connection)
+    with pytest.raises(FailedJobError, match="reset by peer"):
+        job.result()
+    assert (job.run / "attempts" / "001").is_dir()
+
+
+def lose_connection():
+    raise ConnectionResetError(104, "Connection reset by peer")
 
 
 def print_to_both():
