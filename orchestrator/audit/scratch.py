@@ -7,6 +7,7 @@ links. `torch.save` and safetensors open files by themselves, and are wrapped.
 
 from __future__ import annotations
 
+import ctypes
 import fcntl
 import functools
 import os
@@ -18,11 +19,14 @@ from pathlib import Path
 from typing import Any
 
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
-_CHANGES = frozenset({
-    "os.link", "os.mkdir", "os.remove", "os.rename", "os.rmdir", "os.symlink", "os.truncate",
-})  # fmt: skip
+_CHANGES = frozenset({"os.link", "os.mkdir", "os.remove", "os.rename", "os.symlink"})
 """Events whose first arguments are paths in a folder that changes."""
-
+_CHANGES_ITSELF = frozenset({
+    "os.chdir", "os.rmdir", "os.truncate", "shutil.rmtree", "sqlite3.connect",
+})  # fmt: skip
+"""Events whose first argument is a path that changes, or that paths are then relative to."""
+_EXCHANGE = 2  # of renameat2, which exchanges two names at once
+_AT_FDCWD = -100
 
 LARGEST_COPY = 2**30
 """Bytes of a file that is copied. A larger one is data, as a rule, which numpy.memmap opens for
@@ -58,6 +62,7 @@ class CopyOnWrite:
 
         sys.addaudithook(self._on_event)
         torch.save = self._before_saving(torch.save)
+        torch.jit.save = self._before_saving(torch.jit.save)
         safetensors.torch.save_file = self._before_saving(safetensors.torch.save_file)
 
     def _before_saving(self, save: Callable[..., Any]) -> Callable[..., Any]:
@@ -74,7 +79,7 @@ class CopyOnWrite:
         flags = args[2] if event == "open" and isinstance(args[2], int) else 0
         if flags & _WRITES:
             self.own(args[0], emptied=bool(flags & os.O_TRUNC))
-        elif event == "shutil.rmtree":
+        elif event in _CHANGES_ITSELF:
             self.own(args[0])
         elif event in _CHANGES:
             for path in args[:2]:
@@ -89,18 +94,24 @@ class CopyOnWrite:
         replaces = getattr(self._thread, "replaces", False)
         if replaces or not isinstance(path, str | bytes | os.PathLike):
             return
-        full = Path(os.path.abspath(os.fsdecode(path)))  # noqa: PTH100  # resolve() follows links
-        places = [one for one in reversed(full.parents) if self._root in one.parents]
-        if itself and self._root in full.parents:
-            places.append(full)
+        place, places = Path("/"), list[Path]()  # on the way; ".." leads back once links are gone
+        for part in (Path.cwd() / os.fsdecode(path)).parts[1:]:
+            place = place.parent if part == ".." else place / part
+            places.append(place)
+        if not itself:
+            places.pop()
+        places = [one for one in places if self._root in one.parents]
         if not any(map(Path.is_symlink, places)):
             return
         self._thread.replaces = True
         try:
             with self._lock.open("w") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
-                for place in filter(Path.is_symlink, places):
-                    _replace(place, emptied=emptied)
+                try:
+                    for place in filter(Path.is_symlink, places):
+                        _replace(place, emptied=emptied)
+                finally:
+                    fcntl.flock(lock, fcntl.LOCK_UN)  # a fork meanwhile has the file open, too
         finally:
             self._thread.replaces = False
 
@@ -111,8 +122,12 @@ def _replace(link: Path, *, emptied: bool) -> None:
     if target.is_dir():
         new.mkdir()
         link_entries(target, new)
-        link.unlink()
-        new.rename(link)
+        names = os.fsencode(new), os.fsencode(link)
+        if ctypes.CDLL(None).renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _EXCHANGE) == 0:
+            new.unlink()
+        else:  # not on this file system; other ranks may see no folder for a moment
+            link.unlink()
+            new.rename(link)
     elif target.is_file():
         if emptied:
             new.touch()

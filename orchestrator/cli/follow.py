@@ -139,8 +139,10 @@ class PreparedRun:
         begun = self.run.attempts_made() > self.request.attempt
         if begun or self.is_queued or self.run.is_being_submitted:
             return
-        self.run.withdraw()
-        put_back(self.replaced, self.run.path)
+        try:
+            self.run.withdraw()
+        finally:
+            put_back(self.replaced, self.run.path)
         for file, content in self.end.items():
             write_atomically(file, content)
 

@@ -223,8 +223,9 @@ class Composer:
             params = found.hydra.sweeper.get("params") or {}
             self.params = [to_hydra(f"{key}={value}") for key, value in params.items()]
             HydraConfig.instance().set_config(found)  # for ${hydra:…}
-            # With -m only points run, and values may refer to swept ones, which are not set here.
-            values = {} if self.line.multirun else resolve(found)
+            # In a sweep only points run, and values may refer to swept ones, not set here.
+            points_only = self.line.multirun or (sweeps and not self.line.cfg)
+            values = {} if points_only else resolve(found)
             return self._composed(found, self.line.overrides, values, sweeps=sweeps)
 
     @property

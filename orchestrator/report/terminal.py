@@ -52,14 +52,17 @@ class _Output(io.FileIO):
 
     then: ClassVar[list[Callable[[], object]]] = []
 
+    def __init__(self, descriptor: int) -> None:
+        super().__init__(descriptor, "w", closefd=False)
+        self._is_terminal = self.isatty()
+
     def write(self, data: Any) -> int:
         try:
             return super().write(data)  # None where it would block
         except OSError as error:
             full = error.errno in (errno.ENOSPC, errno.EDQUOT)
-            if error.errno != errno.EIO and not (
-                self.then and (full or error.errno == errno.EPIPE)
-            ):
+            closed = self._is_terminal and error.errno == errno.EIO
+            if not closed and not (self.then and (full or error.errno == errno.EPIPE)):
                 raise
             if error.errno == errno.EPIPE:
                 self.then[-1]()
@@ -78,7 +81,7 @@ def _stream(stream: Any) -> TextIO:
     if type(raw) is not io.FileIO or raw.closefd:  # a caller's own, or ours already
         return stream
     stream.flush()
-    written = _Output(raw.fileno(), "w", closefd=False)
+    written = _Output(raw.fileno())
     return io.TextIOWrapper(
         cast("IO[bytes]", written) if raw is buffer else io.BufferedWriter(written),
         encoding=stream.encoding,

@@ -79,7 +79,7 @@ def test_what_a_script_writes_is_gone_and_what_it_reads_is_there(tmp_path):
 
 
 WRITER = """\
-import os, shutil, torch
+import os, shutil, sqlite3, torch
 from safetensors.torch import save_file
 model = torch.nn.Linear(2, 1)
 optimizer = torch.optim.SGD(model.parameters(), 0.1)
@@ -95,7 +95,15 @@ save_file(model.state_dict(), "saved/deep/model.safetensors")
 open("saved/deep/new.txt", "w").close()
 os.replace("saved/old.txt", "saved/older.txt")
 shutil.rmtree("removed")
+os.truncate("emptied.txt", 0)
+base = sqlite3.connect("base.db")
+base.execute("create table numbers (x)")
+base.close()
+with open("linked/../beside.txt", "w") as file:
+    file.write("other")
 assert os.listdir("saved/deep/data") == ["data.txt"] and not os.path.exists("removed")
+os.chdir("entered")
+open("inner.txt", "w").close()
 """
 
 
@@ -103,15 +111,18 @@ def test_a_script_that_writes_leaves_what_was_there_as_it_was(tmp_path):
     (tmp_path / "train.py").write_text(WRITER)
     names = (
         "log.txt", "saved/model.pt", "saved/old.txt", "saved/deep/model.safetensors",
-        "saved/deep/data/data.txt", "removed/data.txt", "train.py",
+        "saved/deep/data/data.txt", "removed/data.txt", "emptied.txt", "linked/data.txt",
+        "beside.txt", "entered/inner.txt", "base.db", "train.py",
     )  # fmt: skip
-    for path in map(tmp_path.joinpath, names[:-1]):
+    (tmp_path / "base.db").touch()
+    for path in map(tmp_path.joinpath, names[:-2]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept")
     done, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
     assert (done.returncode, made["state"], made["notes"]) == (0, "right", []), done.stdout
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == set(names)
-    assert {(tmp_path / name).read_text() for name in names[:-1]} == {"kept"}
+    assert {(tmp_path / name).read_text() for name in names[:-2]} == {"kept"}
+    assert not (tmp_path / "base.db").read_bytes()
 
 
 def test_a_script_of_one_process_is_judged_as_one(tmp_path):
