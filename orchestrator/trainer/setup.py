@@ -13,7 +13,6 @@ from typing import Any
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
-from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
@@ -245,8 +244,6 @@ def _set_up(worker: WorkerProcess) -> Training:
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
     named = check_target(config.job["_target_"]).framework  # as far as its source tells
-    check_installed(named)
-    check_tracker(config.tracker.kind)
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
     job = build_job(with_run_folder(config.job, str(run.path)))
