@@ -185,8 +185,8 @@ def prepared_run(
         cluster.trust(run)
         for sentence in plan.warnings:
             output.note(f"warning: {sentence}", "yellow")
-        if cluster.survival.description:
-            output.note(cluster.survival.description, "dim", prose=True)
+        if survival := planned_survival(config)[1]:
+            output.note(survival, "dim", prose=True)
         try:
             run.create()
         except RunFolderError:
@@ -318,7 +318,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = planned_survival(config).description
+    survival = planned_survival(config)[1]
     return {**plan.to_json(), "notes": [survival] if survival else []}
 
 

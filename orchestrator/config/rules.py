@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from orchestrator.config.job_source import TargetFacts, check_target
@@ -58,45 +58,24 @@ SURVIVE_ON_MINDSPORE = (
     f"{SURVIVE} MindSpore, whose ranks cannot form a group again; try {RESTARTS}, which begins "
     "again from the newest checkpoint"
 )
-ON = (
-    "a rank or a node that is lost does not end the run: the others redo its update and go on "
-    "(run.survive)"
-)
-OFF = "a rank that is lost ends the run: "
-FROM_CHECKPOINT = (
-    "; a shard of the optimizer that is lost comes from the newest checkpoint, and the updates "
-    "since are redone"
-)
-WITH_ITS_NODE = "; a rank takes its node along, whose ranks hold one copy of the model together"
-UNKNOWN = (
-    "the job's source does not say which framework it is for; run.survive=true enables it all the "
-    "same"
-)
+ON = "the run goes on without a lost rank or node (run.survive)"
+OFF = "a lost rank ends the run: "
 
 
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """Survival of lost ranks, and its description for people, perhaps ""."""
+def planned_survival(config: Config) -> tuple[bool, str]:
+    """Return `run.survive` and a line about it, perhaps "".
 
-    on: bool
-    description: str = ""
-
-
-def planned_survival(config: Config) -> Survival:
-    """Return `run.survive`; by default on, wherever it is available on more than one node.
-
-    The job's source is read for that. Raises `JobError` as `check_target` does.
+    By default it is on wherever it is available on more than one node. The job's source is read for
+    that. Raises `JobError` as `check_target` does.
     """
     stated = config.run.survive
-    text = ON + FROM_CHECKPOINT * config.engine.shard_optimizer
-    text += WITH_ITS_NODE * (config.engine.shard_model == "node")
     if stated is not None:
-        return Survival(stated, text if stated else "")
+        return stated, ON if stated else ""
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
-        return Survival(False)
+        return False, ""
     facts = check_target(config.job["_target_"])
     refusal = next(_survive_refusals(config, facts), None)
-    return Survival(True, text) if refusal is None else Survival(False, OFF + refusal)
+    return (True, ON) if refusal is None else (False, OFF + refusal)
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -134,7 +113,7 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
     elif facts.framework == "mindspore":
         yield SURVIVE_ON_MINDSPORE
     elif facts.framework is None:
-        yield UNKNOWN
+        yield "the job's source does not say which framework it is for; try run.survive=true"
     else:
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 

@@ -286,4 +286,4 @@ class LocalCluster(Cluster):
         return Share(ranks=ranks, cores=cores, gpus=gpus)
 
     def submit(self, request: Request) -> LocalHandle:
-        return LocalHandle(request, self.config, survive=self.survival.on)
+        return LocalHandle(request, self.config, survive=self.survives)
