@@ -25,7 +25,7 @@ from orchestrator.cli.resume import (
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
-from orchestrator.config.job_source import check_class, check_program, check_target
+from orchestrator.config.job_source import check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
 from orchestrator.config.reading import options_of, read_config, to_yaml
@@ -96,7 +96,6 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     if new:
         initial_weights(config)
     facts = check_target(config.job["_target_"])
-    check_class(config.job)
     refuse_unsupported(config, facts.framework, coupled=facts.coupled)
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
@@ -186,8 +185,8 @@ def prepared_run(
         cluster.trust(run)
         for sentence in plan.warnings:
             output.note(f"warning: {sentence}", "yellow")
-        if cluster.survival.description:
-            output.note(cluster.survival.description, "dim", prose=True)
+        if survival := planned_survival(config)[1]:
+            output.note(survival, "dim", prose=True)
         try:
             run.create()
         except RunFolderError:
@@ -319,7 +318,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = planned_survival(config).description
+    survival = planned_survival(config)[1]
     return {**plan.to_json(), "notes": [survival] if survival else []}
 
 

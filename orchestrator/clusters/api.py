@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from orchestrator.config.reading import NoOptions, options_of
-from orchestrator.config.rules import Survival, planned_survival, with_survival
+from orchestrator.config.rules import planned_survival, with_survival
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError
 from orchestrator.plugins import CLUSTERS
@@ -201,14 +201,14 @@ class Cluster(ABC):
         self.options = options_of(self.Options, config.cluster.options, "cluster.options")
 
     @cached_property
-    def survival(self) -> Survival:
+    def survives(self) -> bool:
         """Return whether ranks survive the loss of others there. Raises `JobError` for no job."""
-        return planned_survival(self.config)
+        return planned_survival(self.config)[0]
 
     @property
     def decided(self) -> Config:
         """Return the configuration with the effective `run.survive`."""
-        return with_survival(self.config, on=self.survival.on)
+        return with_survival(self.config, on=self.survives)
 
     def refuse(self, framework: str | None) -> None:  # nothing, by default
         """Raise a `UsageError` for a run that could never run there; contacts nothing."""

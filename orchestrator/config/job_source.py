@@ -1,9 +1,8 @@
 """Checks of a user's job class or program by its source, without importing it.
 
 The submitting side imports no framework and runs no user code, so it checks only that a job's
-module and class exist, has the required methods and takes the configured arguments, and reads the
-class attributes that a plan needs. What its source does not tell, and everything else, is checked
-by the workers, which build the job.
+module and class exist, and reads the class attributes that a plan needs. The workers, which build
+the job, check everything else.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Collection, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -24,7 +23,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from orchestrator.config.program import ProgramConfig
 from orchestrator.errors import JobError, did_you_mean, expand_user, nearest
-from orchestrator.job import COUPLED_METHODS, REQUIRED_METHODS
+from orchestrator.job import COUPLED_METHODS
 
 Value = TypeVar("Value")
 Given = ParamSpec("Given")
@@ -91,15 +90,12 @@ class SourceModule:
 
     Attributes:
         open_ended: other names may exist, from a star import or a module `__getattr__`.
-        mentioned: names that statements other than definitions and imports use or define, and those
-            that are defined twice.
     """
 
     path: Path
     names: Mapping[str, ast.stmt]
     imports: Mapping[str, str]
     open_ended: bool
-    mentioned: Collection[str]
 
 
 @cached
@@ -131,17 +127,7 @@ def load_module(dotted: str) -> SourceModule | None:
             origin = origin_of(node, package)
             open_ended |= node.names[0].name == "*"
             imports |= {a.asname or a.name: f"{origin}.{a.name}" for a in node.names}
-    mentioned: set[str] = set()
-    defined: set[str] = set()
-    for node in tree.body:
-        if isinstance(node, ast.ClassDef | Definition):
-            mentioned |= {node.name} & defined
-            defined.add(node.name)
-        elif not isinstance(node, ast.Import | ast.ImportFrom):
-            inner = list(ast.walk(node))
-            mentioned |= {one.id for one in inner if isinstance(one, ast.Name)}
-            mentioned |= {one.name for one in inner if isinstance(one, ast.ClassDef)}
-    return SourceModule(path, names, imports, open_ended, mentioned)
+    return SourceModule(path, names, imports, open_ended)
 
 
 def origin_of(node: ast.ImportFrom, package: str) -> str:
@@ -322,99 +308,6 @@ def check_target(dotted: str) -> TargetFacts:
         own_rate=isinstance(found.members.get("learning_rate"), Definition),
         talks_in_window=bool(found.constant("talks_in_window")),
     )
-
-
-def check_class(job: Mapping[str, Any]) -> None:
-    """Check the methods of the job's class, and its arguments by the constructor, where its source
-    alone tells them. In all other cases the worker does, which builds the job.
-
-    Raises:
-        JobError: a method is missing; or an argument is, or is not taken.
-    """
-    dotted = str(job["_target_"])
-    if (members := _plain_members(dotted)) is None:
-        return
-    missing = [name for name in REQUIRED_METHODS if name not in members]
-    if missing and not (missing == ["loss"] and members.keys() >= set(COUPLED_METHODS)):
-        raise JobError(no_job(dotted, missing))
-    required: dict[str, bool] = {}
-    takes_any = False
-    if (init := members.get("__init__")) is not None:
-        if not isinstance(init, ast.FunctionDef) or init.decorator_list:
-            return
-        takes_any, spelled = init.args.kwarg is not None, init.args
-        positional = [*spelled.posonlyargs, *spelled.args]
-        first_default = len(positional) - len(spelled.defaults)
-        required = {one.arg: n < first_default for n, one in enumerate(positional) if n}
-        for one, default in zip(spelled.kwonlyargs, spelled.kw_defaults, strict=True):
-            required[one.arg] = default is None
-    given = [key for key in job if key != "_target_"]
-    if sentence := refused_argument(dotted, given, required, takes_any=takes_any):
-        raise JobError(sentence)
-
-
-def _plain_members(dotted: str) -> dict[str, ast.stmt] | None:
-    """Return the members of a class that its own body defines completely; None for any other.
-
-    It has no base but `Job`, no decorator and no metaclass, its body binds each name once, and no
-    other statement of its module mentions it, which could change it.
-    """
-    module_name, _, name = dotted.rpartition(".")
-    module = load_module(module_name)
-    node = module.names.get(name) if module else None
-    if module is None or not isinstance(node, ast.ClassDef) or module.open_ended:
-        return None
-    if name in module.imports or name in module.mentioned or node.decorator_list or node.keywords:
-        return None
-    for spelled, base in _bases(node, module, module_name):
-        if base not in OWN_BASES and spelled != "object":
-            return None
-    members: dict[str, ast.stmt] = {}
-    for item in node.body:
-        if isinstance(item, Definition):
-            names = [item.name]
-        elif isinstance(item, ast.Assign | ast.AnnAssign):
-            targets = item.targets if isinstance(item, ast.Assign) else [item.target]
-            if len(names := _assigned(item)) < len(targets):
-                return None
-        elif isinstance(item, ast.Pass) or isinstance(getattr(item, "value", None), ast.Constant):
-            continue
-        else:
-            return None
-        if not members.keys().isdisjoint(names):
-            return None
-        members |= dict.fromkeys(names, item)
-    return None if "__new__" in members else members
-
-
-def no_job(dotted: str, missing: Sequence[str]) -> str:
-    """Return a sentence about a class that lacks methods of a job."""
-    return (
-        f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
-        f"(see docs/tutorial/your-own-job.md)"
-    )
-
-
-def refused_argument(
-    dotted: str, given: Collection[str], required: Mapping[str, bool], *, takes_any: bool
-) -> str | None:
-    """Return a sentence about an argument that a constructor does not take, or lacks.
-
-    Args:
-        required: by the names of its parameters.
-        takes_any: it has `**kwargs`.
-
-    >>> refused_argument("jobs.Net", ["layer"], {"layers": False}, takes_any=False)
-    "jobs.Net takes no argument 'layer' (from job.layer); did you mean 'layers'?"
-    """
-    for key in given:
-        if key not in required and not takes_any:
-            hint = did_you_mean(key, [*required])
-            return f"{dotted} takes no argument '{key}' (from job.{key}){hint}"
-    for key, needed in required.items():
-        if needed and key not in given:
-            return f"{dotted} needs the argument '{key}'; add job.{key}=…"
-    return None
 
 
 def builds_optimizer(dotted: str) -> bool | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from orchestrator.config.job_source import TargetFacts, check_target
 from orchestrator.config.optimizer import optimizer_problems
@@ -54,49 +54,24 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
-SURVIVE_ON_MINDSPORE = (
-    f"{SURVIVE} MindSpore, whose ranks cannot form a group again; try {RESTARTS}, which begins "
-    "again from the newest checkpoint"
-)
-ON = (
-    "a rank or a node that is lost does not end the run: the others redo its update and go on "
-    "(run.survive)"
-)
-OFF = "a rank that is lost ends the run: "
-FROM_CHECKPOINT = (
-    "; a shard of the optimizer that is lost comes from the newest checkpoint, and the updates "
-    "since are redone"
-)
-WITH_ITS_NODE = "; a rank takes its node along, whose ranks hold one copy of the model together"
-UNKNOWN = (
-    "the job's source does not say which framework it is for; run.survive=true enables it all the "
-    "same"
-)
+ON = "the run goes on without a lost rank or node (run.survive)"
+OFF = "a lost rank ends the run: "
 
 
-@dataclass(frozen=True, slots=True)
-class Survival:
-    """Survival of lost ranks, and its description for people, perhaps ""."""
+def planned_survival(config: Config) -> tuple[bool, str]:
+    """Return `run.survive` and a line about it, perhaps "".
 
-    on: bool
-    description: str = ""
-
-
-def planned_survival(config: Config) -> Survival:
-    """Return `run.survive`; by default on, wherever it is available on more than one node.
-
-    The job's source is read for that. Raises `JobError` as `check_target` does.
+    By default it is on wherever it is available on more than one node. The job's source is read for
+    that. Raises `JobError` as `check_target` does.
     """
     stated = config.run.survive
-    text = ON + FROM_CHECKPOINT * config.engine.shard_optimizer
-    text += WITH_ITS_NODE * (config.engine.shard_model == "node")
     if stated is not None:
-        return Survival(stated, text if stated else "")
+        return stated, ON if stated else ""
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
-        return Survival(False)
+        return False, ""
     facts = check_target(config.job["_target_"])
     refusal = next(_survive_refusals(config, facts), None)
-    return Survival(True, text) if refusal is None else Survival(False, OFF + refusal)
+    return (True, ON) if refusal is None else (False, OFF + refusal)
 
 
 def with_survival(config: Config, *, on: bool) -> Config:
@@ -132,9 +107,9 @@ def _survive_refusals(config: Config, facts: TargetFacts | None = None) -> Itera
     if facts.framework == "torch":
         yield from _survive_on_torch(config, talks=facts.talks_in_window)
     elif facts.framework == "mindspore":
-        yield SURVIVE_ON_MINDSPORE
+        yield f"{SURVIVE} MindSpore: {NO_NEW_GROUP}"
     elif facts.framework is None:
-        yield UNKNOWN
+        yield "the job's source does not say which framework it is for; try run.survive=true"
     else:
         yield f"{SURVIVE} {facts.framework}; try {RESTARTS}"
 
@@ -179,9 +154,87 @@ SHARDABLE = (
 )  # fmt: skip
 """Optimizers of torch.optim whose state can be in pieces."""
 
-TRANSPORTS = {
-    "torch": ("auto", "gloo", "nccl", "hccl"),
-    "mindspore": ("auto", "mccl", "nccl", "hccl"),
+
+class Limit(NamedTuple):
+    """The values of a key that an engine supports.
+
+    Attributes:
+        given: another key and its values that the limit is for; always, if None.
+    """
+
+    key: str
+    supported: tuple[Any, ...]
+    given: tuple[str, tuple[Any, ...]] | None = None
+    why: str = ""
+
+    def refusal(self, config: Config, framework: str) -> str | None:
+        """Return a sentence about a value that is not supported."""
+        value, other = _setting(config, self.key), framework
+        if self.given is not None:
+            known_by, values = self.given
+            if (setting := _setting(config, known_by)) not in values:
+                return None
+            other = f"{known_by}={_spelled(setting)}"
+        if value in self.supported:
+            return None
+        why = self.why and f": {self.why}"
+        return (
+            f"{self.key}={_spelled(value)} is not available with {other}{why}; "
+            f"try {self.key}={_spelled(self.supported[0])}"
+        )
+
+
+def _setting(config: Config, key: str) -> Any:
+    if key == "optimizer":
+        return config.optimizer.get("name") or config.optimizer.get("_target_")
+    value = value_of(config, key)
+    return node_range(value)[1] if key == "cluster.nodes" else value
+
+
+def _spelled(value: Any) -> str:
+    """Spell a value as on the command line."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+NO_NEW_GROUP = f"its ranks cannot form a group again, but {RESTARTS} reads a checkpoint"
+PYNATIVE = ("engine.mode", ("pynative",))
+ON_CPU = ("transport", ("auto", "mccl"))
+FSDP = ("engine.shard_model", ("node", "all"))
+SHARDS = ("engine.shard_optimizer", (True,))
+STYLE = ("engine.style", ("framework",))
+ONE_PROCESS = "AutoParallel needs Ascend or GPU for more than one process"
+DEVICES = "no CPU computes it; for devices name transport=hccl or nccl"
+ADAM = ("optimizer", ("adam",))
+ADAMW = "optimizer=adamw optimizer.weight_decay=0 steps by the same rule"
+LIMITS = {
+    "torch": (
+        Limit("engine.mode", ("jit",), why="it is MindSpore's"),
+        Limit("engine.jit_level", ("auto",), why="it is MindSpore's"),
+        Limit("engine.style", ("own",), why="it is MindSpore's"),
+        Limit("accumulation.reduction", ("fast",), FSDP, "FSDP has an order of its own"),
+        Limit("engine.shard_optimizer", (False,), FSDP, "it shards the state already"),
+        Limit("accumulation.reduction", ("fast",), SHARDS),
+    ),
+    "mindspore": (
+        Limit("transport", ("auto", "mccl", "nccl", "hccl")),
+        Limit("run.survive", (False, None), why=NO_NEW_GROUP),
+        Limit("accumulation.reduction", ("fast",)),
+        Limit("engine.shard_optimizer", (False,)),
+        Limit("engine.shard_model", ("none",)),
+        Limit("engine.jit_level", ("auto",), PYNATIVE, "levels are for engine.mode=jit"),
+        Limit("train.precision", ("float16", "float32", "float64"), ON_CPU, DEVICES),
+        Limit("train.precision", ("float32", "float16", "bfloat16"), ADAM, ADAMW),
+        Limit("cluster.nodes", (1,), STYLE, ONE_PROCESS),
+        Limit("cluster.ranks_per_node", (1,), STYLE, ONE_PROCESS),
+        Limit("engine.mode", ("graph", "jit"), STYLE),
+        Limit("train.clip_norm", (None,), STYLE),
+        Limit("accumulation.ragged", ("drop",), STYLE, "it needs windows of equal size"),
+        Limit("train.precision", ("float32",), STYLE),
+        Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
+        Limit("train.on_non_finite", ("stop",), STYLE),
+    ),
 }
 
 
@@ -219,16 +272,11 @@ def refuse_unsupported(config: Config, framework: str | None, *, coupled: bool =
         return
     if refusal := FRAMEWORKS.refusal(framework):
         raise JobError(f"{config.job['_target_']}: {refusal}")
-    wrong: list[str] = []
-    known = TRANSPORTS.get(framework, (config.transport,))
-    others = framework == "torch" and config.transport not in TRANSPORTS["mindspore"]
-    if config.transport not in known and not others:
-        wrong.append(
-            f"transport={config.transport} is not one of {framework}'s, which are "
-            f"{', '.join(known)}; try transport=auto"
-        )
-    engine = {"torch": _torch, "mindspore": _mindspore}.get(framework, lambda *_, **__: ())
-    _refuse([*wrong, *engine(config, coupled=coupled)])
+    limits = [limit.refusal(config, framework) for limit in LIMITS.get(framework, ())]
+    others = _torch(config, coupled=coupled) if framework == "torch" else ()
+    if framework == "mindspore" and coupled:
+        others = ["embed() and loss_of_embeddings() need torch; write the job for torch"]
+    _refuse([*filter(None, limits), *others])
 
 
 def refuse_schedule(job: str, schedule: ScheduleConfig) -> None:
@@ -285,93 +333,18 @@ def _any_job(config: Config) -> Iterator[str]:
 
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:
-    reduction = config.accumulation.reduction
-    if config.engine.shard_model != "none":
-        key = f"engine.shard_model={config.engine.shard_model}"
-        if reduction != "fast":
-            yield (
-                f"{key} is not available with accumulation.reduction={reduction}: FSDP adds up "
-                "gradients in an order of its own; try accumulation.reduction=fast"
-            )
-        if config.engine.shard_optimizer:
-            yield f"{key} shards the optimizer's state already; leave engine.shard_optimizer out"
-        if coupled:
-            yield f"{key} is not available with embed() and loss_of_embeddings(); leave it out"
-    elif config.engine.shard_optimizer:
-        sharded = "engine.shard_optimizer=true is not available with"
-        module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
-        if module == "torch.optim" and name not in SHARDABLE:
-            yield (
-                f"{sharded} optimizer._target_={module}.{name}, which does not "
-                f"treat each number by itself, from nothing; there are {', '.join(SHARDABLE)}"
-            )
-        if reduction != "fast":
-            key = "accumulation.reduction"
-            yield f"{sharded} {key}={reduction}; try {key}=fast"
+    if config.transport == "mccl":
+        yield "transport=mccl is not available with torch; try transport=gloo"
+    if config.engine.shard_model != "none" and coupled:
+        yield (
+            f"engine.shard_model={config.engine.shard_model} is not available with embed() and "
+            f"loss_of_embeddings(); try engine.shard_model=none"
+        )
+    module, _, name = str(config.optimizer.get("_target_", "")).rpartition(".")
+    if config.engine.shard_optimizer and module == "torch.optim" and name not in SHARDABLE:
+        yield (
+            f"engine.shard_optimizer=true is not available with optimizer._target_={module}.{name},"
+            f" which does not treat each number by itself; there are {', '.join(SHARDABLE)}"
+        )
     if config.run.survive:
         yield from _survive_on_torch(config)
-    for key in stated(config.engine, ("mode", "jit_level", "style")):
-        yield f"engine.{key} is MindSpore's, and this job is written for torch; leave it out"
-
-
-def _mindspore(config: Config, *, coupled: bool) -> Iterator[str]:
-    if config.run.survive:
-        yield SURVIVE_ON_MINDSPORE
-    if config.train.precision == "bfloat16" and config.transport not in ("hccl", "nccl"):
-        yield (
-            "train.precision=bfloat16 cannot be computed by MindSpore on a CPU; try "
-            "train.precision=float16, or say which devices there are: transport=hccl or nccl"
-        )
-    if config.train.precision == "float64" and config.optimizer.get("name") == "adam":
-        yield (
-            "train.precision=float64 is not available with MindSpore's optimizer=adam; try "
-            "optimizer=adamw optimizer.weight_decay=0, which steps by the same rule"
-        )
-    if config.accumulation.reduction != "fast":
-        yield (
-            f"accumulation.reduction={config.accumulation.reduction} is not available with "
-            f"MindSpore; try accumulation.reduction=fast"
-        )
-    for name, value in stated(config.engine, ("shard_optimizer", "shard_model")).items():
-        yield (
-            f"engine.{name}={str(value).lower()} is not available with MindSpore; leave it out, or "
-            f"write the job for torch"
-        )
-    if config.engine.jit_level != "auto" and config.engine.mode == "pynative":
-        yield (
-            f"engine.jit_level={config.engine.jit_level} means nothing with "
-            f"engine.mode=pynative; try engine.mode=jit"
-        )
-    if coupled:
-        yield (
-            "embed() and loss_of_embeddings() are not available with MindSpore; write the job "
-            "for torch"
-        )
-    if config.engine.style == "framework":
-        yield from _framework_style(config)
-
-
-def _framework_style(config: Config) -> Iterator[str]:
-    ranks = node_range(config.cluster.nodes)[1] * config.cluster.ranks_per_node
-    style, own = "engine.style=framework", "or engine.style=own"
-    if ranks > 1:
-        yield (
-            f"{style} cannot use {ranks} ranks: MindSpore's AutoParallel needs Ascend or GPU for "
-            f"more than one process; try cluster.nodes=1 cluster.ranks_per_node=1, {own}"
-        )
-    if config.engine.mode == "pynative":
-        yield f"{style} needs a graph; try engine.mode=graph, {own}"
-    if config.train.clip_norm is not None:
-        yield (f"{style} cannot clip the accumulated gradient; leave train.clip_norm out, {own}")
-    if config.accumulation.ragged != "drop":
-        yield f"{style} needs windows of equal size; try accumulation.ragged=drop, {own}"
-    if config.train.precision != "float32":
-        yield f"{style} computes in float32; try train.precision=float32, {own}"
-    if (name := config.optimizer.get("name")) != "sgd" and config.optimizer:
-        named = f"name={name}" if name else f"_target_={config.optimizer['_target_']}"
-        yield (
-            f"{style} knows optimizer=sgd, not optimizer.{named}: mindspore.nn's Adam and AdamW "
-            f"are not the papers'; build another one of mindspore.nn in the job, {own}"
-        )
-    if config.train.on_non_finite != "stop":
-        yield f"{style} cannot skip an update; try train.on_non_finite=stop, {own}"

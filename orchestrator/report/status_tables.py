@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from functools import cache, partial
 from pathlib import Path, PurePath
 from typing import Any
 
-from rich.cells import cell_len
 from rich.console import Console
+from rich.measure import Measurement
 from rich.text import Text
 
-from orchestrator.report.terminal import command, legible, literal, new_table, print_facts, say
+from orchestrator.report.terminal import command, literal, new_table, print_facts, say
 from orchestrator.rundir.status import UNREADABLE, RunStatus
 from orchestrator.units import (
     UNKNOWN,
@@ -41,6 +40,7 @@ HEADINGS = (
 ALWAYS = ("run", "state", "updates")
 RIGHT = ("updates", "samples/s", "restarts")
 NONE = "–"
+MOST_WIDE = 10_000
 
 
 def short_name(folder: Path, here: Path) -> str:
@@ -94,9 +94,26 @@ def remark(run: RunStatus) -> str | None:
 
 def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> None:
     """Print the states of runs. Names stay whole, however narrow the terminal."""
-    lines = _lines(runs, [_cells(run, here) for run in runs], console)
-    # All at once: a print for each line takes longer than all else, for a thousand points.
-    console.print(*lines, sep="\n", soft_wrap=True, highlight=False)
+    rows = [_cells(run, here) for run in runs]
+    kept = [
+        index
+        for index, heading in enumerate(HEADINGS)
+        if heading in ALWAYS or any(row[index] != NONE for row in rows)
+    ]
+    right = [column for column, index in enumerate(kept) if HEADINGS[index] in RIGHT]
+    table = new_table([HEADINGS[index] for index in kept], right)
+    for run, row in zip(runs, rows, strict=True):
+        texts = [literal(row[index], console) for index in kept]
+        texts[1].style = STATE_STYLES.get(run.state, "")
+        table.add_row(*texts)
+    unlimited = console.options.update(max_width=MOST_WIDE)
+    while (width := Measurement.get(console, unlimited, table).maximum) > console.width:
+        optional = [column for column in table.columns if column.header not in ALWAYS]
+        if not (console.is_terminal and optional):
+            break
+        table.columns.remove(optional[-1])
+    table.width = width  # also if it is wider than the terminal
+    console.print(table, soft_wrap=True)
     remarks: list[Text] = []
     for run in runs:
         if text := remark(run):
@@ -106,40 +123,6 @@ def print_status(runs: Sequence[RunStatus], console: Console, here: Path) -> Non
     if remarks:
         whole = not console.is_terminal  # prose, as `say` breaks it
         console.print(*remarks, sep="\n", soft_wrap=whole, highlight=False)
-
-
-def _lines(
-    runs: Sequence[RunStatus], rows: Sequence[Sequence[str]], console: Console
-) -> list[Text]:
-    """Return a line for each run, below the headings; empty columns are left out, and the last
-    ones where the terminal is too narrow.
-
-    No rich table: that takes half a second for a sweep of a thousand points.
-    """
-    kept = [
-        index
-        for index, heading in enumerate(HEADINGS)
-        if heading in ALWAYS or any(row[index] != NONE for row in rows)
-    ]
-    shown = cache(partial(legible, console=console))
-    texts = {index: [HEADINGS[index], *(shown(row[index]) for row in rows)] for index in kept}
-    widths = {index: max(map(cell_len, column)) for index, column in texts.items()}
-    optional = [index for index in kept if HEADINGS[index] not in ALWAYS]
-    while console.is_terminal and optional and sum(widths[p] + 2 for p in kept) - 2 > console.width:
-        kept.remove(optional.pop())
-    columns, wide = [texts[index] for index in kept], [widths[index] for index in kept]
-    right = [HEADINGS[index] in RIGHT for index in kept]
-    styles = ["dim", *(STATE_STYLES.get(run.state, "") for run in runs)]
-    lines: list[Text] = []
-    for cells, style in zip(zip(*columns, strict=True), styles, strict=True):
-        space = [" " * (width - cell_len(cell)) for width, cell in zip(wide, cells, strict=True)]
-        padded = [s + c if r else c + s for s, c, r in zip(space, cells, right, strict=True)]
-        line = Text("  ".join(padded).rstrip(), style="" if lines else style)
-        if lines:  # a run's state, the second column, has a colour
-            begin = len(padded[0]) + 2
-            line.stylize(style, begin, begin + len(cells[1]))
-        lines.append(line)
-    return lines
 
 
 WARNINGS_SHOWN = 5

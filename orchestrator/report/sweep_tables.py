@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import groupby, pairwise
@@ -200,25 +200,6 @@ class Pair:
     many: SweptRun
 
 
-def print_time_and_memory(pairs: Sequence[Pair], console: Console) -> None:
-    """Print a table and one sentence for each pair."""
-    for pair in pairs:
-        ks = [f"K={cell.plan['micro_steps']}" for cell in (pair.one, pair.many)]
-        title = literal(pair.title, console, "bold")
-        table = new_table(["", *ks, "ratio"], right=(1, 2, 3), title=title)
-        for row in _rows(pair):
-            table.add_row(*(literal(text, console) for text in row))
-        console.print(table)
-        say(console, verdict(pair), prose=True)
-        say(console, "")
-    say(
-        console,
-        "One run of each on this machine; a ratio near 1.00 may be chance.",
-        "dim",
-        prose=True,
-    )
-
-
 def verdict(pair: Pair) -> str:
     """Compare time of an update and of a sample, and memory, in one sentence."""
     one, many = pair.one.summary, pair.many.summary
@@ -244,39 +225,6 @@ def _change(what: str, ratio: float | None) -> str:
     if abs(ratio - 1) <= SAME_WITHIN:
         return f"{what} about the same ({format_ratio(ratio)})"
     return f"{what} {'up' if ratio > 1 else 'down'} ({format_ratio(ratio)})"
-
-
-def _rows(pair: Pair) -> Iterator[tuple[str, str, str, str]]:
-    one, many = pair.one.summary, pair.many.summary
-
-    def row(
-        name: str, value_of: Callable[[SweptRun], Any], form: Callable[[Any], str] = format_count
-    ) -> tuple[str, str, str, str]:
-        first, second = value_of(pair.one), value_of(pair.many)
-        return name, form(first), form(second), format_ratio(_ratio(second, first))
-
-    yield row("global batch", lambda c: c.plan.get("global_batch"))
-    yield row("largest micro-batch", _micro_batch)
-    yield row("updates", lambda c: c.summary.updates)
-    yield row("time per update", lambda c: c.summary.seconds_per_update, format_seconds)
-    yield row("time per 1000 samples", _seconds_per_thousand, format_seconds)
-    yield row("time of the run", lambda c: c.summary.seconds, format_seconds)
-    yield row("peak memory", lambda c: c.summary.peak_memory_bytes, format_bytes)
-    for name in one.memory_bytes:
-        if name in many.memory_bytes:
-            yield row(
-                f"  of which {name}", lambda c, n=name: c.summary.memory_bytes[n], format_bytes
-            )
-    yield row("collectives per update", lambda c: c.summary.collectives_per_update)
-    for name in one.metrics:
-        if name in many.metrics:
-            values = format_number(one.metrics[name]), format_number(many.metrics[name])
-            yield f"held-out {name}", *values, ""
-
-
-def _micro_batch(cell: SweptRun) -> int | None:
-    sizes = [size for rank in cell.plan.get("micro_batches") or [] for size in rank]
-    return max(sizes, default=None)
 
 
 def _seconds_per_thousand(cell: SweptRun) -> float | None:

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import json
-import re
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
-from pathlib import Path, PurePath
+from pathlib import Path
 
 from orchestrator.cli.start import prepare, stated_folder
 from orchestrator.config.command_line import key_of
 from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
-from orchestrator.config.program import is_program, program_of
-from orchestrator.config.reading import RUN_FOLDER
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
@@ -24,9 +20,6 @@ from orchestrator.units import named_numbers
 
 # Sections that do not tell a point from another.
 NOT_IDENTIFYING = ("run", "sweep")
-OUTPUT_OPTION = re.compile(
-    r"(?:--)?(?:[\w-]+\.)?(?:out|output|save|checkpoint|ckpt|log|result)s?[_-]?(?:dir|path|folder|file)?"
-)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,30 +140,3 @@ def refuse_points(
         named = "all points" if len(numbers) == count else named_numbers("point", numbers)
         lines.append(f"{named}: {sentence}")
     raise ConfigError("\n".join([*lines, *filter(None, [hint])]))
-
-
-def shared_output(points: Sequence[Point]) -> str | None:
-    """Return a warning if programs of several points write to the same place."""
-    counts = Counter(
-        output
-        for point in points
-        if is_program(point.config.job)
-        for output in set(_outputs(program_of(point.config.job).argv))
-    )
-    shared = next((output for output, count in counts.items() if count > 1), None)
-    if shared is None:
-        return None
-    name, value = shared
-    return (
-        f"{counts[shared]} points write to the same place, {name} {value}; {RUN_FOLDER} is "
-        f"each point's own folder: {name} {RUN_FOLDER}/{PurePath(value).name}"
-    )
-
-
-def _outputs(argv: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield options that name an output, with their values: `--out=VALUE` or `--out VALUE`."""
-    for argument, following in pairwise((*argv, "")):
-        name, equals, value = argument.partition("=")
-        value = value if equals else following
-        if OUTPUT_OPTION.fullmatch(name) and value and RUN_FOLDER not in value:
-            yield name, value

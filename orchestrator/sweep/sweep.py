@@ -28,14 +28,14 @@ from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     only_varying,
     print_sweep,
-    print_time_and_memory,
     swept_run,
     timed_concurrently,
+    verdict,
 )
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus
-from orchestrator.sweep.points import Point, check_points, shared_output
+from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
     Action,
     PointTask,
@@ -71,8 +71,6 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
 
         return run_search(composer, output)
     points = check_points(composer)
-    if remark := shared_output(points):
-        output.note(f"warning: {remark}", "yellow", prose=True)
     with contextlib.ExitStack() as until_the_end:
         for folder in {point.folder.parent for point in points}:
             until_the_end.enter_context(locked_sweep(folder))
@@ -119,8 +117,9 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
     print_sweep(shown, output.console, len(tasks) - len(shown))
     if concurrent := timed_concurrently(shown):
         say(output.console, concurrent, "dim", prose=True)
-    elif pairs := accumulation_pairs(shown):
-        print_time_and_memory(pairs, output.console)
+    else:
+        for pair in accumulation_pairs(shown):
+            say(output.console, verdict(pair), prose=True)
     if interrupted:
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
     return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=EXIT_FINISHED)

@@ -14,7 +14,7 @@ from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine
-from orchestrator.errors import OrchestratorError, RunFolderError
+from orchestrator.errors import ConfigError, OrchestratorError, RunFolderError
 from orchestrator.plan.window import Window
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
@@ -106,6 +106,9 @@ class Tracker(ABC):
         """Nothing follows."""
 
 
+PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
+
+
 class Scalars:
     """Rank 0's tracker, whose errors do not end the training. Raises `ConfigError`."""
 
@@ -115,6 +118,10 @@ class Scalars:
             self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
         except OrchestratorError:
             raise
+        except ModuleNotFoundError as error:
+            raise ConfigError(
+                f"tracker.kind={kind}: {error}; pip install {PACKAGES[kind]}, or tracker=none"
+            ) from error
         except Exception as error:  # noqa: BLE001  # a server that does not answer, say
             self._give_up(f"tracker={kind} could not start", error)
 

@@ -13,8 +13,7 @@ from typing import Any
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
-from orchestrator.config.frameworks import check_installed, check_tracker
-from orchestrator.config.job_source import check_target, no_job, refused_argument
+from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
@@ -27,6 +26,7 @@ from orchestrator.errors import (
     JobError,
     OrchestratorError,
     RunFolderError,
+    did_you_mean,
 )
 from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
@@ -244,8 +244,6 @@ def _set_up(worker: WorkerProcess) -> Training:
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
     named = check_target(config.job["_target_"]).framework  # as far as its source tells
-    check_installed(named)
-    check_tracker(config.tracker.kind)
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
     job = build_job(with_run_folder(config.job, str(run.path)))
@@ -340,7 +338,10 @@ def build_job(settings: Mapping[str, Any]) -> Job:
     if missing == ["loss"] and is_coupled(target):
         missing = []
     if missing:
-        raise JobError(no_job(dotted, missing))
+        raise JobError(
+            f"job._target_={dotted} is not a job: it has no {' and no '.join(missing)} "
+            f"(see docs/tutorial/your-own-job.md)"
+        )
     arguments = {key: value for key, value in settings.items() if key != "_target_"}
     try:
         known = inspect.signature(target).parameters.values()
@@ -352,8 +353,13 @@ def build_job(settings: Mapping[str, Any]) -> Job:
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known)
-    if sentence := refused_argument(dotted, arguments, required, takes_any=takes_any):
-        raise JobError(sentence)
+    for key in arguments:
+        if key not in required and not takes_any:
+            hint = did_you_mean(key, [*required])
+            raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){hint}")
+    for key, needed in required.items():
+        if needed and key not in arguments:
+            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
     return target(**arguments)
 
 

@@ -1,12 +1,11 @@
 """Checks of a job class: by its source before submission, and by the worker that builds it."""
 
-import re
 import sys
 import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_class, check_target, find_module
+from orchestrator.config.job_source import check_target, find_module
 from orchestrator.errors import JobError
 from orchestrator.trainer.setup import build_job
 
@@ -135,91 +134,6 @@ def test_a_job_builds_its_own_optimizer_unless_its_method_may_return_none(
     source = (tmp_path / package / "jobs.py").read_text()
     (tmp_path / package / "own.py").write_text(f"{source}\nclass Own(Good):\n    {body}\n")
     assert check_target(f"{package}.own.Own").own_optimizer is builds
-
-
-CLASSES = """
-import dataclasses
-import orchestrator
-from orchestrator import Job
-from theirs.parts import Good
-from theirs.parts import Good as Twice
-
-class Empty(Job):
-    model = dataset = loss = print
-class Plain(orchestrator.Job):
-    "A job."
-    model = dataset = loss = print
-    rate: float = 1.0
-    def __init__(self, width, /, depth=2, *more, rate, seed=0): pass
-class Open(object):
-    model = dataset = loss = print
-    def __init__(self, width, **others): pass
-class Poor(Job):
-    def model(self): ...
-class Coupled(Job):
-    model = dataset = embed = loss_of_embeddings = print
-
-# The source alone does not tell of these:
-class Child(Poor): pass
-class Mixed(Good, Job): pass
-@dataclasses.dataclass
-class Fields(Job): size: int = 1
-class Made(Job, metaclass=type): pass
-class New(Empty):
-    def __new__(cls, width): pass
-class Wrapped(Job):
-    model = dataset = loss = print
-    @dataclasses.wraps
-    def __init__(self, width): pass
-class Assigned(Job): model = dataset = loss = __init__ = print
-class Unpacked(Job): model, dataset, loss = print, print, print
-class Branches(Job):
-    if int():
-        def dataset(self): ...
-class Overloaded(Job):
-    def loss(self): ...
-    def loss(self, model): ...
-class Later(Poor): pass
-class Patched(Job): pass
-Patched.loss = print
-class Loop(Job): pass
-for one in (Loop,):
-    one.loss = print
-if int():
-    class Chosen(Job): pass
-class Doubled(Job): pass
-class Doubled(Job): pass
-class Twice(Job): pass
-"""
-UNKNOWN = re.findall(r"^ *class (\w+)", CLASSES.partition("does not tell")[2], re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("job", "words"),
-    [
-        ("Empty lr", "own.Empty takes no argument 'lr' (from job.lr)"),
-        ("Plain width rate", None),
-        ("Plain width", "own.Plain needs the argument 'rate'; add job.rate=…"),
-        ("Plain rate", "needs the argument 'width'"),
-        ("Plain width rate sed", "'sed' (from job.sed); did you mean 'seed'"),
-        ("Open width lr", None),
-        ("Open lr", "needs the argument 'width'"),
-        ("Poor", "own.Poor is not a job: it has no dataset and no loss (see docs/"),
-        ("Coupled", None),
-        *[(f"{name} lr", None) for name in dict.fromkeys([*UNKNOWN, "Good", "Lost"])],
-    ],
-)
-def test_arguments_are_checked_by_the_source_as_far_as_it_tells(package, tmp_path, job, words):
-    (tmp_path / package / "__init__.py").write_text("")
-    (tmp_path / package / "parts.py").write_text((tmp_path / package / "jobs.py").read_text())
-    (tmp_path / package / "own.py").write_text(CLASSES)
-    name, *arguments = job.split()
-    settings = {"_target_": f"{package}.own.{name}", **dict.fromkeys(arguments, 1)}
-    if words is None:
-        check_class(settings)
-        return
-    with pytest.raises(JobError, match=re.escape(words)):
-        check_class(settings)
 
 
 @pytest.mark.parametrize(

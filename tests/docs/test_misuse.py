@@ -1,70 +1,31 @@
 """Mistakes with an accumulator or `run.windows`, as users make them, and the message about each.
 
-A case is named by the first column of its row in usage-errors.md.
+Rows that need no function of their own have the calls in their order.
 """
 
 import contextlib
 import gc
-import inspect
-import io
-import os
-import re
-import warnings
-from pathlib import Path
+import itertools
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_module
 from torch.nn.functional import cross_entropy
+from torch.utils.data import TensorDataset
 
 from orchestrator import Accumulator, Loss, TorchGroup, run_in_threads
 from orchestrator.client.run import Run
 from orchestrator.errors import ConfigError, OrchestratorError
-from tests.docs.scripts import table
 
-ROWS = dict(table(Path(__file__).with_name("usage-errors.md").read_text(), "what was done"))
-CASES = {}
 BATCH = {"global_batch": 8, "micro_batch": 2, "updates": 3}
+ERRORS = (OrchestratorError, ValueError, RuntimeError, TypeError)
 GROUPS = []
-
-
-def misuse(row, ranks=1):
-    """Register the case for the row that begins with these words.
-
-    A case on two ranks closes nothing: the first error is the one that counts. It may take the
-    rank's `group`, an accumulator `ours` of a `model`, and the `windows` of a loop without a run.
-    """
-
-    def register(case):
-        assert row not in CASES, f"two cases for the row {row}"
-        wanted = inspect.signature(case).parameters
-
-        def on_rank(group):
-            given = {"group": group}
-            if not wanted.keys() <= given.keys():
-                given["ours"], given["model"] = accumulated(group)
-            if "windows" in wanted:
-                given["windows"] = Run({}).windows(24, given["ours"], **BATCH)
-            case(**{name: given[name] for name in wanted})
-
-        alone = ranks == 1
-        CASES[row] = lambda: on_rank(TorchGroup.alone()) if alone else run_in_threads(2, on_rank)
-        return case
-
-    return register
-
-
-def said(case):
-    """The first line of what a case raises or warns of; "" when it is silent."""
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            case()
-        except (OrchestratorError, ValueError, RuntimeError) as error:
-            return str(error)
-    return "\n".join(str(warning.message) for warning in caught)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:Using backward.. with create_graph", "ignore:the loop over run.windows.. was left"
+)
 
 
 def net():
@@ -82,6 +43,48 @@ def loss_of(model, samples=2):
     return Loss(model(torch.ones(samples, 4)).square().sum(), weight=samples)
 
 
+def backward(ours, model, **options):
+    ours.backward(loss_of(model), **options)
+
+
+def last_backward(ours, model):
+    backward(ours, model, last=True)
+
+
+def direct(ours, model):
+    """Call `loss.backward()` by habit."""
+    loss_of(model).total.backward()
+
+
+def record(ours, model):
+    ours.record(loss_of(model))
+
+
+def boundary(ours, model):
+    ours.boundary()
+
+
+def begin(ours, model, **options):
+    ours.begin_window(**options)
+
+
+def scale_weights(ours, model):
+    model[0].weight.detach().mul_(0.5)
+
+
+def compute(ours, model, windows=1):
+    """Train for so many windows of a micro-step."""
+    for _ in range(windows):
+        ours.backward(loss_of(model), last=True)
+        ours.boundary()
+
+
+def begun(samples=24, group=None, **options):
+    """Return the windows of a loop without a run, the accumulator and its model."""
+    ours, model = accumulated(group)
+    return Run({}).windows(samples, ours, **{**BATCH, **options}), ours, model
+
+
 @contextlib.contextmanager
 def one_process_group():
     """Form torch's default group, which its own wrappers need, of this process alone.
@@ -97,83 +100,37 @@ def one_process_group():
         dist.destroy_process_group()
 
 
-# ------------------------------------------------------------------ the order of calls
+# ------------------------------------------------------------------ calls of an accumulator
 
 
-@misuse("`backward()` after the micro-step with `last=True`", ranks=2)
-def _(ours, model, group):
-    for _ in range(2 if group.rank == 0 else 1):
-        ours.backward(loss_of(model), last=True)
-    ours.boundary()
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise MemoryError("no room")
 
 
-@misuse("`loss.backward()` by habit, then `boundary()`", ranks=2)
-def _(ours, model):
-    loss_of(model).total.backward()
-    ours.boundary()
-
-
-@misuse("`loss.backward()` by habit in mid-window")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    loss_of(model).total.backward()
-    ours.boundary()
-
-
-@misuse("`record()` of a backward that ran before `begin_window()`")
-def _(ours, model):
-    loss = loss_of(model)
-    loss.total.backward()
-    ours.record(loss)
-
-
-@misuse('`record()` with `reduction="reproducible"`')
-def _():
-    ours, model = accumulated(reduction="reproducible")
-    ours.begin_window(leaves=1)
-    loss = loss_of(model)
-    loss.total.backward()
-    ours.record(loss)
-
-
-@misuse("`begin_window()` in mid-window")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    ours.begin_window(expected_weight=4)
-
-
-@misuse("going on after an error within a backward")
-def _():
-    class Fails(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx, grad):
-            raise MemoryError("no room")
-
-    ours, model = accumulated()
+def go_on_after_a_failed_backward(ours, model):
     hidden = Fails.apply(model[0](torch.ones(2, 4)))
     with contextlib.suppress(MemoryError):  # and skip the batch
         ours.backward(Loss(model[2](hidden).sum(), 2))
     ours.backward(loss_of(model))
 
 
-@misuse("going on after an error at one rank's boundary", ranks=2)
-def _(ours, model, group):
+def go_on_after_a_failed_boundary(ours, model, group):
     ours.backward(loss_of(model))
     if group.rank == 0:
-        model[0].weight.detach().mul_(0.5)
-        try:
+        scale_weights(ours, model)
+        with contextlib.suppress(OrchestratorError):
             ours.boundary()
-        except OrchestratorError:
-            ours.begin_window()
+        ours.begin_window()
     ours.boundary()
 
 
-@misuse("going on after an error of one rank's optimizer", ranks=2)
-def _(ours, model, group):
+def go_on_after_a_failed_optimizer(ours, model, group):
     def fail(*_):
         raise MemoryError("no room")
 
@@ -187,174 +144,166 @@ def _(ours, model, group):
     ours.boundary()
 
 
-@misuse("more windows on one rank than on another", ranks=2)
-def _(ours, model, group):
-    for _ in range(2 + group.rank):
-        ours.backward(loss_of(model), last=True)
-        ours.boundary()
-
-
-@misuse("a call from another thread, or a hook, while one runs")
-def _(ours, model):
-    model[0].weight.register_hook(lambda _: ours.backward(loss_of(model)))
-    ours.backward(loss_of(model))
-
-
-@misuse("`optimizer.step()` by habit")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    ours.optimizer.step()
-
-
-@misuse("a call after `close()`")
-def _(ours, model):
-    ours.close()
-    ours.backward(loss_of(model))
-
-
-# ------------------------------------------------------------------ what a loss is
-
-
-@misuse("a mean, and the number of samples as its weight")
-def _(ours, model):
-    scores = model(torch.ones(2, 4))
-    ours.backward(Loss(cross_entropy(scores, torch.tensor([0, 1])), weight=2))
-
-
-@misuse("a mean, divided by the number of micro-steps")
-def _(ours, model):
-    ours.backward(Loss(model(torch.ones(2, 4)).mean() / 8, weight=2))
-
-
-@misuse("a loss that was detached, or made under `torch.no_grad()`")
-def _(ours, model):
-    with torch.no_grad():
-        loss = loss_of(model)
-    ours.backward(loss)
-
-
-@misuse("a loss that is NaN", ranks=2)
-def _(ours, model, group):
-    loss = loss_of(model)
-    ours.backward(Loss(loss.total * (float("nan") if group.rank else 1.0), 2))
-    ours.boundary()
-
-
-@misuse("a loss that comes from another model", ranks=2)
-def _(ours):
-    ours.backward(loss_of(net()), last=True)
-    ours.boundary()
-
-
-# ------------------------------------------------------------------ gradients
-
-
-@misuse("`clip_grad_norm_()`, or whatever else writes gradients in mid-window")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    ours.backward(loss_of(model))
-
-
-@misuse("gradients from `torch.func`, and `record()`")
-def _(ours, model):
-    ours.begin_window()
+def write_gradients_of_torch_func(ours, model):
     weights = {name: p.detach() for name, p in model.named_parameters()}
     found = torch.func.grad(
         lambda w: torch.func.functional_call(model, w, (torch.ones(2, 4),)).sum()
     )(weights)
     for name, parameter in model.named_parameters():
         parameter.grad = found[name]
-    ours.record(loss_of(model))
-    ours.boundary()
 
 
-@misuse("`zero_grad(set_to_none=False)` in mid-window")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    model.zero_grad(set_to_none=False)
-    ours.boundary()
-
-
-@misuse("`loss.backward(create_graph=True)`")
-def _(ours, model):
-    ours.begin_window()
+def create_a_graph_of_the_gradient(ours, model):
     loss = loss_of(model)
     torch.set_warn_always(True)  # a warning that torch gives once stays for tests of it
     loss.total.backward(create_graph=True)
     torch.set_warn_always(False)
     ours.record(loss)
+
+
+def leave_one_rank_in_eval_mode(ours, model, group):
+    torch.manual_seed(0)
+    layers = nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)
+    ours, model = accumulated(group, nn.Sequential(*layers))
+    model.train(mode=group.rank > 0)
+    compute(ours, model)
+
+
+def load_another_optimizers_state(ours, model, group):
+    model = net()
+    optimizer = torch.optim.Adam(model.parameters())
+    ours = Accumulator(model, optimizer, group, shard_optimizer=True)
+    compute(ours, model)
+    optimizer.state_dict()
+
+
+def calls(*steps):
+    """Return one function that makes these calls."""
+
+    def misuse(ours, model, group):
+        for step in steps:
+            step(ours, model)
+
+    return misuse
+
+
+def on_mean(divisor):
+    return lambda ours, model: ours.backward(Loss(model(torch.ones(2, 4)).mean() / divisor, 2))
+
+
+def on_cross_entropy(ours, model):
+    scores = model(torch.ones(2, 4))
+    ours.backward(Loss(cross_entropy(scores, torch.tensor([0, 1])), weight=2))
+
+
+WRITTEN = r"the gradient of .* was written by something else than a backward.*"
+ONE_RANK = [
+    ("before record.. a backward reached .* call begin_window.. before it", [direct, record]),
+    ("begin_window.. came in mid-window: update .* has gradients", [backward, begin]),
+    ("gradients on this rank are not those .* begins it anew", [go_on_after_a_failed_backward]),
+    (
+        "backward.. was called while backward.. of the same accumulator ran",
+        [lambda o, m: m[0].weight.register_hook(lambda _: backward(o, m)), backward],
+    ),
+    ("call accumulator.boundary.. instead", [backward, lambda o, m: o.optimizer.step()]),
+    ("this accumulator was closed", [lambda o, m: o.close(), backward]),
+    ("Loss.total is a mean, made by .* with reduction='sum'", [on_cross_entropy]),
+    ("Loss.total is a mean, made by", [on_mean(8)]),
+    (
+        WRITTEN + "use Accumulator.*clip_norm=",
+        [backward, lambda o, m: nn.utils.clip_grad_norm_(m.parameters(), 1.0), backward],
+    ),
+    (
+        WRITTEN + "gradients from torch.func or by hand cannot be accumulated",
+        [begin, write_gradients_of_torch_func, record, boundary],
+    ),
+    (
+        WRITTEN + "zero_grad.. is not needed",
+        [backward, lambda o, m: m.zero_grad(set_to_none=False), boundary],
+    ),
+    (
+        "the gradient of .* carries a graph: accumulate by plain backward",
+        [begin, create_a_graph_of_the_gradient, boundary],
+    ),
+    ("parameter .* was changed in mid-window", [backward, scale_weights, boundary]),
+    (
+        "was given other parameters after",
+        [lambda o, m: o.optimizer.add_param_group({"params": net().parameters()}), begin],
+    ),
+    (
+        "was given other parameters after",
+        [
+            backward,
+            lambda o, m: o.optimizer.add_param_group({"params": net().parameters()}),
+            boundary,
+        ],
+    ),
+    ("must be 0 or more, but is", [lambda o, m: begin(o, m, learning_rate=-0.1)]),
+]
+
+
+@pytest.mark.parametrize(("message", "steps"), ONE_RANK)
+def test_wrong_calls_are_refused(message, steps):
+    ours, model = accumulated()
+    with pytest.raises(ERRORS, match=f"(?s){message}"):
+        calls(*steps)(ours, model, None)
+
+
+def train_more_windows_on_one_rank(ours, model, group):
+    compute(ours, model, 2 + group.rank)
+
+
+def go_on_after_the_last_micro_step(ours, model, group):
+    for _ in range(2 - group.rank):
+        last_backward(ours, model)
     ours.boundary()
 
 
-# ------------------------------------------------------------------ models and optimizers
-
-
-@misuse("weights changed in mid-window")
-def _(ours, model):
-    ours.backward(loss_of(model))
-    with torch.no_grad():
-        model[0].weight.mul_(0.9)
+def make_one_loss_nan(ours, model, group):
+    loss = loss_of(model)
+    ours.backward(Loss(loss.total * (float("nan") if group.rank else 1.0), 2))
     ours.boundary()
 
 
-@misuse("an optimizer that lacks some parameters")
-def _():
-    model = net()
-    Accumulator(model, torch.optim.SGD(model[2].parameters(), lr=0.1), TorchGroup.alone())
+def expect_another_weight(ours, model, group):
+    begin(ours, model, expected_weight=2 + group.rank)
+    backward(ours, model)
+    ours.boundary()
 
 
-@misuse("several optimizers")
-def _():
-    model = net()
-    both = {part: torch.optim.SGD(model[int(part)].parameters(), lr=0.1) for part in "02"}
-    Accumulator(model, both, TorchGroup.alone())
+def begin_other_windows(ours, model, group):
+    begun(group=group, global_batch=8 + group.rank)
 
 
-@misuse("a model in DistributedDataParallel")
-def _():
-    with one_process_group():
-        accumulated(model=nn.parallel.DistributedDataParallel(net()))
+@pytest.mark.parametrize(
+    ("message", "misuse"),
+    [
+        ("micro-step of update .* marked last=True", go_on_after_the_last_micro_step),
+        ("before boundary.. a backward reached .* call accumulator", calls(direct, boundary)),
+        ("failed on this rank, so it may no longer be in step", go_on_after_a_failed_boundary),
+        (
+            "no longer be in step with the others and has to end. What failed was MemoryError",
+            go_on_after_a_failed_optimizer,
+        ),
+        ("a peer was lost during", train_more_windows_on_one_rank),
+        ("the loss became NaN or infinite in update .*, first on rank", make_one_loss_nan),
+        (
+            "no gradient reached any parameter in update .*, on any rank",
+            calls(lambda o, m: last_backward(o, net()), boundary),
+        ),
+        ("ranks do not agree on update .*: expected_weight is", expect_another_weight),
+        ("ranks do not agree .* layers in training mode is", leave_one_rank_in_eval_mode),
+        ("call accumulator.optimizer_state.. on all ranks", load_another_optimizers_state),
+        ("rank 1 differs .* first in global_batch of run.windows", begin_other_windows),
+    ],
+)
+def test_what_one_of_two_ranks_does_wrong_is_refused(message, misuse):
+    """Nothing is closed: the first error is the one that counts."""
+    with pytest.raises(ERRORS, match=f"(?s){message}"):
+        run_in_threads(2, lambda group: misuse(*accumulated(group), group))
 
 
-@misuse("DTensors that no `fully_shard` made")
-def _():
-    from torch.distributed.tensor import distribute_module
-
-    with one_process_group():
-        accumulated(model=distribute_module(net(), init_device_mesh("cpu", (1,))))
-
-
-@misuse('`reduction="reproducible"` for a model in FSDP2')
-def _():
-    from torch.distributed.fsdp import fully_shard
-
-    with one_process_group():
-        model = fully_shard(net(), mesh=init_device_mesh("cpu", (1,)))
-        accumulated(model=model, reduction="reproducible")
-
-
-@misuse("a lazy layer that was not called yet")
-def _():
-    accumulated(model=nn.Sequential(nn.LazyLinear(3)))
-
-
-@misuse("a model on the meta device")
-def _():
-    with torch.device("meta"):
-        model = nn.Linear(4, 3)
-    accumulated(model=model)
-
-
-@misuse("batch norm set to training mode later (a warning)")
-def _():
-    ours, model = accumulated(model=nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)).eval())
-    model.train()
-    ours.begin_window()
-
-
-@misuse("a parameter that was unfrozen later")
-def _():
+def unfreeze_later():
     model = net()
     model[0].requires_grad_(requires_grad=False)
     ours, _ = accumulated(model=model)
@@ -362,278 +311,218 @@ def _():
     ours.begin_window()
 
 
-@misuse("`add_param_group()` between windows")
-def _():
-    ours, _ = accumulated()
-    ours.optimizer.add_param_group({"params": net().parameters()})
-    ours.begin_window(learning_rate=0.1)
+def accumulate_with(model, optimizer):
+    return Accumulator(model, optimizer, TorchGroup.alone())
 
 
-@misuse("`add_param_group()` in mid-window")
-def _():
-    ours, model = accumulated()
-    ours.backward(loss_of(model))
-    ours.optimizer.add_param_group({"params": net().parameters()})
-    ours.boundary()
+def optimizer_of(model):
+    return torch.optim.SGD(model.parameters(), lr=0.1)
 
 
-@misuse("ranks with another `expected_weight`, learning rate or number of the update", ranks=2)
-def _(ours, model, group):
-    ours.begin_window(expected_weight=2 + group.rank)
-    ours.backward(loss_of(model))
-    ours.boundary()
+def forget_a_layer():
+    model = net()
+    accumulate_with(model, optimizer_of(model[2]))
 
 
-@misuse("`leaf=` without `leaves=`")
-def _():
+def use_a_leaf_without_leaves():
+    backward(*accumulated(reduction="reproducible"), leaf=0)
+
+
+def record_reproducible():
     ours, model = accumulated(reduction="reproducible")
-    ours.backward(loss_of(model), leaf=0)
+    ours.begin_window(leaves=1)
+    direct(ours, model)
+    record(ours, model)
 
 
-def updates(ours, model, number):
-    """So many of them, of samples that differ from one to the next."""
-    for update in range(number):
-        x = torch.randn(2, 4, generator=torch.Generator().manual_seed(update))
-        ours.backward(Loss(model(x).square().sum(), weight=2))
-        ours.boundary()
+@pytest.mark.parametrize(
+    ("message", "misuse"),
+    [
+        ("lacks .*, which no step would change", forget_a_layer),
+        (
+            "the optimizer gives 2 optimizers, and an accumulator has one",
+            lambda: accumulate_with(net(), {part: optimizer_of(net()) for part in "02"}),
+        ),
+        ("is a lazy layer's: call", lambda: accumulated(model=nn.Sequential(nn.LazyLinear(3)))),
+        ("is on the meta device", lambda: accumulated(model=nn.Linear(4, 3, device="meta"))),
+        ("began to require gradients after", unfreeze_later),
+        (r"backward\(leaf=.*\) goes with begin_window\(leaves=", use_a_leaf_without_leaves),
+        ("record.. is for reduction='fast'", record_reproducible),
+        (
+            "takes a process group of torch.* after init_process_group",
+            lambda: TorchGroup.wrap(dist.group.WORLD),
+        ),
+        ("metric_names must be a list", lambda: accumulated(metric_names="accuracy")),
+    ],
+)
+def test_what_cannot_be_accumulated_is_refused(message, misuse):
+    with pytest.raises(ERRORS, match=f"(?s){message}"):
+        misuse()
 
 
-# ------------------------------------------------------------------ habits
+@pytest.mark.parametrize(
+    "wrong", [optimizer_of(net()), nn.Linear, net().state_dict(), None, [net()[0]]]
+)
+def test_a_model_must_be_a_module_or_parameters(wrong):
+    with pytest.raises(ConfigError, match=r"model must be a torch\.nn\.Module, or its parameters"):
+        accumulate_with(wrong, optimizer_of(net()))
 
 
-@misuse("`model.eval()` left on by one rank", ranks=2)
-def _(group):
-    torch.manual_seed(0)
-    layers = nn.Linear(4, 5), nn.Dropout(0.5), nn.Linear(5, 3)
-    ours, model = accumulated(group, nn.Sequential(*layers))
-    model.train(mode=group.rank > 0)
-    updates(ours, model, 1)
+@pytest.mark.parametrize(
+    ("message", "make"),
+    [
+        (
+            r"model is wrapped in Dist.* the module within, model\.module",
+            lambda: accumulated(model=nn.parallel.DistributedDataParallel(net())),
+        ),
+        (
+            "is a DTensor that no fully_shard.. made",
+            lambda: accumulated(model=distribute_module(net(), init_device_mesh("cpu", (1,)))),
+        ),
+        (
+            r"group must be a TorchGroup: TorchGroup\.wrap",
+            lambda: accumulated(group=dist.group.WORLD),
+        ),
+    ],
+)
+def test_wrappers_of_torch_are_refused(message, make):
+    with one_process_group(), pytest.raises(ERRORS, match=message):
+        make()
 
 
-@misuse("micro-steps at the end that no `boundary()` followed (a warning, on stderr)")
-def _():
-    stderr = io.StringIO()
-    with contextlib.redirect_stderr(stderr):
-        ours, model = accumulated()
-        updates(ours, model, 1)
-        ours.backward(loss_of(model))
-        del ours
-        gc.collect()
-    warnings.warn(stderr.getvalue(), stacklevel=1)
-
-
-@misuse("`optimizer.state_dict()`, or loading one, with `shard_optimizer=True`", ranks=2)
-def _(group):
-    model = net()
-    optimizer = torch.optim.Adam(model.parameters())
-    ours = Accumulator(model, optimizer, group, shard_optimizer=True)
-    updates(ours, model, 1)
-    whole = optimizer.state_dict()
-    ours.load_optimizer_state(whole)
-
-
-# ------------------------------------------------------------------ arguments
-
-
-@misuse("torch's own group, without `TorchGroup.wrap()`")
-def _():
-    with one_process_group():
-        accumulated(group=dist.group.WORLD)
-
-
-@misuse("`TorchGroup.wrap(dist.group.WORLD)` before `init_process_group()`")
-def _():
-    TorchGroup.wrap(dist.group.WORLD)
-
-
-@misuse("an optimizer, a class, a list of layers or a state dict in the model's place")
-def _():
-    model = net()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for wrong in (optimizer, nn.Linear, model.state_dict(), None):
-        with contextlib.suppress(ConfigError):
-            Accumulator(wrong, optimizer, TorchGroup.alone())
-            raise AssertionError(f"accepted: {wrong}")
-    Accumulator(list(model), optimizer, TorchGroup.alone())
-
-
-@misuse('`metric_names="accuracy"`')
-def _():
-    accumulated(metric_names="accuracy")
-
-
-@misuse("a learning rate below 0, or a text")
-def _(ours):
-    ours.begin_window(learning_rate=-0.1)
+def test_micro_steps_that_no_boundary_followed_are_named_on_stderr(capsys):
+    ours, model = accumulated()
+    compute(ours, model)
+    ours.backward(loss_of(model))
+    del ours
+    gc.collect()
+    said = capsys.readouterr().err
+    assert "were accumulated and trained nothing: boundary() was not called after them" in said
 
 
 # ------------------------------------------------------------------ run.windows
 
 
-def begun(group=None, samples=24, **options):
-    """(the windows, the accumulator, its model) of a loop without a run."""
-    ours, model = accumulated(group)
-    return Run({}).windows(samples, ours, **{**BATCH, **options}), ours, model
+def pieces(window, ours, model, **options):
+    for piece in window:
+        ours.backward(loss_of(model, len(piece)), **options)
 
 
-def whole(window, ours, model, without=None):
-    """A window as it should be, but for the micro-batch of this number."""
-    for number, piece in enumerate(window):
-        if number != without:
-            ours.backward(loss_of(model, len(piece)))
+def whole(window, ours, model):
+    pieces(window, ours, model)
     ours.boundary()
 
 
-@misuse("`continue` before `backward()`: a micro-batch that is skipped")
-def _(windows, ours, model):
-    for window in windows:
-        whole(window, ours, model, without=1)
+def go_through(body, most=None):
+    """Use `body` as the body of a loop over windows."""
+    windows, ours, model = begun()
+    for window in itertools.islice(windows, most):
+        body(window, ours, model)
 
 
-@misuse("`break` within a window, then `boundary()`")
-def _(windows, ours, model):
-    for window in windows:
-        for piece in window:
-            ours.backward(loss_of(model, len(piece)))
-            break
-        ours.boundary()
-
-
-@misuse("no `boundary()` at a window's end")
-def _(windows, ours, model):
-    for window in windows:
-        for piece in window:
+def skip_a_micro_batch(window, ours, model):
+    for number, piece in enumerate(window):
+        if number != 1:
             ours.backward(loss_of(model, len(piece)))
 
 
-@misuse("`backward()` twice for a micro-batch")
-def _(windows, ours, model):
-    for window in windows:
-        for piece in window:
-            ours.backward(loss_of(model, len(piece)))
+def break_off(window, ours, model):
+    for piece in window:
+        ours.backward(loss_of(model, len(piece)))
+        break
+    ours.boundary()
+
+
+def compute_twice(window, ours, model):
+    for piece in window:
+        for _ in range(2):
             ours.backward(loss_of(model, len(piece)))
 
 
-@misuse("`backward()` or `boundary()` before, between or after the windows")
-def _(windows, ours, model):
+def compute_after_the_window(window, ours, model):
+    whole(window, ours, model)
+    ours.backward(loss_of(model))
+
+
+@pytest.mark.parametrize(
+    ("message", "body"),
+    [
+        ("micro-batch .* was taken, but not computed", skip_a_micro_batch),
+        ("boundary.. came after 1 of the 4 micro-batches", break_off),
+        ("the loop left update .* unfinished.* boundary.. was not called", pieces),
+        ("backward.. came for micro-step 2 of .* 1 of its 4 .* compute it once", compute_twice),
+        ("backward.. came after boundary.. of .* before the next window", compute_after_the_window),
+        ("begins its windows itself", lambda _, ours, model: ours.begin_window()),
+        ("leave both out", lambda *given: pieces(*given, last=True)),
+    ],
+)
+def test_what_a_window_is_not_made_for_is_refused(message, body):
+    with pytest.raises(ERRORS, match=f"(?s){message}"):
+        go_through(body)
+
+
+def test_a_loop_that_is_left_in_mid_window_warns():
+    with pytest.warns(match="was left after .* updates, within update .*: its micro-steps train"):
+        go_through(pieces, most=1)
+
+
+def test_windows_are_gone_through_once():
+    run = Run({})
+    ours, model = accumulated()
+    windows = run.windows(24, ours, **BATCH)
     for window in windows:
         whole(window, ours, model)
-        ours.backward(loss_of(model))
+    with pytest.raises(ERRORS, match="are one training, and were gone through already"):
+        next(iter(windows))
+    with pytest.raises(ERRORS, match="called before for this accumulator: one call is the whole"):
+        run.windows(24, ours, **BATCH)
 
 
-@misuse("`begin_window()` within `run.windows()`")
-def _(windows, ours):
-    for _window in windows:
-        ours.begin_window()
+def test_a_window_that_was_kept_is_over():
+    windows, ours, model = begun()
+    one_after_another = iter(windows)
+    kept = next(one_after_another)
+    whole(kept, ours, model)
+    next(one_after_another)
+    with pytest.raises(ERRORS, match=r"the window of update .* is over"):
+        whole(kept, ours, model)
 
 
-@misuse("another `last=` or `leaf=` than the plan's")
-def _(windows, ours, model):
-    for window in windows:
-        for piece in window:
-            ours.backward(loss_of(model, len(piece)), last=True)
-
-
-@misuse("the loop left in mid-window, or before its end (a warning)")
-def _(windows, ours, model):
-    for window in windows:
-        for piece in window:
-            ours.backward(loss_of(model, len(piece)))
-        break
-
-
-@misuse("an epoch loop around `run.windows()`")
-def _(ours, model):
-    run = Run({})
-    for _epoch in range(2):
-        for window in run.windows(24, ours, **BATCH):
-            whole(window, ours, model)
-
-
-@misuse("going through the same windows twice")
-def _(windows, ours, model):
-    for _epoch in range(2):
-        for window in windows:
-            whole(window, ours, model)
-
-
-@misuse("`run.report()`, `should_stop()` or `save_done()` within the loop")
-def _():
+def test_the_loop_reports_and_stops_by_itself():
     run = Run({})
     ours, model = accumulated()
     for window in run.windows(24, ours, **BATCH):
         whole(window, ours, model)
-        run.should_stop(window.update)
+        with pytest.raises(ERRORS, match="which reports, saves and stops by itself"):
+            run.should_stop(window.update)
 
 
-@misuse("ranks with another length, batch, number of updates or seed", ranks=2)
-def _(group):
-    begun(group, global_batch=8 + group.rank)
+@pytest.mark.parametrize(
+    ("message", "options"),
+    [
+        (r"run\.windows\(\): global_batch=8, steps=3 and micro_batch=2 disagree", {"steps": 3}),
+        ("must be a whole number, 1 or more", {"samples": TensorDataset(torch.ones(3))}),
+        ("no option 'globl_batch' .* did you mean 'global_batch'", {"globl_batch": 8}),
+        ("must have state_dict.. and load_state_dict", {"state": {"epoch": 3}}),
+    ],
+)
+def test_wrong_options_of_windows_are_refused(message, options):
+    with pytest.raises(ERRORS, match=message):
+        begun(**options)
 
 
-@misuse("numbers of the batch that do not agree")
-def _():
-    begun(steps=3)
-
-
-@misuse("a data set in the place of its length, a text, 0")
-def _():
-    begun(samples=torch.utils.data.TensorDataset(torch.ones(3)))
-
-
-@misuse("an option misspelt")
-def _():
-    try:
-        begun(globl_batch=8)
-    except TypeError as error:
-        raise ValueError(error) from error
-
-
-@misuse("no accumulator yet, or several and none named")
-def _():
+def test_one_of_several_accumulators_has_to_be_named():
     kept = [accumulated(), accumulated()]
     assert len(kept) == 2
-    Run({}).windows(24, **BATCH)
+    with pytest.raises(ERRORS, match="accumulators: say whose windows they are"):
+        Run({}).windows(24, **BATCH)
 
 
-@misuse("`init_process_group()` forgotten under a launcher")
-def _():
-    os.environ["WORLD_SIZE"] = "3"
-    try:
-        model = nn.Linear(4, 3)
-        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
-    finally:
-        del os.environ["WORLD_SIZE"]
-
-
-@misuse("`TorchGroup.alone()` on each of several ranks of a run")
-def _():
-    ours, _ = accumulated(TorchGroup.alone())
+def test_ranks_that_would_train_alone_are_refused(monkeypatch):
+    ours, model = accumulated()
     variables = {"ORCHESTRATOR_RUN": "/nowhere", "ORCHESTRATOR_WORLD_SIZE": "4"}
-    Run(variables).windows(24, ours, **BATCH)
-
-
-@misuse("`state=` without `state_dict()`")
-def _():
-    begun(state={"epoch": 3})
-
-
-@misuse("a window kept from before")
-def _(windows, ours, model):
-    kept = []
-    for window in windows:
-        kept.append(window)
-        for _piece in kept[0]:
-            ours.backward(Loss(loss_of(model).total, weight=2))
-        ours.boundary()
-
-
-def test_every_misuse_has_its_row_and_every_row_its_misuse():
-    assert ROWS.keys() == CASES.keys()
-
-
-@pytest.mark.parametrize("row", ROWS)
-def test_what_the_table_says_is_said(row):
-    words = [part.strip() for part in ROWS[row].strip("`").split("…")]
-    found = said(CASES[row])
-    assert re.search(".*".join(map(re.escape, words)), found, re.DOTALL), found
+    with pytest.raises(ERRORS, match="this run has 4 ranks, but the accumulator's group has 1"):
+        Run(variables).windows(24, ours, **BATCH)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with pytest.raises(ERRORS, match=r"WORLD_SIZE=3, but .* each of the 3 ranks would train alone"):
+        Accumulator(model, optimizer_of(model))

@@ -38,7 +38,7 @@ def refused(tmp_path, *arguments, code=2, **more):
             ),
             "try accumulation.reduction=fast",
         ),
-        (("engine.shard_optimizer=true", "job=line"), "not available with MindSpore"),
+        (("engine.shard_optimizer=true", "job=line"), "not available with mindspore"),
         (
             (
                 "engine.shard_optimizer=true",

@@ -13,7 +13,6 @@ from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     differences,
     print_sweep,
-    print_time_and_memory,
     timed_concurrently,
     verdict,
 )
@@ -108,20 +107,6 @@ def test_the_verdict_is_taken_from_the_figures():
         "At equal micro-batch, K=4 against K=1: time per update up (3.80×), "
         "time per sample down (0.95×), peak memory about the same (1.01×)."
     )
-
-
-def test_comparisons_are_shown_with_ratios(screen):
-    pairs = [
-        Pair(title="equal micro-batch", one=cell(1), many=cell(4, samples=1024, seconds=0.8)),
-        Pair(title="equal global batch", one=cell(1), many=cell(4, peak=100 * 1024**2)),
-    ]
-    print_time_and_memory(pairs, screen)
-    text = " ".join(screen.text.split())
-    assert "largest micro-batch 256 256 1.00×" in text
-    assert "largest micro-batch 256 64 0.25×" in text
-    assert "peak memory 300 MiB 100 MiB 0.33×" in text
-    assert "One run of each on this machine" in text
-    assert all(len(s) <= 80 for s in screen.text.splitlines() if not s.startswith("At "))
 
 
 def test_a_failed_run_is_compared_with_none():

@@ -14,7 +14,6 @@ from orchestrator.errors import ConfigError
 from orchestrator.report.page_data import data_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
-from orchestrator.sweep.points import check_points, shared_output
 from tests.helpers import LIGHT, call, result, verb
 from tests.programs import script
 
@@ -66,12 +65,11 @@ def test_each_point_writes_to_its_own_run_folder(tmp_path):
     script(tmp_path, PROGRAM)
     line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
     words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
-    done = call(*line, *words, cwd=tmp_path, code=0)
+    call(*line, *words, cwd=tmp_path, code=0)
     for point in "01":
         run = tmp_path / "sweep" / point
         log = (run / "logs" / "rank-00000.log").read_text()
         assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
-    assert "same place" not in done.stdout
 
 
 @pytest.mark.parametrize(
@@ -87,19 +85,6 @@ def test_a_null_within_a_text_is_refused(override):
     with pytest.raises(ConfigError, match=r"run\.(name|dir) is null") as caught:
         Composer(read_command_line([f"++{override}"])).compose()
     assert str(caught.value).startswith(override.partition("=")[0])
-
-
-def test_a_warning_names_an_output_that_points_share(tmp_path, monkeypatch):
-    script(tmp_path, PROGRAM)
-    monkeypatch.chdir(tmp_path)
-
-    def warning(*words):
-        line = ["-m", "job.arguments.seed=1,2", "--", "train.py", *words]
-        return shared_output(check_points(Composer(read_command_line(line))))
-
-    assert "--output_dir {run.dir}/results" in warning("--output_dir", "a/results")
-    assert warning("--output_dir", "{run.dir}/results") is None
-    assert warning("--data_dir", "results") is None
 
 
 # ------------------------------------------------------------------ Plans

@@ -32,7 +32,6 @@ from orchestrator.clusters.machine import (
     share_gpus,
     visible_gpus,
 )
-from orchestrator.config.frameworks import check_installed, check_tracker
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
@@ -223,12 +222,8 @@ class LocalCluster(Cluster):
         """Refuse a run that this machine cannot run.
 
         Raises:
-            JobError: the framework is not installed.
-            ConfigError: the tracker's package is not installed.
             TransportError: there are too few GPUs.
         """
-        check_installed(framework)
-        check_tracker(self.config.tracker.kind)
         gpus, width = len(visible_gpus(os.environ)), self.config.cluster.ranks_per_node
         if self.config.transport == "nccl" and gpus < width:
             on_cpus = "mccl" if framework == "mindspore" else "gloo"
@@ -291,4 +286,4 @@ class LocalCluster(Cluster):
         return Share(ranks=ranks, cores=cores, gpus=gpus)
 
     def submit(self, request: Request) -> LocalHandle:
-        return LocalHandle(request, self.config, survive=self.survival.on)
+        return LocalHandle(request, self.config, survive=self.survives)

@@ -54,7 +54,7 @@ class SlurmCluster(BaseSlurmCluster):
                 lambda: check_request(self.client(), options, least, request.text), tell=self.tell
             )
         message, warnings = _answers[key].message, _answers[key].warnings
-        if self.survival.on:
+        if self.survives:
             nodes = plural(1 if isinstance(cluster.nodes, int) else least, "node")
             message += (
                 f"; a rank or a node that is lost does not end it, down to {nodes}, but its first "

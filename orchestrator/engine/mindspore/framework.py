@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 from typing import Any
 
 from orchestrator.engine.api import Engine, EngineSettings, Framework, GroupSpec
 from orchestrator.engine.mindspore.rendezvous import ahead
+from orchestrator.errors import JobError
+
+TESTED = "2.10"
 
 
 class MindSpore(Framework):
@@ -27,4 +31,26 @@ class MindSpore(Framework):
         return versions()
 
     def ahead(self, spec: GroupSpec) -> None:
+        check_installed()
         ahead(spec)
+
+
+def check_installed() -> None:
+    """Raise `JobError` when this machine's MindSpore cannot run a job. Nothing is imported."""
+    try:
+        version = importlib.metadata.version("mindspore")
+    except importlib.metadata.PackageNotFoundError:
+        raise JobError(
+            f"this job is written for MindSpore, which is not installed; under Python 3.11 or "
+            f"3.12: pip install 'mindspore=={TESTED}.*' 'numpy<2'"
+        ) from None
+    if not version.startswith(f"{TESTED}."):
+        raise JobError(
+            f"MindSpore {version} is installed, but {TESTED} was tested here; "
+            f"pip install 'mindspore=={TESTED}.*'"
+        )
+    numpy = importlib.metadata.version("numpy")
+    if int(numpy.split(".", maxsplit=1)[0]) >= 2:
+        raise JobError(
+            f"MindSpore fails with NumPy {numpy} at its first operator; pip install 'numpy<2'"
+        )

@@ -125,7 +125,7 @@ def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framew
         "job._target_=hidden.Hidden", "engine.shard_optimizer=true", "cluster.nodes=1",
         "cluster.ranks_per_node=1", "tracker=none", "run.dir=run", cwd=tmp_path, code=2,
     )  # fmt: skip
-    assert "engine.shard_optimizer=true is not available with MindSpore" in done.stderr
+    assert "engine.shard_optimizer=true is not available with mindspore" in done.stderr
     assert "starting 1 rank" in done.stdout, "refused by the worker"
 
 
