@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import time
@@ -106,7 +107,18 @@ class Tracker(ABC):
         """Nothing follows."""
 
 
-PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
+_PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
+
+
+def check_tracker(kind: str) -> None:
+    """Raise `ConfigError` where the package of a built-in tracker is missing: any rank may become
+    the one that records.
+    """
+    if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
+        raise ConfigError(
+            f"tracker.kind={kind} writes with a package that is not installed; pip install "
+            f"{_PACKAGES[kind]}, or tracker=none"
+        )
 
 
 class Scalars:
@@ -118,10 +130,6 @@ class Scalars:
             self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
         except OrchestratorError:
             raise
-        except ModuleNotFoundError as error:
-            raise ConfigError(
-                f"tracker.kind={kind}: {error}; pip install {PACKAGES[kind]}, or tracker=none"
-            ) from error
         except Exception as error:  # noqa: BLE001  # a server that does not answer, say
             self._give_up(f"tracker={kind} could not start", error)
 

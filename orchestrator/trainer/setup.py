@@ -56,7 +56,7 @@ from orchestrator.trainer.consistency_checks import (
     own_rates,
 )
 from orchestrator.trainer.failure import describe
-from orchestrator.trainer.recorder import Recorder
+from orchestrator.trainer.recorder import Recorder, check_tracker
 from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
 
@@ -243,6 +243,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     )
     if config.engine.shard_model != "none":  # for the groups that torch forms by itself
         os.environ.update(interface_variables(os.environ, topology.address))
+    check_tracker(config.tracker.kind)
     named = check_target(config.job["_target_"]).framework  # as far as its source tells
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
