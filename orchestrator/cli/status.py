@@ -27,8 +27,8 @@ from orchestrator.rundir.status import (
     correct_by_lock,
     find_runs,
     from_folder,
-    infer_from_heartbeats,
     kind_of,
+    mark_unknown,
     status_or_damage,
 )
 from orchestrator.units import named_numbers, plural
@@ -69,7 +69,7 @@ def statuses(runs: Iterable[RunDir]) -> tuple[list[RunStatus], list[str]]:
             cluster = class_of(kind)
         except ConfigError as error:
             sentences.append(str(error))
-            infer_from_heartbeats(members, found)
+            mark_unknown(members, found, str(error))
         else:
             sentences += cluster.update_statuses(members, found)
     for path, status in found.items():

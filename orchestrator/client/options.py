@@ -11,7 +11,7 @@ from typing import Any
 
 from orchestrator.client.loop import Callback
 from orchestrator.client.record import whole_number
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
@@ -128,6 +128,10 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
+    keys = ("accumulation.ragged", "train.epochs")
+    single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
+    if refused := [*beyond(plain(config)), *filter(None, single)]:
+        raise ConfigError(f"run.windows(): {as_options(refused[0])}")
     try:
         return Plan.of(config, JobFacts(dataset_samples=samples, shards=options.shards))
     except PlanError as error:
@@ -137,8 +141,8 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
 def as_options(sentence: str) -> str:
     """Turn a sentence about keys of the configuration into one about arguments.
 
-    >>> as_options("accumulation.steps=0: it must be 1 or more")
-    'steps=0: it must be 1 or more'
+    >>> as_options("train.epochs must be a number above 0, but is 0")
+    'epochs must be a number above 0, but is 0'
     """
     return _SECTIONS.sub("", sentence)
 

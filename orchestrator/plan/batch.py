@@ -26,7 +26,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.bounds import at_least
 
 DEFAULT_GLOBAL_BATCH = 256
 DEFAULT_STEPS = 4
@@ -78,13 +77,9 @@ def resolve_batch(
     Batch(global_batch=128, steps=4, micro_batch_cap=16)
 
     Raises:
-        PlanError: a number is below 1, or three were stated that do not agree; the message says
-            which single change would make them agree.
+        PlanError: three were stated that do not agree (the message says which single change would
+            make them agree), or a window has too many micro-batches.
     """
-    at_least(1, "cluster.nodes * cluster.ranks_per_node", ranks)
-    for key, value in ((GLOBAL_BATCH, global_batch), (STEPS, steps), (MICRO_BATCH, micro_batch)):
-        if value is not None:
-            at_least(1, key, value)
     if global_batch is None:
         global_batch = DEFAULT_GLOBAL_BATCH
         if steps is not None and micro_batch is not None:

@@ -12,7 +12,6 @@ from typing import Any
 
 from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
 from orchestrator.plan.batch import Batch, resolve_batch
-from orchestrator.plan.bounds import at_least
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
@@ -58,8 +57,7 @@ class Plan:
         """
         known = known or JobFacts()
         nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
-        at_least(1, "cluster.nodes", nodes)
-        per_node = at_least(1, "cluster.ranks_per_node", config.cluster.ranks_per_node)
+        per_node = config.cluster.ranks_per_node
         batch = resolve_batch(
             global_batch=config.accumulation.global_batch,
             steps=config.accumulation.steps,
@@ -170,7 +168,6 @@ def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length
         total = order.updates_for(epochs)
         updates = total if known else None
     else:
-        at_least(1, "train.updates", updates)
         epochs = updates / order.updates_per_epoch if known else None
         if known and order.ragged == "carry":
             epochs = updates * order.global_batch / order.dataset_samples

@@ -13,8 +13,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import MICRO_BATCH, STEPS, Batch, steps_for
-from orchestrator.plan.bounds import at_least, one_of
+from orchestrator.plan.batch import MICRO_BATCH, Batch, steps_for
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -81,13 +80,11 @@ def split_window(
 ) -> Split:
     """Divide an update evenly: blocks of floor or ceil(samples / ranks), the larger ones first.
 
-    See `assign` for `steps` and `cap`, of which exactly one is given, and for what is raised.
+    See `assign` for `steps` and `cap`, of which exactly one is given.
 
     >>> split_window(5, 2, steps=2)
     Split(samples_per_rank=(3, 2), starts=(0, 3), micro_batches=((2, 1), (1, 1)))
     """
-    at_least(0, "the update's samples", samples)
-    at_least(1, "the number of ranks", ranks)
     return assign(even_parts(samples, ranks), steps=steps, cap=cap)
 
 
@@ -104,17 +101,14 @@ def assign(
     ((2, 2, 2), (), (1, 1, 1))
 
     Raises:
-        PlanError: a negative size, no rank, or not exactly one of `steps` and `cap`, 1 or more.
+        PlanError: no rank, or not exactly one of `steps` and `cap`.
     """
     if not samples_per_rank:
         raise PlanError("a table of samples per rank needs one entry for each rank; it has none")
-    at_least(0, "the samples of a rank", min(samples_per_rank))
     if cap is not None and steps is None:
-        at_least(1, MICRO_BATCH, cap)
         steps = max(1, -(-max(samples_per_rank) // cap))
     elif steps is None or cap is not None:
         raise PlanError("blocks are cut by either `steps` or `cap`; exactly one must be given")
-    at_least(1, STEPS, steps)
     cuts = {
         size: even_parts(size, min(steps, size)) if size else () for size in set(samples_per_rank)
     }
@@ -129,13 +123,7 @@ def split_leaves(samples: int, ranks: int, leaf_size: int) -> Split:
 
     >>> split_leaves(10, 3, leaf_size=2).micro_batches
     ((2, 2), (2, 2), (2,))
-
-    Raises:
-        PlanError: see `assign_leaves`.
     """
-    at_least(0, "the update's samples", samples)
-    at_least(1, "the number of ranks", ranks)
-    at_least(1, MICRO_BATCH, leaf_size)
     leaves = -(-samples // leaf_size)
     return assign_leaves(even_parts(leaves, ranks), samples=samples, leaf_size=leaf_size)
 
@@ -147,16 +135,14 @@ def assign_leaves(leaves_per_rank: Sequence[int], *, samples: int, leaf_size: in
     (0, 2, 7)
 
     Raises:
-        PlanError: a negative number, no rank, or not as many leaves as the update has.
+        PlanError: no rank, or not as many leaves as the update has.
     """
-    at_least(1, MICRO_BATCH, leaf_size)
     leaves = -(-samples // leaf_size)
     if not leaves_per_rank or sum(leaves_per_rank) != leaves:
         raise PlanError(
             f"{len(leaves_per_rank)} ranks are given {sum(leaves_per_rank)} leaves, but "
             f"{samples} samples in leaves of {leaf_size} make {leaves}"
         )
-    at_least(0, "the leaves of a rank", min(leaves_per_rank))
     cuts = {count: (leaf_size,) * count for count in set(leaves_per_rank)}
     micro_batches = [cuts[count] for count in leaves_per_rank]
     sizes = [leaf_size * count for count in leaves_per_rank]
@@ -175,11 +161,10 @@ def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast"
     micro-steps; else blocks are cut into `batch.steps`.
 
     Raises:
-        PlanError: an unknown `reduction`, or `reproducible` without a stated micro-batch; also as
-            `split_window` and `split_leaves`.
+        PlanError: `reproducible` without a stated micro-batch.
     """
     cap = batch.micro_batch_cap
-    if one_of("accumulation.reduction", reduction) == "fast":
+    if reduction == "fast":
         return split_window(samples, ranks, steps=batch.steps if cap is None else None, cap=cap)
     if cap is None:
         size = -(-batch.global_batch // (ranks * batch.steps))

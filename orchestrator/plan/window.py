@@ -77,7 +77,7 @@ class WindowPlanner:
         """Return the work of `rank` in `update`, by `assignment` or else by the even division.
 
         Raises:
-            PlanError: there is no such update or rank, `assignment` is not of as many samples as
+            PlanError: there is no such rank, `assignment` is not of as many samples as
                 the update has, or in reproducible mode does not consist of whole leaves.
         """
         split = self.assignment(update) if assignment is None else assignment

@@ -129,7 +129,6 @@ class RunDir:
     # Files of one rank, or of one node, in one attempt.
     failure = _of_member("failure-{:05d}.json")
     program_error = _of_member("error-{:05d}.json")  # the exception that torch's `record` writes
-    heartbeat = _of_member("heartbeat-{:05d}")
     warnings = _of_member("warnings-{:05d}.jsonl")  # of one node's ranks; see `rundir/warnings.py`
     node_ranks = _of_member("node-{:05d}.json")  # the ranks that the attempt had on a node
 

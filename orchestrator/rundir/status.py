@@ -1,4 +1,4 @@
-"""The status of a run by its folder alone: its newest records, its lock, its heartbeats."""
+"""The status of a run by its folder alone: its newest records and its lock."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from orchestrator.errors import ClusterError, RunFolderError
-from orchestrator.rundir.files import names_in, read_json, read_text
+from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
@@ -25,8 +24,6 @@ from orchestrator.rundir.metrics import (
 from orchestrator.rundir.outcome import name_of_culprit
 from orchestrator.rundir.warnings import read_warnings
 
-LOOK_TWICE_S = 2.5
-"""Longer than two heartbeats of a node take."""
 ENDED_STATES = ("finished", "failed", "stopped", "cancelled", "pruned")
 OVER = (*ENDED_STATES, "lost")  # no process computes it any more
 UNREADABLE = ("private", "damaged")
@@ -44,7 +41,7 @@ class RunStatus:
     Attributes:
         state: pending, starting, running, ending, finished, stopped, failed, cancelled, lost
             (its launcher ended without a result), pruned (by a search), unknown (the scheduler
-            does not answer and no heartbeat changes), private (readable by its owner), damaged.
+            does not answer), private (readable by its owner), damaged.
         evaluation: the latest held-out figures, where they are recent.
         seconds_left: until the last update, at the recent pace; time_left_s: of the job's limit.
         boundary_age_s: since the last update boundary.
@@ -52,7 +49,7 @@ class RunStatus:
         survived: how often the latest attempt's ranks agreed on a smaller group; came_back: how
             many ranks were let in again.
         lost_updates: over all attempts; why: of the latest restart.
-        reason: why it is pending, why it failed, or why it cannot be read.
+        reason: why it is pending or unknown, why it failed, or why it cannot be read.
         culprit: which rank failed first, and on which node.
         program: what runs, where it is a training program as it is.
         warnings: of the latest attempt's ranks, each once, the latest last.
@@ -191,38 +188,11 @@ def has_begun(run: RunDir, status: RunStatus) -> bool:
     return bool(status.updates) or (status.attempts > 0 and bool(run.read_plan().get("program")))
 
 
-def infer_from_heartbeats(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> None:
-    """Infer the states of runs that have not ended from their heartbeats."""
-    runs = [run for run in runs if found[run.path].state not in ENDED_STATES]
-    before: dict[Path, list[str]] = {}
+def mark_unknown(runs: Sequence[RunDir], found: dict[Path, RunStatus], why: str) -> None:
+    """Mark runs that have no recorded end as unknown, with the reason."""
     for run in runs:
-        try:
-            before[run.path] = _beats(run)
-        except DAMAGE as error:
-            found[run.path] = unknown(run, error)
-    if any(before.values()):
-        time.sleep(LOOK_TWICE_S)
-
-    def judge(run: RunDir) -> RunStatus:
-        beating = any(a != b for a, b in zip(_beats(run), before[run.path], strict=False))
-        return replace(found[run.path], state="running" if beating else "unknown")
-
-    for run in runs:
-        if run.path in before:
-            found[run.path] = status_or_damage(run, partial(judge, run))
-
-
-def _beat(path: Path) -> str:
-    """Return a node's present beat: a number, or "" before the first."""
-    try:
-        return read_text(path).strip()
-    except FileNotFoundError:
-        return ""
-
-
-def _beats(run: RunDir) -> list[str]:
-    folder = run.attempt(run.latest_attempt)
-    return [_beat(folder / name) for name in names_in(folder) if name.startswith("heartbeat-")]
+        if found[run.path].state not in ENDED_STATES:
+            found[run.path] = replace(found[run.path], state="unknown", reason=why)
 
 
 def find_runs(below: Path) -> list[Path]:

@@ -1,7 +1,6 @@
 """Basis of every measurement, and the figures that `survive` derives from a run's records."""
 
 import doctest
-from itertools import pairwise
 
 import pytest
 
@@ -25,31 +24,12 @@ def test_every_round_begins_with_another_and_warm_up_is_not_counted():
     assert figures["a"] == [5, 8, 10]
 
 
-def test_over_rounds_each_contender_follows_each_other_one():
-    followers = set()
-    for turn in measure.turns("abcdefg", 6):
-        assert sorted(turn) == sorted("abcdefg")
-        followers |= set(pairwise(turn)) | {(turn[-1], turn[0])}
-    assert len(followers) == 7 * 6
-
-
 def test_ratios_are_taken_within_a_round_so_that_drift_cancels_out():
     drifting = {"ours": [1.0, 10.0, 100.0], "theirs": [2.0, 20.0, 200.0]}
     rows = measure.rows_of(drifting, "theirs")
     assert [row["ratio"]["q3"] for row in rows] == [0.5, 1.0]
     assert rows[0]["spread"]["median"] == 10.0
     assert rows[0]["spread"]["count"] == 3
-
-
-def test_a_single_figure_has_a_spread():
-    assert measure.Spread.of([2.0]) == measure.Spread(
-        median=2.0, q1=2.0, q3=2.0, low=2.0, high=2.0, count=1
-    )
-
-
-def test_a_missing_result_is_an_error(tmp_path):
-    with pytest.raises(FileNotFoundError):
-        measure.kept("nothing", tmp_path)
 
 
 def test_a_loss_costs_from_the_beginning_of_the_broken_window_to_the_next_group():

@@ -174,6 +174,12 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
         ({"callbacks": [print]}, r"callbacks must derive from orchestrator\.callbacks\.Callback"),
         ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
         ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
+        ({"ragged": "cary"}, r"run\.windows\(\): ragged must be one of .*; did you mean 'carry'"),
+        ({"epochs": 0}, r"run\.windows\(\): epochs must be a number above 0, but is 0"),
+        ({"epochs": float("nan")}, "epochs must be a number above 0, but is nan"),
+        ({"seed": 2**63}, r"run\.windows\(\): seed must lie between"),
+        ({"seed": -1}, "seed must be a whole number, 0 or more, but is -1"),
+        ({"micro_batch": 0}, "micro_batch must be a whole number, 1 or more, but is 0"),
     ],
 )
 def test_an_option_of_another_kind_is_refused_with_an_example(option, said):

@@ -1,7 +1,6 @@
 """The plan as a value: what it says, what it warns of, and its way through JSON."""
 
 import json
-import re
 import time
 from collections import Counter
 from types import SimpleNamespace
@@ -63,18 +62,9 @@ def test_a_plan_is_written_as_it_is_shown(**values):
     assert json.loads(json.dumps(shown)) == shown
 
 
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"nodes": 0}, "cluster.nodes=0"),
-        ({"ranks_per_node": 0}, "cluster.ranks_per_node=0"),
-        ({"updates": 0}, "train.updates=0"),
-        ({"reduction": "reproducible"}, "accumulation.reduction=reproducible needs"),
-    ],
-)
-def test_a_plan_that_cannot_be_is_refused(values, message):
-    with pytest.raises(PlanError, match=re.escape(message)):
-        plan(**values)
+def test_a_plan_that_cannot_be_is_refused():
+    with pytest.raises(PlanError, match=r"accumulation\.reduction=reproducible needs"):
+        plan(reduction="reproducible")
 
 
 def test_a_plan_of_ten_thousand_ranks_is_quick_and_its_warnings_short():

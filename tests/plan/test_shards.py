@@ -127,6 +127,11 @@ def test_shards_without_samples_are_refused(lengths):
         Shards(lengths)
 
 
+def test_shards_without_a_lane_are_refused():
+    with pytest.raises(PlanError, match="lanes of shards must be 1 or more, but are 0"):
+        Shards((3,), lanes=0)
+
+
 def test_shards_of_another_length_than_the_data_set_are_refused():
     with pytest.raises(PlanError, match="shards have 5 samples, but the data set has 6"):
         DataOrder(dataset_samples=6, global_batch=2, shards=Shards((2, 3)))

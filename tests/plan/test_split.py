@@ -105,15 +105,9 @@ def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda: split_window(-1, 2, steps=1), "the update's samples=-1"),
-        (lambda: split_window(1, 0, steps=1), "the number of ranks=0"),
-        (lambda: split_window(1, 1, steps=0), "accumulation.steps=0"),
         (lambda: split_window(1, 1), "exactly one must be given"),
         (lambda: assign([], steps=1), "it has none"),
-        (lambda: assign([2, -1], steps=1), "the samples of a rank=-1"),
-        (lambda: split_leaves(4, 2, 0), "accumulation.micro_batch=0"),
         (lambda: assign_leaves([1, 1], samples=9, leaf_size=3), "given 2 leaves, but 9 samples"),
-        (lambda: assign_leaves([4, -1], samples=9, leaf_size=3), "the leaves of a rank=-1"),
         (lambda: split_window(4, 2, steps=1).pieces(2), "there is no rank 2 among 2"),
     ],
 )
@@ -126,5 +120,3 @@ def test_reproducible_without_a_micro_batch_says_which_would_do():
     batch = Batch(global_batch=100, steps=4, micro_batch_cap=None)
     with pytest.raises(PlanError, match=r"needs accumulation\.micro_batch.*micro_batch=13 would"):
         split_for(100, 2, batch=batch, reduction="reproducible")
-    with pytest.raises(PlanError, match="did you mean 'reproducible'"):
-        split_for(100, 2, batch=batch, reduction="reproducable")

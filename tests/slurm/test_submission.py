@@ -136,7 +136,8 @@ def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(
     held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.mem-bind=none")
     options = runs.overrides(slurm, tmp_path / "run", *held)
     planned = runs.verb("plan", *options, **own).stdout
-    assert "as set in the environment: SBATCH_PARTITION, SBATCH_ACCOUNT" in planned
+    assert "#SBATCH --partition=low,high" in planned
+    assert "#SBATCH --account=dev" in planned
     call(*options, **own, code=0)
     shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
     for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from abc import abstractmethod
 from collections.abc import Callable, Collection
 from pathlib import Path
@@ -12,16 +11,11 @@ from orchestrator import snapshot
 from orchestrator.clusters.api import Cluster, Request
 from orchestrator.clusters.slurm.batch_script import (
     SubmitHost,
-    all_options,
+    options,
     script_name,
     submit_host,
 )
-from orchestrator.clusters.slurm.safe_values import (
-    check_clusters,
-    check_defaults,
-    check_preamble,
-    check_values,
-)
+from orchestrator.clusters.slurm.safe_values import check_preamble, check_values
 from orchestrator.clusters.slurm.task import NodeTask, write_task
 from orchestrator.clusters.slurm.trust import client_of, remember
 from orchestrator.config.program import target_of
@@ -63,12 +57,9 @@ class BaseSlurmCluster(Cluster):
         config, folder = self.decided, RunDir(run)
         check_values(config, run, Path.cwd())
         host = submit_host(config, copy or folder.snapshot(attempt))
-        check_defaults(host.defaults)
         check_preamble(config.cluster.preamble)
         script = self.script(folder, attempt, host)
-        options = {
-            k: v if v is True else str(v) for k, v in all_options(config, folder, host).items()
-        }
+        asked = {k: v if v is True else str(v) for k, v in options(config, folder)}
         return Request(
             run=run,
             attempt=attempt,
@@ -76,14 +67,12 @@ class BaseSlurmCluster(Cluster):
             ranks_per_node=config.cluster.ranks_per_node,
             environment=dict(config.cluster.environment),
             text=script,
-            details={"sbatch": script, "options": options},
+            details={"sbatch": script, "options": asked},
         )
 
     def client(self) -> SlurmClient:
-        """Return the client that submits. Raises `ClusterError` if another cluster is set."""
-        client = SlurmClient(self.config.cluster.slurm_conf)
-        check_clusters(os.environ, lambda: client.settings().get("ClusterName", ""))
-        return client
+        """Return the client that submits."""
+        return SlurmClient(self.config.cluster.slurm_conf)
 
     @abstractmethod
     def script(self, run: RunDir, attempt: int, host: SubmitHost) -> str:

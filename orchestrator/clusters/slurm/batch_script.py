@@ -11,7 +11,6 @@ killed itself, the coordinator or the next `resume` or `status` does that.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from orchestrator.agent.topology import (
     OUTER_UMASK_VARIABLE,
     PATH_VARIABLE,
 )
-from orchestrator.clusters.slurm.safe_values import Default, applicable, quoted, read_defaults
+from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
 from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
 from orchestrator.errors import START_AGAIN
@@ -155,7 +154,6 @@ class SubmitHost:
         package: folder of this package as the ranks import it: in the copy, or installed.
         path: folders that the ranks' PYTHONPATH begins with.
         code: the copy of the code, if any.
-        defaults: options of sbatch that the user's SBATCH_* variables set, by option.
     """
 
     python: str
@@ -163,7 +161,6 @@ class SubmitHost:
     package: Path
     path: tuple[Path, ...] = ()
     code: Path | None = None
-    defaults: tuple[Default, ...] = ()
 
     @property
     def starter(self) -> list[str]:
@@ -189,7 +186,6 @@ def submit_host(config: Config, copy: Path) -> SubmitHost:
         package=own / package.name if own else package,
         path=tuple(dict.fromkeys([*roots.values(), Path.cwd()])),
         code=copy if config.run.snapshot else None,
-        defaults=read_defaults(os.environ),
     )
 
 
@@ -250,12 +246,6 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield "open-mode", "append"
 
 
-def all_options(config: Config, run: RunDir, host: SubmitHost) -> dict[str, object]:
-    """Return the job's options: the configuration's, else the user's defaults."""
-    stated = dict(options(config, run))
-    return {**stated, **{d.option: d.value for d in applicable(host.defaults, stated)}}
-
-
 def option_line(name: str, value: object) -> str:
     return f"#SBATCH --{name}" if value is True else f"#SBATCH --{name}={quoted(value)}"
 
@@ -266,12 +256,7 @@ def batch_script(config: Config, run: RunDir, attempt: int, host: SubmitHost) ->
     Args:
         attempt: number of the job's first start; a requeued job adds SLURM_RESTART_COUNT to it.
     """
-    stated = dict(options(config, run))
-    lines = ["#!/bin/bash", *(option_line(name, value) for name, value in stated.items())]
-    if taken := applicable(host.defaults, stated):
-        variables = ", ".join(default.variable for default in taken)
-        lines.append(f"# as set in the environment: {variables}")
-        lines += [option_line(default.option, default.value) for default in taken]
+    lines = ["#!/bin/bash", *(option_line(name, value) for name, value in options(config, run))]
     lines += ["", *_step(config, run, attempt, host)]
     starter = _quoted([host.python, *host.starter])
     lines += FINALIZE.lines(starter=starter, START_AGAIN=START_AGAIN)

@@ -1,12 +1,8 @@
-"""Checks of the values in a batch script, and the user's own defaults for sbatch.
+"""Checks of the values in a batch script.
 
 SLURM reads the #SBATCH lines, bash reads the rest. Every value is quoted, but a value that would be
 hard to quote for both readers is refused here, with the key's name, before anything is written.
 Only `cluster.preamble` is shell, by definition.
-
-sbatch lets SBATCH_* variables override the script. Here the configuration overrides the variables:
-their values are written into the script where the configuration leaves an option open, and sbatch
-gets none of them. So `plan` shows all that applies.
 """
 
 from __future__ import annotations
@@ -15,76 +11,12 @@ import os
 import re
 import shlex
 import subprocess
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import Config
-from orchestrator.errors import ClusterError, ConfigError
-
-# sbatch(1), "INPUT ENVIRONMENT VARIABLES". Not here: what we always set (output, export,
-# requeueing, the shape and its signal, waiting; sbatch refuses CPUS_PER_GPU with our
-# --cpus-per-task), and CLUSTERS, which selects the cluster to ask.
-OPTION_OF: Mapping[str, str] = {
-    **{
-        f"SBATCH_{option.upper().replace('-', '_')}": option
-        for option in (
-            "partition", "account", "qos", "reservation", "constraint", "wckey", "acctg-freq",
-            "cluster-constraint", "core-spec", "delay-boot", "exclusive", "gpu-freq",
-            "gpus-per-node", "gres", "gres-flags", "hint", "mem-bind", "mem-per-cpu",
-            "mem-per-gpu", "network", "overcommit", "power", "profile", "spread-job",
-            "thread-spec", "threads-per-core", "use-min-nodes",
-        )
-    },
-    "SBATCH_TIMELIMIT": "time",
-    "SBATCH_BURST_BUFFER": "bb",
-    "SBATCH_CPU_FREQ_REQ": "cpu-freq",
-    "SLURM_HINT": "hint",
-    "SBATCH_MEM_PER_NODE": "mem",
-    "SBATCH_REQ_SWITCH": "switches",
-}  # fmt: skip
-BARE = frozenset({"overcommit", "spread-job", "use-min-nodes"})
-# A script may have only one of each of these.
-EXCLUDE_EACH_OTHER = (
-    frozenset({"mem", "mem-per-cpu", "mem-per-gpu"}),
-    frozenset({"core-spec", "thread-spec"}),
-    frozenset({"gres", "gpus-per-node"}),
-)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Default:
-    """A variable that sets an option: `value` is True for an option without one."""
-
-    variable: str
-    option: str
-    value: str | bool
-
-
-def read_defaults(environment: Mapping[str, str]) -> tuple[Default, ...]:
-    """Return an environment's defaults, in the order of `OPTION_OF`; empty ones are none."""
-    found: list[Default] = []
-    for variable, option in OPTION_OF.items():
-        text = environment.get(variable, "")
-        if text.strip() or (option in BARE and variable in environment):
-            bare = option == "exclusive" and text not in ("user", "mcs", "topo")
-            value = True if option in BARE or bare else text
-            found.append(Default(variable=variable, option=option, value=value))
-    return tuple(found)
-
-
-def applicable(defaults: Iterable[Default], stated: Collection[str]) -> list[Default]:
-    """Return the defaults that the configuration's options leave open, each option once."""
-    taken = set(stated)
-    found: list[Default] = []
-    for default in defaults:
-        rivals = {default.option}.union(*(g for g in EXCLUDE_EACH_OTHER if default.option in g))
-        if not rivals & taken:
-            taken.add(default.option)
-            found.append(default)
-    return found
-
+from orchestrator.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
@@ -230,27 +162,6 @@ def _environment(environment: Mapping[str, str]) -> Iterator[str]:
             yield f"cluster.environment.{name} cannot be set: it is bash's own"
         else:
             yield from _line(f"cluster.environment.{name}", str(value))
-
-
-def check_clusters(environment: Mapping[str, str], own_name: Callable[[], str]) -> None:
-    """Refuse defaults that would send a job to another cluster. Raises `ClusterError`.
-
-    Args:
-        own_name: returns this cluster's name.
-    """
-    for name in ("SBATCH_CLUSTERS", "SLURM_CLUSTERS"):
-        if environment.get(name) and environment[name] != own_name():
-            raise ClusterError(
-                f"{name}={environment[name]} sends jobs to other clusters, where they would not be "
-                f"found again; unset it, and choose the cluster by cluster.slurm_conf"
-            )
-
-
-def check_defaults(defaults: Iterable[Default]) -> None:
-    """Refuse SBATCH_* values that cannot be on an #SBATCH line. Raises `ConfigError`."""
-    wrong = [w for d in defaults if isinstance(d.value, str) for w in _plain(d.variable, d.value)]
-    if wrong:
-        raise ConfigError("\n".join(wrong))
 
 
 def check_preamble(lines: Sequence[str]) -> None:

@@ -1,6 +1,6 @@
 """Status of SLURM runs: one squeue call per cluster, and one sacct call for forgotten jobs.
 
-If neither answers, the run folders decide.
+Without an answer, a run that has no recorded end is unknown.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ from orchestrator.rundir.status import (
     RunStatus,
     from_folder,
     has_begun,
-    infer_from_heartbeats,
+    mark_unknown,
     status_or_damage,
 )
 from orchestrator.slurm_client import Job, SlurmClient, accounted, jobs_of_user, queued
+
+NO_ANSWER = "the scheduler gave no answer"
 
 
 def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Iterator[str]:
@@ -46,7 +48,7 @@ def update_statuses(runs: Sequence[RunDir], found: dict[Path, RunStatus]) -> Ite
                 jobs = {job_id: job for job_id, job in own.items() if job_id in ids}
         except ClusterError as error:
             yield str(error)
-            infer_from_heartbeats(members, found)
+            mark_unknown(members, found, NO_ANSWER)
         else:
             yield from _query(client, jobs, members, found)
 
@@ -71,7 +73,7 @@ def _query(
         yield str(error)
         silent = True
         forgotten = [run for run in runs if str(found[run.path].job_id) not in jobs]
-        infer_from_heartbeats(forgotten, found)
+        mark_unknown(forgotten, found, NO_ANSWER)
     for run in runs:
         status = found[run.path]
         job = jobs.get(str(status.job_id))

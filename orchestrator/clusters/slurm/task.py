@@ -6,7 +6,6 @@ Only the run folder's path is pickled. Everything else is read from the folder.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 import signal
 import time
@@ -17,10 +16,7 @@ from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import open_nofollow
 from orchestrator.rundir.folder import RunDir
-
-log = logging.getLogger(__name__)
 
 TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
@@ -76,7 +72,7 @@ class NodeTask:
 
 
 class _Watch:
-    """An agent's additional work on SLURM: heartbeat file, fence, and lost batch scripts."""
+    """An agent's additional work on SLURM: the fence, and lost batch scripts."""
 
     def __init__(self, run: RunDir, attempt: int, spec: NodeSpec) -> None:
         self._run, self._attempt, self._spec = run, attempt, spec
@@ -84,18 +80,8 @@ class _Watch:
         self._fence = Fence(run.newest_attempt, attempt)
 
     def beat(self) -> bool:
-        """Write the heartbeat, for `status` where the scheduler is silent: a number that grows.
-
-        Returns:
-            Whether a newer attempt has begun.
-        """
+        """Return whether a newer attempt has begun; called once a second."""
         self._beats += 1
-        path = self._run.heartbeat(self._attempt, self._spec.index)
-        try:
-            with os.fdopen(open_nofollow(path, os.O_WRONLY | os.O_CREAT), "wb") as file:
-                file.write(str(self._beats).encode("ascii"))
-        except OSError as error:  # a full disk: the heartbeat file alone decides nothing
-            log.warning("no heartbeat could be written: %s", error.strerror)
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
     def on_outcome(self, first_node_gone: bool) -> None:

@@ -8,7 +8,6 @@ import shlex
 import signal
 import subprocess
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -20,24 +19,18 @@ from orchestrator.clusters.slurm.batch_script import (
     STARTER,
     WAIT,
     SubmitHost,
-    all_options,
     batch_script,
 )
 from orchestrator.clusters.slurm.safe_values import (
-    OPTION_OF,
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
     PATTERNS,
-    Default,
-    check_clusters,
-    check_defaults,
     check_preamble,
     check_values,
-    read_defaults,
 )
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.errors import ClusterError, ConfigError
+from orchestrator.errors import ConfigError
 from orchestrator.rundir import files
 from orchestrator.rundir.folder import RunDir
 from tests.helpers import alive, until
@@ -267,31 +260,15 @@ def test_a_jobs_own_variables_cannot_be_set_for_the_ranks(name):
         check_values(slurm_config(environment={name: "1"}), Path("/run"))
 
 
-def test_every_default_of_sbatch_is_obeyed_where_the_configuration_is_silent(tmp_path):
-    found = read_defaults(dict.fromkeys(OPTION_OF, "7"))
-    assert {default.variable for default in found} == set(OPTION_OF)
-    config, run = slurm_config(account="mine", time_min=None), RunDir(tmp_path)
-    submit_host = SubmitHost(python="python", folder=tmp_path, package=tmp_path, defaults=found)
-    options = all_options(config, run, submit_host)
-    assert (options["account"], options["partition"], options["time"]) == ("mine", "7", "7")
-    lines = batch_script(config, run, 0, submit_host).splitlines()
-    assert "#SBATCH --account=mine" in lines
-    assert "#SBATCH --partition=7" in lines
-    assert not any("account=7" in line for line in lines)
-    assert any("SBATCH_PARTITION" in line and "SBATCH_ACCOUNT" not in line for line in lines)
-    memories = [line for line in lines if line.startswith("#SBATCH --mem")]
-    assert len([line for line in memories if "bind" not in line]) == 1
-    assert not read_defaults({"SBATCH_CPUS_PER_GPU": "2"})  # refused together with --cpus-per-task
-    plain = batch_script(config, run, 0, replace(submit_host, defaults=()))
-    assert "in the environment" not in plain
-
-
-@pytest.mark.parametrize("name", ["SBATCH_CLUSTERS", "SLURM_CLUSTERS"])
-def test_a_default_that_sends_jobs_to_another_cluster_is_refused(name):
-    with pytest.raises(ClusterError, match=f"{name}=b sends jobs to other clusters"):
-        check_clusters({name: "b"}, lambda: "a")
-    check_clusters({name: "", "SLURM_CLUSTER_NAME": "a"}, lambda: pytest.fail("asked in vain"))
-    check_clusters({name: "a"}, lambda: "a")  # as a site's environment modules set it
+@pytest.mark.parametrize("cluster", ["slurm", "slurm_ascend", "slurm_dev"])
+def test_users_sbatch_variables_decide_what_the_configuration_leaves_open(cluster, monkeypatch):
+    for name in ("ACCOUNT", "CONSTRAINT", "PARTITION", "QOS", "RESERVATION"):
+        monkeypatch.setenv(f"SBATCH_{name}", "theirs")
+    script = script_of(compose([f"+cluster={cluster}", "cluster.account=mine"]))
+    assert "#SBATCH --account=mine" in script
+    for name in ("constraint", "partition", "qos"):
+        assert f"#SBATCH --{name}=theirs" in script
+    assert "reservation" not in script
 
 
 @pytest.mark.parametrize(
@@ -402,10 +379,9 @@ GOLDEN_REQUESTS = {
 }  # fmt: skip
 
 
-def script_of(config: Config, run: Path = RUN, *defaults: Default) -> str:
+def script_of(config: Config, run: Path = RUN) -> str:
     check_values(config, run)
-    check_defaults(defaults)
-    return batch_script(config, RunDir(run), 0, replace(HERE, defaults=defaults))
+    return batch_script(config, RunDir(run), 0, HERE)
 
 
 @pytest.mark.parametrize("name", GOLDEN_REQUESTS)
@@ -419,7 +395,6 @@ TEXTS = [*(f"cluster.{name}" for name in PATTERNS), "run.name",
          "cluster.slurm_flags.mail-user", "cluster.environment.A", "cluster.slurm_conf",
          "run.dir", "cluster.slurm_flags.*", "cluster.environment.*",
          "cluster.srun_flags.mem-bind", "cluster.srun_flags.*", "cluster.gpus_per_node",
-         "SBATCH_PARTITION",
          ]  # fmt: skip
 PIECES = ["\n", "\r", "\0", "\x1b", "\u2028", "$(touch pwned)", "`touch pwned`", "'", '"', "\\",
           ";", "&&", "|", ">", "--wrap=id", "-", " ", "#", "#SBATCH --uid=0", "$HOME", "${IFS}",
@@ -430,10 +405,8 @@ HOSTILE = st.one_of(
 )
 
 
-def with_value(key: str, value: str) -> tuple[Config, Path] | tuple[Config, Path, Default]:
+def with_value(key: str, value: str) -> tuple[Config, Path]:
     config, run = slurm_config(), RUN
-    if key == "SBATCH_PARTITION":
-        return config, run, Default(variable=key, option="partition", value=value)
     if key == "run.dir":
         return config, Path("/shared/" + value)
     section, name, *entry = key.split(".")
