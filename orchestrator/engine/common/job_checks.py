@@ -56,66 +56,7 @@ def _number(value: Any, what: str) -> float:
     raise JobError(f"{what} must be one number, but is {given}")
 
 
-# ------------------------------------------------------------------ Hyperparameters
-# The engine sets the learning rate at the start of each update; everything else is set when the
-# optimizer is built, or in the job's `after_update`. Other changes, such as a scheduler's, would
-# be overwritten silently or missing from the configuration.
-
-
-Values = Mapping[tuple[int, str], Any]
-"""By parameter group and name; what compares with `==`."""
-RATES = ("lr", "initial_lr")  # the second is a scheduler's mark
-
-
-class Hyperparameters:
-    """Detects changes of hyperparameters by other code than the engine.
-
-    Args:
-        read: gives them as they are now.
-    """
-
-    def __init__(self, read: Callable[[], Values]) -> None:
-        self._read, self._kept = read, read()
-
-    def keep(self) -> None:
-        """Accept the current values: the engine, or the optimizer's own step, has set them."""
-        self._kept = self._read()
-
-    def check(self, when: str, *, jobs_turn: bool = False) -> None:
-        """Raise `JobError` if they are not as they were kept.
-
-        Args:
-            when: the moment, as in "in after_update of update 3".
-            jobs_turn: it was `after_update`, in which a job may change all but the rates and the
-                groups (a weight decay that rises with the updates, say); what it set is kept.
-        """
-        found = self._read()
-        if found == self._kept:
-            return
-        groups = {group for group, _ in found}, {group for group, _ in self._kept}
-        if groups[0] != groups[1]:
-            raise JobError(
-                f"the optimizer had {len(groups[1])} parameter groups and has {len(groups[0])} "
-                f"now, {when}; build it with all of them"
-            )
-        for group, name in sorted(found.keys() | self._kept.keys()):
-            before, after = (held.get((group, name)) for held in (self._kept, found))
-            if before == after or (jobs_turn and name not in RATES):
-                continue
-            changed = (
-                f"{name} of the optimizer's parameter group {group} was changed from "
-                f"{before!r:.40} to {after!r:.40} {when}, behind the engine's back"
-            )
-            if name in RATES:
-                raise JobError(
-                    f"{changed}, where it would have no effect: each update sets the rate. Let the "
-                    "job define learning_rate(self, update) in the place of a scheduler, or use "
-                    "schedule.*"
-                )
-            raise JobError(
-                f"{changed}; a job changes it in after_update(model, update), by the update"
-            )
-        self._kept = found
+# ------------------------------------------------------------------ Training
 
 
 def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
