@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import random
 from collections import UserDict
@@ -390,10 +389,9 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
             `capturable` or `differentiable` is given.
 
     Raises:
-        ConfigError: an unknown name or key, with the nearest one, or values that are refused.
+        ConfigError: an unknown class or key, or values that are refused.
     """
     spelled, make, given = optimizer_class(settings, BY_NAME)
-    _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused is one kernel for the whole step, several times as fast as torch's default; it reads
     # memory as it lies. That of SGD gains little, and fails where a parameter is first used late.
@@ -429,22 +427,6 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise ConfigError(f"{spelled} takes sparse gradients only; here they are dense: use adam")
     return optimizer
-
-
-def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str) -> None:
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # of a builtin; what it does not take, it says when it is called
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL][1:]
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{spelled} takes no '{key}'"
-                f"{did_you_mean(key, [k for k in known if k not in ('params', 'lr')])}"
-            )
 
 
 def learning_rate_of(optimizer: Optimizer) -> LearningRate:

@@ -63,12 +63,9 @@ def test_numbers_between_those_of_a_parameter_are_not_stepped():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "adamm"}, "there is no optimizer.name=adamm; did you mean 'adam"),
-        ({}, "there is no optimizer.name=None; known are: adam, adamw, sgd"),
-        ({"name": "sgd", "momentun": 0.9}, "takes no 'momentun'; did you mean 'momentum'"),
-        ({"name": "sgd", "lr": 0.1}, "set schedule.base_lr=0.1"),
+        ({"name": "sgd", "momentun": 0.9}, "cannot be built: .* argument 'momentun'"),
         ({"name": "adam", "betas": [2.0, 0.9]}, "cannot be built: Invalid beta"),
-        ({"_target_": "torch.optim.AdmW"}, "no 'AdmW' in torch.optim; did you mean 'AdamW'"),
+        ({"_target_": "torch.optim.AdmW"}, "AdmW: module 'torch.optim' has no attribute"),
         ({"_target_": "nowhere.Adam"}, "No module named 'nowhere'"),
         ({"_target_": "torch.nn.Linear", "bias": False}, "cannot be built"),
         ({"_target_": "builtins.print"}, "cannot be built"),
