@@ -27,33 +27,23 @@ def checked_figures(found: Any, job: Any) -> dict[str, float]:
     """
     named = f"{type(job).__name__}.evaluate()"
     if not isinstance(found, Mapping):
-        given = "nothing" if found is None else f"a {type(found).__name__}"
         raise JobError(
             f"{named} must return figures by name, as in return {{'accuracy': 0.9}}, but returned "
-            f"{given}; leave evaluate() out where there is nothing to say"
+            f"{found!r:.40}; leave evaluate() out where there is nothing to say"
         )
-    figures = {str(name): _number(value, f"{named}'s '{name}'") for name, value in found.items()}
-    for name, value in figures.items():
-        if not math.isfinite(value):
+    figures: dict[str, float] = {}
+    for name, value in found.items():
+        try:
+            number = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise JobError(f"{named}'s '{name}' must be one number, but is {value!r:.40}") from None
+        if not math.isfinite(number):
             warn(
-                f"{named}'s '{name}' is {value}: of a model that diverged, or of a mistake in it",
+                f"{named}'s '{name}' is {number}: of a model that diverged, or of a mistake in it",
                 kind=f"evaluate {name}",
             )
+        figures[str(name)] = number
     return figures
-
-
-def _number(value: Any, what: str) -> float:
-    """Return a number, or the number in a tensor or array of one. Raises `JobError`."""
-    shape = tuple(getattr(value, "shape", ()))
-    one = math.prod(shape) == 1
-    try:
-        if one and not isinstance(value, str | bytes):
-            item: Any = getattr(value, "item", lambda: value)
-            return float(item())
-    except (TypeError, ValueError, RuntimeError):
-        pass  # what it is instead, is said below
-    given = f"a {type(value).__name__}" + (f" of shape {shape}" if not one else f", {value!r:.40}")
-    raise JobError(f"{what} must be one number, but is {given}")
 
 
 # ------------------------------------------------------------------ Training
