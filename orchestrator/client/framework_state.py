@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.record import LONGEST_NAME, MOST_FIGURES
 from orchestrator.client.run import current_run
 
 # A framework writes the files of a checkpoint one after the other, and may be killed before the
@@ -17,10 +16,9 @@ NOT_FIGURES = ("loss", "samples", "update", "self")  # other arguments of `repor
 
 def mark(checkpoint: Path, update: int, *, first_rank: bool) -> None:
     """Mark a checkpoint after `update` as complete, on the first rank, once all ranks have written
-    their parts and all earlier lines are on the disk: the next start continues after it.
+    their parts: the next start continues after it.
     """
     if first_rank:
-        current_run.flush()
         checkpoint.with_name(checkpoint.name + MARK).touch(mode=0o600)
     current_run.save_done(update)
 
@@ -40,13 +38,12 @@ def newest(prefix: str) -> tuple[int, Path] | None:
 
 
 def figures_of(logged: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the numbers among what a framework logs, as many as a line takes."""
-    found = {
+    """Return the numbers among what a framework logs, for `report`."""
+    return {
         name: value
         for name, value in (logged or {}).items()
-        if name not in NOT_FIGURES and len(name) <= LONGEST_NAME and _is_number(value)
+        if name not in NOT_FIGURES and _is_number(value)
     }
-    return dict(list(found.items())[:MOST_FIGURES])
 
 
 def _is_number(value: Any) -> bool:

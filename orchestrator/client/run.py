@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import faulthandler
 import importlib
+import json
 import os
 import signal
 import threading
@@ -15,13 +16,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from orchestrator.client.record import Line, Lines, figures, whole_number
+from orchestrator.client.record import figures, whole_number
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
+from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
 
 METRICS = "metrics.jsonl"
-FEW = 8  # updates, after which rank 0 has reported one if it ever does
 
 
 class Run:
@@ -43,10 +44,9 @@ class Run:
         self._warnings = Path(env[WARNINGS]) if env.get(WARNINGS) else None
         signals = {signal.SIGTERM, signal.Signals[f"SIG{env.get(SIGNAL, 'TERM')}"]}
         self._stop = Stop(folder, self._rank, self._size, tuple(signals))
-        self._lines: Lines | None = None
-        self._lock = threading.Lock()  # of the first line, which any thread may report
-        self._latest, self._reported, self._reports = time.perf_counter(), -1, 0
-        self._warned_of_order, self._pid = False, 0
+        self._lines: LineFile | None = None
+        self._lock = threading.Lock()  # of the file, as any thread may report
+        self._latest, self._pid = time.perf_counter(), 0
         self._windows: Any = None
         self._stopping = False
         if self._is and signal.getsignal(signal.SIGQUIT) == signal.SIG_DFL:
@@ -58,36 +58,23 @@ class Run:
     def report(
         self, update: int, *, loss: float, samples: int | None = None, **metrics: float
     ) -> None:
-        """Record a completed update (from 0). Only rank 0 records; it never waits for a disk.
+        """Record a completed update (from 0). Only rank 0 records.
 
         Args:
+            loss: a number, or a tensor that holds one, for which the call waits as `.item()` does.
             samples: of this update, over all ranks.
             metrics: further figures by name.
         """
         if not self._begin("report()"):
             return
         number = whole_number("report", "update", update)
-        extra = figures("run.report()", metrics)
-        record: Line = {"update": number, **figures("run.report()", {"loss": loss})}
+        record: dict[str, Any] = {"update": number, **figures({"loss": loss})}
         if samples is not None:
             record["samples"] = whole_number("report", "samples", samples)
-        self._reports += 1
-        if self._rank:
-            if self._reports == FEW and not (self.folder / METRICS).exists():
-                self.warn(
-                    f"rank {self._rank} calls run.report(), but rank 0 did not, whose values alone "
-                    "are recorded: call it on every rank, or on rank 0"
-                )
-            return
-        if number <= self._reported and not self._warned_of_order:
-            self._warned_of_order = True
-            self.warn(
-                f"run.report({number}) came after run.report({self._reported}): updates are those "
-                "of the whole training, not of an epoch; of several lines for one the last counts"
-            )
+        record["metrics"] = figures(metrics)
         now = time.perf_counter()
-        spent, self._latest, self._reported = now - self._latest, now, number
-        self.record({**record, "time": time.time(), "update_s": spent, "metrics": extra})
+        spent, self._latest = now - self._latest, now
+        self.record({**record, "time": time.time(), "update_s": spent})
 
     def should_stop(self, update: int) -> bool:
         """Return whether to save and leave now, after `update`. Every rank must call this after
@@ -96,8 +83,6 @@ class Run:
         if not self._begin("should_stop()"):
             return False
         self._stopping = self._stop.due(whole_number("should_stop", "update", update))
-        if self._stopping:
-            self.flush()
         return self._stopping
 
     def save_done(self, update: int) -> None:
@@ -158,26 +143,29 @@ class Run:
         if self._is:
             self._stop.agreed(update)
 
-    def record(self, record: Line) -> None:
-        """Queue a line for metrics.jsonl, on rank 0 of a run."""
+    def record(self, record: Mapping[str, Any]) -> None:
+        """Append a line to metrics.jsonl, on rank 0 of a run."""
         if not self._is or self._rank:
             return
+        line = json.dumps({**record, "attempt": self.attempt})
         with self._lock:
-            self._lines = self._lines or Lines(self.folder / METRICS)
-        self._lines.put({**record, "attempt": self.attempt})
+            try:
+                self._lines = self._lines or LineFile(self.folder / METRICS)
+                self._lines.write(line)
+            except OSError as error:
+                self._warn_of_disk(error)
 
-    def flush(self) -> None:
-        """Wait until all earlier lines are written, so that no checkpoint is ahead of them."""
-        if self._lines is not None:
-            self._lines.flush()
-
-    def warn(self, sentence: str) -> None:
+    def _warn_of_disk(self, error: OSError) -> None:
         """Warn, as the ranks of a job do: on the console and in the run folder."""
         from orchestrator.rundir import warnings  # most programs never need it
 
-        if self._warnings is not None:
+        if self._warnings is not None:  # until the first warning
             warnings.warn_into(self._warnings, self._rank)
-        warnings.warn(sentence)
+            self._warnings = None
+        warnings.warn(
+            f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and follow "
+            "as soon as there is room"
+        )
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""

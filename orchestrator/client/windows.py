@@ -262,10 +262,6 @@ class RunRecord(Callback):
         if done.report.stop_requested and done.window.update + 1 < self._updates:
             self._run.agreed_to_stop(done.window.update)
 
-    def on_checkpoint(self, updates: int, samples: int) -> None:
-        del updates, samples
-        self._run.flush()  # no checkpoint is ahead of the lines
-
 
 class AccumulatorState:
     """The state of accumulators that share windows, and of further objects of the user.

@@ -27,46 +27,21 @@ from orchestrator.units import format_learning_rate, format_number, format_rate
 # ----------------------------------------------------------------------
 # Lines about training in rank 0's log, which `logs RUN -f` shows.
 
-LONGEST_S = 60.0
+
+def log_update(done: CompletedUpdate, total: int) -> None:
+    """Log an update, of `total` planned ones."""
+    rate = f"  {format_rate(done.window.samples / done.seconds)}" if done.seconds > 0 else ""
+    _log(
+        f"update {done.window.update + 1}/{total}  loss {format_number(done.report.loss)}  "
+        f"learning rate {format_learning_rate(done.window.learning_rate)}{rate}"
+    )
 
 
-class UpdateLines:
-    """Lines of the log on the updates of one attempt, of `total` planned ones."""
-
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self._total, self._clock = total, clock
-        self._began = self._last = clock()
-        self._samples = 0
-        self._first = True
-        self._evaluated = -LONGEST_S
-
-    def _interval_s(self, now: float) -> float:
-        # about 200 lines while the interval grows by a given factor
-        return min(LONGEST_S, max(1.0, (now - self._began) / 200))
-
-    def update(self, update: int, *, loss: float, learning_rate: float, samples: int) -> None:
-        """Log an update (from 0) now and then; always the first and the last one."""
-        now = self._clock()
-        self._samples += samples
-        since = now - self._last
-        if not (self._first or update + 1 == self._total or since >= self._interval_s(now)):
-            return
-        rate = f"  {format_rate(self._samples / since)}" if since > 0 else ""
-        self._first, self._samples, self._last = False, 0, now
-        _log(
-            f"update {update + 1}/{self._total}  loss {format_number(loss)}  "
-            f"learning rate {format_learning_rate(learning_rate)}{rate}"
-        )
-
-    def evaluation(self, update: int, figures: Mapping[str, float]) -> None:
-        """Held-out figures after an update (from 0); as seldom as updates, but for the last."""
-        now = self._clock()
-        if update + 1 < self._total and now - self._evaluated < self._interval_s(now):
-            return
-        self._evaluated = now
-        values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items())
-        if values:
-            _log(f"held-out after update {update + 1}: {values}")
+def log_evaluation(update: int, figures: Mapping[str, float]) -> None:
+    """Log held-out figures after an update (from 0)."""
+    values = ", ".join(f"{name} {format_number(value)}" for name, value in figures.items())
+    if values:
+        _log(f"held-out after update {update + 1}: {values}")
 
 
 def _log(line: str) -> None:
@@ -189,8 +164,7 @@ class Recorder(Callback):
         self.note: dict[str, Any] = {}
         self.generation = 0
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
-        self._update = 0
-        self._lines = UpdateLines(updates)
+        self._update, self._updates = 0, updates
 
     def on_micro_step(self, update: int, done: int, steps: int) -> None:
         self._progress.write(update, done, steps)
@@ -208,12 +182,7 @@ class Recorder(Callback):
         line = update_line(done, self._engine.peak_memory_bytes())
         self._line(line | self.note | self._warned())
         self.note = {}
-        self._lines.update(
-            window.update,
-            loss=report.loss,
-            learning_rate=window.learning_rate,
-            samples=window.samples,
-        )
+        log_update(done, self._updates)
         self._scalars.write(
             window.update,
             {
@@ -243,7 +212,7 @@ class Recorder(Callback):
                 "time": time.time(),
             }
         )
-        self._lines.evaluation(update, figures)
+        log_evaluation(update, figures)
         self._scalars.write(
             update, {f"evaluation/{name}": value for name, value in figures.items()}
         )

@@ -233,7 +233,6 @@ def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_
     assert done == [3, 4, 5]
     assert run.stopping
     assert not (tmp_path / "checkpoints").exists()
-    run.flush()
     assert (tmp_path / "metrics.jsonl").read_text().count('"saved"') == 3
 
 

@@ -1,4 +1,4 @@
-"""Lines and logs: whole where there is no room, and few."""
+"""Lines and logs: whole where there is no room."""
 
 import errno
 import os
@@ -9,9 +9,12 @@ import sys
 
 import pytest
 
+from orchestrator.client.loop import CompletedUpdate
+from orchestrator.engine.api import BoundaryReport
 from orchestrator.rundir import files
 from orchestrator.rundir.files import LineFile
-from orchestrator.trainer.recorder import UpdateLines
+from orchestrator.trainer.recorder import log_evaluation, log_update
+from tests.engine.windows import make_window
 from tests.helpers import ROOT
 
 
@@ -91,46 +94,21 @@ def test_a_log_without_room_ends_nothing_and_says_later_what_it_lost(tmp_path):
     ]
 
 
-@pytest.mark.parametrize(
-    ("update_s", "hours", "at_most"), [(0.05, 1, 800), (1.0, 24, 2600), (600.0, 24, 144)]
-)
-def test_lines_are_few_for_updates_of_any_length(capsys, update_s, hours, at_most):
-    now = [0.0]
-    total = int(hours * 3600 / update_s)
-    lines = UpdateLines(total, clock=lambda: now[0])
-    longest = last = 0.0
-    for update in range(total):
-        now[0] += update_s
-        lines.update(update, loss=0.5, learning_rate=0.1, samples=10)
-        if capsys.readouterr().out:
-            longest, last = max(longest, now[0] - last), now[0]
-            at_most -= 1
-    assert at_most >= 0
-    assert longest <= 60.0 + update_s
-    assert last == now[0]
+def _done(update, seconds=0.6):
+    window = make_window(update, [(0, 30)], rate=1e-3)
+    return CompletedUpdate(window, BoundaryReport(update=update, loss=0.25, weight=30.0), seconds)
 
 
-def test_a_line_has_the_loss_the_rate_and_the_speed_since_the_line_before(capsys):
-    now = [0.0]
-    lines = UpdateLines(10, clock=lambda: now[0])
-    for update in range(3):
-        now[0] += 0.6
-        lines.update(update, loss=0.25, learning_rate=1e-3, samples=30)
+def test_a_line_has_the_loss_the_rate_and_the_speed_of_an_update(capsys):
+    for update in range(2):
+        log_update(_done(update), 10)
+    log_evaluation(1, {"accuracy": 0.5})
+    log_evaluation(1, {})
     assert capsys.readouterr().out.splitlines() == [
         "update 1/10  loss 0.2500  learning rate 0.001  50.0 samples/s",
-        "update 3/10  loss 0.2500  learning rate 0.001  50.0 samples/s",
+        "update 2/10  loss 0.2500  learning rate 0.001  50.0 samples/s",
+        "held-out after update 2: accuracy 0.5000",
     ]
-
-
-def test_evaluations_are_thinned_like_updates_and_the_last_is_told(capsys):
-    now = [0.0]
-    lines = UpdateLines(100, clock=lambda: now[0])
-    for update in range(100):
-        now[0] += 0.1
-        lines.evaluation(update, {"accuracy": 0.5})
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) <= 12
-    assert lines[-1] == "held-out after update 100: accuracy 0.5000"
 
 
 def test_a_full_disk_is_no_reason_to_stop(monkeypatch):
@@ -138,4 +116,4 @@ def test_a_full_disk_is_no_reason_to_stop(monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("builtins.print", full)
-    UpdateLines(10).update(0, loss=0.25, learning_rate=1e-3, samples=30)
+    log_update(_done(0), 10)

@@ -27,95 +27,26 @@ def checked_figures(found: Any, job: Any) -> dict[str, float]:
     """
     named = f"{type(job).__name__}.evaluate()"
     if not isinstance(found, Mapping):
-        given = "nothing" if found is None else f"a {type(found).__name__}"
         raise JobError(
             f"{named} must return figures by name, as in return {{'accuracy': 0.9}}, but returned "
-            f"{given}; leave evaluate() out where there is nothing to say"
+            f"{found!r:.40}; leave evaluate() out where there is nothing to say"
         )
-    figures = {str(name): _number(value, f"{named}'s '{name}'") for name, value in found.items()}
-    for name, value in figures.items():
-        if not math.isfinite(value):
+    figures: dict[str, float] = {}
+    for name, value in found.items():
+        try:
+            number = float(value.item() if hasattr(value, "item") else value)
+        except (TypeError, ValueError, RuntimeError):
+            raise JobError(f"{named}'s '{name}' must be one number, but is {value!r:.40}") from None
+        if not math.isfinite(number):
             warn(
-                f"{named}'s '{name}' is {value}: of a model that diverged, or of a mistake in it",
+                f"{named}'s '{name}' is {number}: of a model that diverged, or of a mistake in it",
                 kind=f"evaluate {name}",
             )
+        figures[str(name)] = number
     return figures
 
 
-def _number(value: Any, what: str) -> float:
-    """Return a number, or the number in a tensor or array of one. Raises `JobError`."""
-    shape = tuple(getattr(value, "shape", ()))
-    one = math.prod(shape) == 1
-    try:
-        if one and not isinstance(value, str | bytes):
-            item: Any = getattr(value, "item", lambda: value)
-            return float(item())
-    except (TypeError, ValueError, RuntimeError):
-        pass  # what it is instead, is said below
-    given = f"a {type(value).__name__}" + (f" of shape {shape}" if not one else f", {value!r:.40}")
-    raise JobError(f"{what} must be one number, but is {given}")
-
-
-# ------------------------------------------------------------------ Hyperparameters
-# The engine sets the learning rate at the start of each update; everything else is set when the
-# optimizer is built, or in the job's `after_update`. Other changes, such as a scheduler's, would
-# be overwritten silently or missing from the configuration.
-
-
-Values = Mapping[tuple[int, str], Any]
-"""By parameter group and name; what compares with `==`."""
-RATES = ("lr", "initial_lr")  # the second is a scheduler's mark
-
-
-class Hyperparameters:
-    """Detects changes of hyperparameters by other code than the engine.
-
-    Args:
-        read: gives them as they are now.
-    """
-
-    def __init__(self, read: Callable[[], Values]) -> None:
-        self._read, self._kept = read, read()
-
-    def keep(self) -> None:
-        """Accept the current values: the engine, or the optimizer's own step, has set them."""
-        self._kept = self._read()
-
-    def check(self, when: str, *, jobs_turn: bool = False) -> None:
-        """Raise `JobError` if they are not as they were kept.
-
-        Args:
-            when: the moment, as in "in after_update of update 3".
-            jobs_turn: it was `after_update`, in which a job may change all but the rates and the
-                groups (a weight decay that rises with the updates, say); what it set is kept.
-        """
-        found = self._read()
-        if found == self._kept:
-            return
-        groups = {group for group, _ in found}, {group for group, _ in self._kept}
-        if groups[0] != groups[1]:
-            raise JobError(
-                f"the optimizer had {len(groups[1])} parameter groups and has {len(groups[0])} "
-                f"now, {when}; build it with all of them"
-            )
-        for group, name in sorted(found.keys() | self._kept.keys()):
-            before, after = (held.get((group, name)) for held in (self._kept, found))
-            if before == after or (jobs_turn and name not in RATES):
-                continue
-            changed = (
-                f"{name} of the optimizer's parameter group {group} was changed from "
-                f"{before!r:.40} to {after!r:.40} {when}, behind the engine's back"
-            )
-            if name in RATES:
-                raise JobError(
-                    f"{changed}, where it would have no effect: each update sets the rate. Let the "
-                    "job define learning_rate(self, update) in the place of a scheduler, or use "
-                    "schedule.*"
-                )
-            raise JobError(
-                f"{changed}; a job changes it in after_update(model, update), by the update"
-            )
-        self._kept = found
+# ------------------------------------------------------------------ Training
 
 
 def refuse_scheduler(groups: Iterable[Mapping[str, Any]], job: Any) -> None:
@@ -216,34 +147,20 @@ def optimizer_class(
 ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
     """Return an optimizer of the configuration: how it is spelled there, its class, its arguments.
 
+    The submission has checked names and the arguments of named ones (`config.optimizer`).
+
     Raises:
-        ConfigError: an unknown name, with the nearest one, or a learning rate.
+        ConfigError: there is no class of this dotted name on this machine.
     """
     given = {key: value for key, value in settings.items() if key not in ("name", "_target_")}
-    if "lr" in given:
-        raise ConfigError(
-            f"optimizer.lr={given['lr']} is not used: the rate is the schedule's; "
-            f"set schedule.base_lr={given['lr']}"
-        )
     if "_target_" not in settings:
-        name = str(settings.get("name"))
-        if name not in by_name:
-            raise ConfigError(f"there is no optimizer.name={name}{did_you_mean(name, by_name)}")
-        return f"optimizer.name={name}", by_name[name], given
+        return f"optimizer.name={settings['name']}", by_name[settings["name"]], given
     spelled = f"optimizer._target_={settings['_target_']}"
-    module_name, _, name = str(settings["_target_"]).rpartition(".")
+    module, _, name = str(settings["_target_"]).rpartition(".")
     try:
-        module = importlib.import_module(module_name) if module_name else None
-    except ModuleNotFoundError as error:
+        return spelled, getattr(importlib.import_module(module), name), given
+    except (ImportError, AttributeError) as error:
         raise ConfigError(f"{spelled}: {error}") from error
-    found = getattr(module, name, None)
-    if not callable(found):
-        known = [n for n in dir(module) if not n.startswith("_")] if module else []
-        raise ConfigError(
-            f"{spelled}: there is no '{name}' in {module_name or 'a module'}"
-            f"{did_you_mean(name, known)}"
-        )
-    return spelled, found, given
 
 
 # ------------------------------------------------------------------ Batch norm

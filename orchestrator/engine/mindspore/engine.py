@@ -10,7 +10,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,6 @@ from orchestrator.config.optimizer import check_builder, described
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.boundary import STOP, Trailer, UpdatePolicy, limb_bits
 from orchestrator.engine.common.job_checks import (
-    Hyperparameters,
     Kinds,
     check_fits,
     checked_figures,
@@ -44,13 +42,12 @@ from orchestrator.engine.mindspore.accumulator import (
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import (
     RANDOM,
-    LearningRate,
     advice,
     build_model,
     build_optimizer,
     check_same_weights,
-    hyperparameters_of,
     kept_statistics,
+    learning_rate_of,
     replica_checker,
     seed_everything,
     state_of,
@@ -171,7 +168,7 @@ def load(path: Path, parameters: Mapping[str, Parameter]) -> None:
 
 def _assign(parameters: Mapping[str, Parameter], arrays: Mapping[str, Any]) -> None:
     for name, array in arrays.items():
-        ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `LearningRate`
+        ops.assign(parameters[name], Tensor(array, parameters[name].dtype))  # see `_assign_rate`
 
 
 def _kinds_in(arrays: Mapping[str, Any]) -> Kinds:
@@ -209,8 +206,7 @@ class MindSporeEngine(Engine):
         if not trainable:
             raise JobError("model() has no trainable parameters")
         self._optimizer = self._built_optimizer(own, trainable)
-        self._rate = LearningRate(self._optimizer)
-        self._hyperparameters = Hyperparameters(partial(hyperparameters_of, self._optimizer))
+        self._rate = learning_rate_of(self._optimizer)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
         draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
@@ -249,9 +245,8 @@ class MindSporeEngine(Engine):
         self._losses.clear()
         self._accumulator.clear()
         self._accumulator.precision.begin_window()
-        self._hyperparameters.check(f"before update {window.update}")
+        self._rate.check(f"before update {window.update}")
         self._rate.set(window.learning_rate)
-        self._hyperparameters.keep()
         if not self._talks:
             self._group.silence = f"in mid-window of update {window.update}"
 
@@ -263,7 +258,7 @@ class MindSporeEngine(Engine):
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         update = self._window.update
-        self._hyperparameters.check("inside a window")
+        self._rate.check("inside a window")
         if not self._model.training:
             raise left_in_evaluation(self._job, "model.set_train(False)", "model.set_train()")
         with self._clock.compute:
@@ -285,10 +280,9 @@ class MindSporeEngine(Engine):
                 norm, factor = found
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)
                 self._accumulator.precision.succeeded()
-        self._hyperparameters.keep()
         if norm is not None:
             self._after_update(update)
-            self._hyperparameters.check(f"in after_update of update {update}", jobs_turn=True)
+            self._rate.check(f"in after_update of update {update}")
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             print(
@@ -362,7 +356,7 @@ class MindSporeEngine(Engine):
         load(folder / WEIGHTS, weights)
         load(folder / OPTIMIZER, state_of(self._optimizer, weights))
         self._accumulator.precision.load(extra["precision"])
-        self._hyperparameters.keep()
+        self._rate.forget()
 
     def load_weights(self, path: Path) -> None:
         arrays = {uncompiled(name): array for name, array in load_file(str(path)).items()}

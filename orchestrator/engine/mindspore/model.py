@@ -23,6 +23,7 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
+from orchestrator.engine.common.learning_rate import LearningRate
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
 from orchestrator.errors import ConfigError, JobError
@@ -213,7 +214,7 @@ class Precision(LossScale):
     def begin_window(self) -> None:
         """Let graphs see the scale, which changes between windows."""
         if self._held is not None:
-            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `LearningRate`
+            ops.assign(self._held, Tensor(self.scale, ms.float32))  # see `_assign_rate`
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -262,7 +263,7 @@ def replica_checker(
 
 
 ANY_RATE = 1e-3
-"""To build with; `LearningRate` replaces it before the first step."""
+"""To build with; each update replaces it before the first step."""
 
 BY_NAME = {"sgd": optim.SGD, "adam": optim.Adam, "adamw": optim.AdamW}
 
@@ -296,8 +297,7 @@ class WideSGD(nn.Cell):
 
 
 def build_optimizer(settings: Mapping[str, Any], parameters: Sequence[Parameter]) -> Any:
-    """Return the optimizer of `settings`; its learning rate is set at every update (see
-    `LearningRate`).
+    """Return the optimizer of `settings`; its learning rate is set at every update.
 
     Raises `ConfigError` when it does not exist or does not take the settings.
     """
@@ -344,68 +344,34 @@ def gradient_order(optimizer: Any, trained: Sequence[Parameter]) -> list[int]:
     return [places[id(parameter)] for parameter in stepped]
 
 
-class LearningRate:
-    """Learning rate of an optimizer. Every parameter group keeps its ratio to the base rate: that
-    of the optimizer's defaults.
-
-    It is set by `ops.assign`: what `assign_value` or `set_data` write is not seen by functions that
-    were compiled before, and in PyNative mode the optimizers compile their steps themselves.
+def learning_rate_of(optimizer: Any) -> LearningRate:
+    """Return an optimizer's learning rate, to be set.
 
     Raises:
-        JobError: the optimizer was built with a base rate of 0, or schedules its rate itself.
+        JobError: it schedules its rate itself.
     """
-
-    def __init__(self, optimizer: Any) -> None:
-        kind = type(optimizer).__name__
-        self._groups: Any = getattr(optimizer, "param_groups", None)
-        self._ratios = [1.0]
-        if self._groups is None:
-            self._groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
-            if not isinstance(self._groups[0]["lr"], Parameter):
-                raise JobError(
-                    f"{kind} schedules its learning rate itself, or has several; here it follows "
-                    "schedule.*, one clock for all ranks: build it with a plain number (the groups "
-                    "of mindspore.experimental.optim may have rates of their own)"
-                )
-            return
-        rates = [_rate_of(group["lr"]) for group in self._groups]
-        # Rounded like the others.
-        base = rates[0].dtype.type(_rate_of(optimizer.defaults.get("lr", 0.0)))
-        if not base:
-            raise JobError(
-                f"{kind} was built without a learning rate to compare its parameter groups with; "
-                "give it lr=1.0"
-            )
-        self._ratios = [float(rate) / float(base) for rate in rates]
-
-    def set(self, rate: float) -> None:
-        """Use `rate` from the next step on."""
-        for group, ratio in zip(self._groups, self._ratios, strict=True):
-            if isinstance(group["lr"], Parameter):
-                ops.assign(group["lr"], Tensor(rate * ratio, group["lr"].dtype))
-            else:
-                group["lr"] = rate * ratio
-
-
-def _rate_of(value: Any) -> Any:
-    """Return a rate as NumPy's, in its own type."""
-    return value.asnumpy() if isinstance(value, Tensor) else np.float64(value)
-
-
-def hyperparameters_of(optimizer: Any) -> dict[tuple[int, str], Any]:
-    """Return an optimizer's hyperparameters as they are now, as plain values.
-
-    Of `mindspore.nn`'s optimizers that is the rate alone: all else is compiled into their steps.
-    """
-    groups = getattr(optimizer, "param_groups", None)
+    kind = type(optimizer).__name__
+    groups: Any = getattr(optimizer, "param_groups", None)
     if groups is None:
-        groups = [{"lr": getattr(optimizer, "learning_rate", None)}]
-    return {
-        (number, str(name)): value.asnumpy().tolist() if isinstance(value, Tensor) else value
-        for number, group in enumerate(groups)
-        for name, value in group.items()
-        if name != "params"
-    }
+        rate = getattr(optimizer, "learning_rate", None)
+        if not isinstance(rate, Parameter):
+            raise JobError(
+                f"{kind} schedules its learning rate itself, or has several; here it follows "
+                "schedule.*, one clock for all ranks: build it with a plain number (the groups "
+                "of mindspore.experimental.optim may have rates of their own)"
+            )
+        return LearningRate(kind, lambda: [{"lr": rate}], float(rate), _assign_rate)
+    base, first = optimizer.defaults.get("lr", 0.0), groups[0]["lr"]
+    if isinstance(first, Tensor):
+        base = Tensor(base, first.dtype)  # rounded like the groups' own
+    return LearningRate(kind, lambda: groups, float(base), _assign_rate)
+
+
+def _assign_rate(held: Parameter, rate: float) -> None:
+    """Write a rate by `ops.assign`: functions that were compiled before do not see what
+    `assign_value` or `set_data` write, and in PyNative mode the optimizers compile their steps.
+    """
+    ops.assign(held, Tensor(rate, held.dtype))
 
 
 def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Parameter]:

@@ -65,7 +65,7 @@ from orchestrator.engine.torch.checks import (
 )
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
-from orchestrator.engine.torch.model import LearningRate, Precision, check_optimizer
+from orchestrator.engine.torch.model import Precision, check_optimizer, learning_rate_of
 from orchestrator.engine.torch.reducer import FastReduction
 from orchestrator.engine.torch.reproducible import ReproducibleReduction
 from orchestrator.engine.torch.sharding import OptimizerShard, ShardedReduction, check_shardable
@@ -154,6 +154,7 @@ class Accumulator:
     Building one is collective: ranks compare what has to be the same on all of them.
 
     Attributes:
+        learning_rate: the optimizer's, which `begin_window` sets where it gets one.
         newcomers_wait: this rank knows of ranks that wait to join; every rank's report will say so.
         padding: the micro-step to come only keeps ranks in step, and its loss is not counted.
 
@@ -184,7 +185,7 @@ class Accumulator:
         ranks = self.fully_sharded.replicate_ranks if self.fully_sharded else range(group.size)
         check_same_start(group, self.model, named, optimizer, options, replicate_group, ranks)
         self.precision = Precision(options.precision, trained[0][1].device)
-        self._rate = LearningRate(optimizer)
+        self.learning_rate = learning_rate_of(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
         self._may_step = False  # the optimizer may step now
         itself = weakref.ref(self)
@@ -292,7 +293,7 @@ class Accumulator:
         self._expected_weight = float(expected_weight or 1.0) if early else 1.0
         self._window.begin(update, implied_by=implied_by)
         if learning_rate is not None:
-            self._rate.set(finite_float("learning_rate", learning_rate))
+            self.learning_rate.set(finite_float("learning_rate", learning_rate))
         self._reduction.begin(leaves)
         self._losses.clear()
         self.padding = False
@@ -521,6 +522,7 @@ class Accumulator:
         Raises:
             ValueError, KeyError: it is another optimizer's.
         """
+        self.learning_rate.forget()
         if self.fully_sharded is not None:
             state = self.fully_sharded.sharded_state(self.optimizer, state)
         if self._shard is None:
@@ -569,15 +571,11 @@ class Accumulator:
                 )
             self._tracker = tracker
 
-    def set_rate(self, rate: float) -> None:
-        """Set the learning rate, as `begin_window` does."""
-        self._rate.set(rate)
-
     def take_over(self, earlier: Accumulator) -> None:
         """Continue where `earlier` stopped, with the same model and optimizer in another group:
         parameter groups keep the ratios of their rates, and float16 its scale.
         """
-        self._rate = earlier._rate
+        self.learning_rate = earlier.learning_rate
         self.precision.load(earlier.precision.state())
 
     def close(self, *, release: bool = False) -> None:

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -20,7 +19,6 @@ from orchestrator.config.optimizer import check_builder, described
 from orchestrator.config.rules import interrupt_refusals
 from orchestrator.engine.api import BoundaryReport, Engine, EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.job_checks import (
-    Hyperparameters,
     checked_figures,
     left_in_evaluation,
     refuse_scheduler,
@@ -46,7 +44,6 @@ from orchestrator.engine.torch.model import (
     changing_advice,
     check_optimizer,
     doubled,
-    hyperparameters_of,
     in_evaluation,
     moved,
     seed_everything,
@@ -171,7 +168,6 @@ class TorchEngine(Engine):
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Make this the engine's accumulator, and rebuild what depends on it."""
         self.accumulator, self._clock = accumulator, accumulator.clock
-        self._hyperparameters = Hyperparameters(partial(hyperparameters_of, accumulator.optimizer))
         # The state of a sharded optimizer, until the next window.
         self._gathered: dict[str, Any] | None = None
         self._coupled = None
@@ -209,7 +205,7 @@ class TorchEngine(Engine):
             self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
-        self._hyperparameters.check(f"before update {window.update}")
+        self.accumulator.learning_rate.check(f"before update {window.update}")
         if self._coupled is not None:
             self._coupled.begin()
         self.accumulator.begin_window(
@@ -218,7 +214,6 @@ class TorchEngine(Engine):
             leaves=self._leaves.of_update(window.samples),
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
-        self._hyperparameters.keep()
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         window = self._window
@@ -274,20 +269,17 @@ class TorchEngine(Engine):
         self._taken.wait()
         if self._coupled is not None and self._window is not None:
             self._coupled.backward(self._window)
-        self._hyperparameters.check("inside a window")
+        self.accumulator.learning_rate.check("inside a window")
         if self._trains and not self.model.training:
             raise left_in_evaluation(self._job, "model.eval()", "model.train()")
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
-        self._hyperparameters.keep()  # some optimizers count in them
         if report.applied:
             with torch.no_grad():
                 if after_update := getattr(self._job, "after_update", None):
                     after_update(self.model, report.update)
-            self._hyperparameters.check(
-                f"in after_update of update {report.update}", jobs_turn=True
-            )
+            self.accumulator.learning_rate.check(f"in after_update of update {report.update}")
         self._window = None
         return report
 
@@ -361,7 +353,6 @@ class TorchEngine(Engine):
             {"": self.accumulator.optimizer},
         )
         self.accumulator.precision.load(extra["precision"])
-        self._hyperparameters.keep()
         self._incomplete = False
 
     def load_weights(self, path: Path) -> None:
@@ -513,7 +504,7 @@ class TorchEngine(Engine):
             broadcast_tensors(group, [parameter.detach() for parameter in self.model.parameters()])
         # Some ranks have begun the next window already, with its rate.
         if base := earlier.optimizer.defaults.get("lr"):
-            earlier.set_rate(float(base))
+            earlier.learning_rate.set(float(base))
         # Batch norms' statistics are each rank's own; all go on with the writer's, as at a resume.
         # Their shapes may differ, too: those of caches that forwards let grow.
         _, buffers = _send_state(group, 0, "", dict(self.model.named_buffers()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import inspect
 import os
 import random
 from collections import UserDict
@@ -29,6 +28,7 @@ from orchestrator.engine.common.job_checks import (
     optimizer_class,
     replaced_norms,
 )
+from orchestrator.engine.common.learning_rate import LearningRate
 from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
@@ -389,10 +389,9 @@ def build_optimizer(model: Module, settings: Mapping[str, Any]) -> Optimizer:
             `capturable` or `differentiable` is given.
 
     Raises:
-        ConfigError: an unknown name or key, with the nearest one, or values that are refused.
+        ConfigError: an unknown class or key, or values that are refused.
     """
     spelled, make, given = optimizer_class(settings, BY_NAME)
-    _check_keys(make, given, spelled)
     parameters = [p for p in model.parameters() if p.requires_grad]
     # Fused is one kernel for the whole step, several times as fast as torch's default; it reads
     # memory as it lies. That of SGD gains little, and fails where a parameter is first used late.
@@ -430,57 +429,10 @@ def check_optimizer(optimizer: Any, spelled: str) -> Optimizer:
     return optimizer
 
 
-def _check_keys(make: Callable[..., Any], given: Mapping[str, Any], spelled: str) -> None:
-    try:
-        parameters = inspect.signature(make).parameters.values()
-    except ValueError:  # of a builtin; what it does not take, it says when it is called
-        return
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return
-    known = [p.name for p in parameters if p.kind is not p.VAR_POSITIONAL][1:]
-    for key in given:
-        if key not in known:
-            raise ConfigError(
-                f"{spelled} takes no '{key}'"
-                f"{did_you_mean(key, [k for k in known if k not in ('params', 'lr')])}"
-            )
-
-
-class LearningRate:
-    """Learning rate of an optimizer. Every parameter group keeps its ratio to the base rate.
-
-    The base is the rate in the optimizer's defaults, so `AdamW([{"params": a, "lr": 1e-4},
-    {"params": b}], lr=1e-3)` trains `a` at a tenth of the schedule's rate.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        base = float(optimizer.defaults.get("lr") or 0.0)
-        self._ratios = [float(group["lr"]) / base for group in optimizer.param_groups if base]
-
-    def set(self, rate: float) -> None:
-        """Use `rate` from the next step on.
-
-        Raises:
-            JobError: the optimizer was built with a base rate of 0, or without one.
-        """
-        if not self._ratios:
-            raise JobError(
-                f"{type(self._optimizer).__name__} was built without a learning rate to compare "
-                "its parameter groups with; give it lr=1.0"
-            )
-        for group, ratio in zip(self._optimizer.param_groups, self._ratios, strict=True):
-            if isinstance(group["lr"], Tensor):  # compiled and captured steps read it from there
-                group["lr"].fill_(rate * ratio)
-            else:
-                group["lr"] = rate * ratio
-
-
-def hyperparameters_of(optimizer: Optimizer) -> dict[tuple[int, str], Any]:
-    """Return an optimizer's hyperparameters as they are now, as plain values."""
-    return {
-        (number, str(name)): value.tolist() if isinstance(value, Tensor) else value
-        for number, group in enumerate(optimizer.param_groups)
-        for name, value in group.items()
-        if name != "params"
-    }
+def learning_rate_of(optimizer: Optimizer) -> LearningRate:
+    """Return an optimizer's learning rate, to be set."""
+    base = float(optimizer.defaults.get("lr") or 0.0)
+    # Read at each use: loading a state replaces the list.
+    return LearningRate(
+        type(optimizer).__name__, lambda: optimizer.param_groups, base, Tensor.fill_
+    )

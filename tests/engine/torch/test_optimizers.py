@@ -6,7 +6,7 @@ from torch import nn
 
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
-from orchestrator.engine.torch.model import LearningRate, build_optimizer
+from orchestrator.engine.torch.model import build_optimizer, learning_rate_of
 from orchestrator.errors import ConfigError, JobError
 from tests.engine.torch.jobs import SAMPLES, Curve
 from tests.engine.windows import make_window, run
@@ -63,12 +63,9 @@ def test_numbers_between_those_of_a_parameter_are_not_stepped():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"name": "adamm"}, "there is no optimizer.name=adamm; did you mean 'adam"),
-        ({}, "there is no optimizer.name=None; known are: adam, adamw, sgd"),
-        ({"name": "sgd", "momentun": 0.9}, "takes no 'momentun'; did you mean 'momentum'"),
-        ({"name": "sgd", "lr": 0.1}, "set schedule.base_lr=0.1"),
+        ({"name": "sgd", "momentun": 0.9}, "cannot be built: .* argument 'momentun'"),
         ({"name": "adam", "betas": [2.0, 0.9]}, "cannot be built: Invalid beta"),
-        ({"_target_": "torch.optim.AdmW"}, "no 'AdmW' in torch.optim; did you mean 'AdamW'"),
+        ({"_target_": "torch.optim.AdmW"}, "AdmW: module 'torch.optim' has no attribute"),
         ({"_target_": "nowhere.Adam"}, "No module named 'nowhere'"),
         ({"_target_": "torch.nn.Linear", "bias": False}, "cannot be built"),
         ({"_target_": "builtins.print"}, "cannot be built"),
@@ -104,7 +101,7 @@ def test_groups_keep_their_ratio_to_the_base_rate():
     optimizer = torch.optim.AdamW(
         [{"params": [MODEL.weight], "lr": 1e-4}, {"params": [MODEL.bias]}], lr=1e-3
     )
-    rate = LearningRate(optimizer)
+    rate = learning_rate_of(optimizer)
     for value in (0.5, 0.02):
         rate.set(value)
         assert [g["lr"] for g in optimizer.param_groups] == pytest.approx([value / 10, value])
@@ -113,14 +110,14 @@ def test_groups_keep_their_ratio_to_the_base_rate():
 def test_rates_that_are_tensors_are_changed_in_place():
     tensor = torch.tensor(1.0)
     optimizer = torch.optim.Adam([MODEL.weight], lr=tensor, foreach=False)
-    LearningRate(optimizer).set(0.25)
+    learning_rate_of(optimizer).set(0.25)
     assert optimizer.param_groups[0]["lr"] is tensor
     assert tensor.item() == 0.25
 
 
 def test_an_optimizer_without_a_base_rate_is_refused():
     with pytest.raises(JobError, match="was built without a learning rate"):
-        LearningRate(torch.optim.SGD([MODEL.weight], lr=0.0)).set(0.1)
+        learning_rate_of(torch.optim.SGD([MODEL.weight], lr=0.0)).set(0.1)
 
 
 # ------------------------------------------------------------------ Hyperparameters
@@ -172,8 +169,6 @@ RATE = "Let the job define learning_rate(self, update)"
 CHANGES = [
     (_set("lr", 0.5), "lr of the optimizer's parameter group 0 was changed from"),
     (_set("lr", 0.5, 1), RATE),
-    (_set("weight_decay", 0.3), "weight_decay of the optimizer's parameter group 0 was changed"),
-    (_set("betas", (0.8, 0.9), 1), "betas of the optimizer's parameter group 1 was changed"),
     (_one_more_group, "had 2 parameter groups and has 3 now"),
 ]
 MOMENTS = {
@@ -196,8 +191,6 @@ def _trained(job):
 @pytest.mark.parametrize("moment", MOMENTS)
 @pytest.mark.parametrize(("change", "message"), CHANGES)
 def test_a_change_behind_the_engines_back_is_refused_with_its_moment(change, message, moment):
-    if moment == "after_update" and message.startswith(("weight_decay", "betas")):
-        return  # the job's turn: see below
     with pytest.raises(JobError) as refused:
         _trained(Schedules(moment, change))
     assert message in str(refused.value)
@@ -209,8 +202,9 @@ def test_a_scheduler_on_the_optimizer_is_refused_before_training():
         _trained(Schedules("never", None, scheduled=True))
 
 
+@pytest.mark.parametrize("moment", ["after_update", "evaluate"])
 @pytest.mark.parametrize(("name", "value"), [("weight_decay", 0.3), ("betas", (0.8, 0.9))])
-def test_after_update_may_change_all_but_the_rates(name, value):
+def test_between_windows_all_but_the_rates_may_change(name, value, moment):
     """JEPA's weight decay rises with the updates."""
-    built = _trained(Schedules("after_update", _set(name, value))).accumulator.optimizer
+    built = _trained(Schedules(moment, _set(name, value))).accumulator.optimizer
     assert built.param_groups[0][name] == value
