@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from orchestrator.client.record import MOST_FIGURES
 from orchestrator.client.run import current_run
 
 # A framework writes the files of a checkpoint one after the other, and may be killed before the
@@ -38,12 +39,13 @@ def newest(prefix: str) -> tuple[int, Path] | None:
 
 
 def figures_of(logged: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the numbers among what a framework logs, for `report`."""
-    return {
+    """Return the numbers among what a framework logs, as many as `report` takes."""
+    found = {
         name: value
         for name, value in (logged or {}).items()
         if name not in NOT_FIGURES and _is_number(value)
     }
+    return dict(list(found.items())[:MOST_FIGURES])
 
 
 def _is_number(value: Any) -> bool:

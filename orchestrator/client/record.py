@@ -9,6 +9,9 @@ from typing import Any
 
 from orchestrator.errors import JobError, OrchestratorError, shortened
 
+MOST_FIGURES = 100
+"""In a line, so that `status`, which reads the end of the file, finds whole lines."""
+
 
 def whole_number(
     call: str,
@@ -35,8 +38,10 @@ def figures(given: Mapping[str, Any]) -> dict[str, float | None]:
     """Return the figures of `run.report()` as numbers; None stays.
 
     Raises:
-        JobError: a value is no number.
+        JobError: a value is no number, or there are more than `MOST_FIGURES`.
     """
+    if len(given) > MOST_FIGURES:
+        raise JobError(f"run.report() takes at most {MOST_FIGURES} figures, but got {len(given)}")
     return {name: None if value is None else _number(name, value) for name, value in given.items()}
 
 

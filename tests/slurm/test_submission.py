@@ -138,6 +138,7 @@ def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(
     planned = runs.verb("plan", *options, **own).stdout
     assert "#SBATCH --partition=low,high" in planned
     assert "#SBATCH --account=dev" in planned
+    assert "variables without effect here: SBATCH_TIMELIMIT;" in " ".join(planned.split())
     call(*options, **own, code=0)
     shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
     for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):

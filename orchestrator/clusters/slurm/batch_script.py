@@ -222,8 +222,8 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     least, most = node_range(cluster.nodes)
     yield "job-name", job_name(config)
     for name in ("partition", "account", "qos", "constraint", "exclude"):
-        if getattr(cluster, name) is not None:
-            yield name, getattr(cluster, name)
+        if value := getattr(cluster, name):  # an empty one is an empty variable of the user's
+            yield name, value
     yield "nodes", most if least == most else f"{least}-{most}"
     yield "ntasks-per-node", 1  # the agent, which starts the node's ranks
     yield "cpus-per-task", cpus_per_node(cluster)

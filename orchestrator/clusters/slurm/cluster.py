@@ -6,6 +6,7 @@ need its launcher: `SlurmHandle` is made from the run folder alone, in any shell
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ from orchestrator.clusters.slurm.arrays import UNLIKE, fitting, submit_as_arrays
 from orchestrator.clusters.slurm.base import BaseSlurmCluster
 from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
+from orchestrator.clusters.slurm.safe_values import without_effect
 from orchestrator.clusters.slurm.submission import adopt, queue
 from orchestrator.config.schema import Config, gpu_count, node_range
 from orchestrator.rundir.folder import RunDir
@@ -67,6 +69,12 @@ class SlurmCluster(BaseSlurmCluster):
                 f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
             )
             warnings = (*warnings, few_cpus)
+        if ignored := without_effect(cluster, os.environ):
+            none = (
+                f"variables without effect here: {', '.join(ignored)}; set the key of cluster.*, "
+                "or cluster.slurm_flags.OPTION"
+            )
+            warnings = (*warnings, none)
         return replace(_answers[key], message=message, warnings=warnings)
 
     def submit(self, request: Request) -> SlurmHandle:

@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import ClusterConfig, Config
 from orchestrator.errors import ConfigError
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
@@ -177,6 +177,21 @@ def check_preamble(lines: Sequence[str]) -> None:
         raise ConfigError(f"cluster.preamble is no shell that bash can read: {first}")
 
 
+def without_effect(cluster: ClusterConfig, environment: Mapping[str, str]) -> list[str]:
+    """Return the user's variables for sbatch that decide nothing here.
+
+    >>> without_effect(ClusterConfig(qos="long"), {"SBATCH_QOS": "long", "SBATCH_GRES": "gpu"})
+    ['SBATCH_GRES']
+    """
+    if "SLURM_JOB_ID" in environment:  # sbatch sets some for a job
+        return []
+    # conf/cluster/slurm.yaml takes these; a site's file may not.
+    keys = ("partition", "account", "qos", "constraint")
+    taken = {f"SBATCH_{key.upper()}" for key in keys if getattr(cluster, key)}
+    given = {k for k, v in environment.items() if v and k.startswith(("SBATCH_", "SLURM_CLUSTERS"))}
+    return sorted(given - taken)
+
+
 def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     """Refuse every value that could mean more than itself. Raises one `ConfigError` for all.
 
@@ -189,7 +204,7 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     cluster = config.cluster
     for name, (pattern, meaning) in PATTERNS.items():
         value = getattr(cluster, name)
-        if value is not None and not pattern.fullmatch(value):
+        if value and not pattern.fullmatch(value):
             wrong.append(f"cluster.{name} must be {meaning}, but is {value!r}")
     if config.run.name is not None:
         wrong += _plain("run.name", config.run.name)

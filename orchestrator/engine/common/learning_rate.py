@@ -31,7 +31,7 @@ class LearningRate:
     ) -> None:
         self._kind, self._groups, self._assign = kind, groups, assign
         self._ratios = [rate / base for rate in self._rates()] if base else []
-        self._kept: list[float] | None = None  # the rates that `set` left
+        self._kept = self._rates()
 
     def set(self, rate: float) -> None:
         """Use `rate` from the next step on.
@@ -49,10 +49,10 @@ class LearningRate:
                 group["lr"] = rate * ratio
             else:
                 self._assign(group["lr"], rate * ratio)
-        self._kept = self._rates()
+        self.keep()
 
     def check(self, when: str) -> None:
-        """Check that the rates and the number of groups are those of the last `set`.
+        """Check that the rates and the number of groups are those last set or kept.
 
         Args:
             when: the moment, as in "in after_update of update 3".
@@ -60,8 +60,6 @@ class LearningRate:
         Raises:
             JobError: other code has changed them; the next `set` would overwrite that silently.
         """
-        if self._kept is None:
-            return
         found = self._rates()
         if len(found) != len(self._kept):
             raise JobError(
@@ -77,9 +75,9 @@ class LearningRate:
                     "the place of a scheduler, or use schedule.*"
                 )
 
-    def forget(self) -> None:
-        """Check nothing before the next `set`: a checkpoint sets the rates."""
-        self._kept = None
+    def keep(self) -> None:
+        """Accept the rates as they are: a checkpoint, or the optimizer's own step, has set them."""
+        self._kept = self._rates()
 
     def _rates(self) -> list[float]:
         return [float(group["lr"]) for group in self._groups()]

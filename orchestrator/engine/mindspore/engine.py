@@ -280,6 +280,7 @@ class MindSporeEngine(Engine):
                 norm, factor = found
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)
                 self._accumulator.precision.succeeded()
+        self._rate.keep()
         if norm is not None:
             self._after_update(update)
             self._rate.check(f"in after_update of update {update}")
@@ -356,7 +357,7 @@ class MindSporeEngine(Engine):
         load(folder / WEIGHTS, weights)
         load(folder / OPTIMIZER, state_of(self._optimizer, weights))
         self._accumulator.precision.load(extra["precision"])
-        self._rate.forget()
+        self._rate.keep()
 
     def load_weights(self, path: Path) -> None:
         arrays = {uncompiled(name): array for name, array in load_file(str(path)).items()}

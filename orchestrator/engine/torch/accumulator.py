@@ -522,7 +522,6 @@ class Accumulator:
         Raises:
             ValueError, KeyError: it is another optimizer's.
         """
-        self.learning_rate.forget()
         if self.fully_sharded is not None:
             state = self.fully_sharded.sharded_state(self.optimizer, state)
         if self._shard is None:

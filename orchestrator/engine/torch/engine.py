@@ -275,6 +275,7 @@ class TorchEngine(Engine):
         report = self.accumulator.boundary(stop=stop)
         if self._is_first:
             self._warn_of_changes()
+        self.accumulator.learning_rate.keep()  # some optimizers change it themselves
         if report.applied:
             with torch.no_grad():
                 if after_update := getattr(self._job, "after_update", None):
@@ -353,6 +354,7 @@ class TorchEngine(Engine):
             {"": self.accumulator.optimizer},
         )
         self.accumulator.precision.load(extra["precision"])
+        self.accumulator.learning_rate.keep()
         self._incomplete = False
 
     def load_weights(self, path: Path) -> None:

@@ -271,6 +271,13 @@ def test_users_sbatch_variables_decide_what_the_configuration_leaves_open(cluste
     assert "reservation" not in script
 
 
+def test_an_empty_variable_of_the_user_is_none(monkeypatch):
+    monkeypatch.setenv("SBATCH_QOS", "")
+    config = compose(["+cluster=slurm"])
+    check_values(config, Path("/run"))
+    assert "--qos" not in script_of(config)
+
+
 @pytest.mark.parametrize(
     ("written", "key", "value"),
     [
