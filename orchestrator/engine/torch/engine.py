@@ -168,6 +168,7 @@ class TorchEngine(Engine):
     def _accumulate(self, accumulator: Accumulator) -> None:
         """Make this the engine's accumulator, and rebuild what depends on it."""
         self.accumulator, self._clock = accumulator, accumulator.clock
+        accumulator.learning_rate.keep()  # as the others of a new group gave it
         # The state of a sharded optimizer, until the next window.
         self._gathered: dict[str, Any] | None = None
         self._coupled = None
