@@ -59,9 +59,11 @@ class ShardedDataset:
 
         Raises:
             DataError: a shard has fewer samples than was said.
+            IndexError: there is no such sample.
         """
         if self._pid != os.getpid():  # a fork, whose files have their positions with its parent
             self._pid, self._of_parent, self._streams = os.getpid(), self._streams, OrderedDict()
+        index = range(len(self))[index]
         shard = bisect_right(self._ends, index)
         length = self.shards.lengths[shard]
         wanted = index - (self._ends[shard] - length)

@@ -200,12 +200,14 @@ def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[
     if listed is None or not any(name in tops or name.split("/")[0] in wanted for name in listed):
         # no repository, or one that ignores this folder
         listed = list(islice(_walked(root, tops), LIMIT_FILES + 1))
-    own = f"{os.path.relpath(run, root)}/"
+    no_code = (f"{os.path.relpath(run, root)}/",)
+    if not (root / "runs" / "__init__.py").exists():  # else it is a package of the user's
+        no_code += ("runs/",)
     made_here = cache(partial(_is_of_runs, root))
     found: dict[str, int] = {}
     left_out: list[str] = []
     for name in listed:
-        if name.startswith(("runs/", own)) or made_here(os.path.dirname(name)):  # noqa: PTH120
+        if name.startswith(no_code) or made_here(os.path.dirname(name)):  # noqa: PTH120
             continue
         try:
             facts = os.lstat(f"{root}/{name}")  # hundreds of times a submission

@@ -36,7 +36,7 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
     topology = Topology.from_env({"SLURM_PROCID": "0", "SLURM_LOCALID": "0", **env})
     names = node_names(env) or (topology.node,)
     try:
-        survive = planned_survival(config)[0]
+        survive = planned_survival(config).on
     except JobError:  # each worker reads the same, and reports it in the rank's log
         survive = False
     return NodeSpec.of(

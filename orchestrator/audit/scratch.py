@@ -30,7 +30,7 @@ _AT_FDCWD = -100
 
 LARGEST_COPY = 2**30
 """Bytes of a file that is copied. A larger one is data, as a rule, which numpy.memmap opens for
-writing by default; its link stays."""
+writing by default; its link stays, and it cannot be appended to."""
 
 
 def link_entries(source: Path, target: Path, but: str | None = None) -> None:
@@ -78,18 +78,23 @@ class CopyOnWrite:
     def _on_event(self, event: str, args: Any) -> None:
         flags = args[2] if event == "open" and isinstance(args[2], int) else 0
         if flags & _WRITES:
-            self.own(args[0], emptied=bool(flags & os.O_TRUNC))
+            appends = bool(flags & (os.O_WRONLY | os.O_APPEND))
+            self.own(args[0], emptied=bool(flags & os.O_TRUNC), appends=appends)
         elif event in _CHANGES_ITSELF:
             self.own(args[0])
         elif event in _CHANGES:
             for path in args[:2]:
                 self.own(path, itself=False)
 
-    def own(self, path: Any, *, itself: bool = True, emptied: bool = False) -> None:
+    def own(
+        self, path: Any, *, itself: bool = True, emptied: bool = False, appends: bool = False
+    ) -> None:
         """Replace the links on the way to a path, and `itself`, by what they name.
 
         Args:
             emptied: what the file holds is not needed.
+            appends: it is certainly written to. Raises `PermissionError` if it is too large for
+                that.
         """
         replaces = getattr(self._thread, "replaces", False)
         if replaces or not isinstance(path, str | bytes | os.PathLike):
@@ -109,14 +114,14 @@ class CopyOnWrite:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 try:
                     for place in filter(Path.is_symlink, places):
-                        _replace(place, emptied=emptied)
+                        _replace(place, emptied=emptied, appends=appends)
                 finally:
                     fcntl.flock(lock, fcntl.LOCK_UN)  # a fork meanwhile has the file open, too
         finally:
             self._thread.replaces = False
 
 
-def _replace(link: Path, *, emptied: bool) -> None:
+def _replace(link: Path, *, emptied: bool, appends: bool) -> None:
     """Replace a link by a copy of its file, or by a folder with links to its folder's entries."""
     target, new = link.resolve(), link.with_name(f".{link.name}.{os.getpid()}")
     if target.is_dir():
@@ -133,6 +138,10 @@ def _replace(link: Path, *, emptied: bool) -> None:
             new.touch()
         elif target.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(target, new)
+        elif appends:
+            raise PermissionError(
+                f"{target} is larger than 1 GiB, and an audit changes no original"
+            )
         else:
             return
         new.replace(link)

@@ -185,7 +185,7 @@ def prepared_run(
         cluster.trust(run)
         for sentence in plan.warnings:
             output.note(f"warning: {sentence}", "yellow")
-        if survival := planned_survival(config)[1]:
+        if survival := planned_survival(config).line:
             output.note(survival, "dim", prose=True)
         try:
             run.create()
@@ -318,7 +318,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = planned_survival(config)[1]
+    survival = planned_survival(config).line
     return {**plan.to_json(), "notes": [survival] if survival else []}
 
 

@@ -203,7 +203,7 @@ class Cluster(ABC):
     @cached_property
     def survives(self) -> bool:
         """Return whether ranks survive the loss of others there. Raises `JobError` for no job."""
-        return planned_survival(self.config)[0]
+        return planned_survival(self.config).on
 
     @property
     def decided(self) -> Config:

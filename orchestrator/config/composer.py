@@ -116,6 +116,7 @@ def resolve(found: DictConfig) -> dict[str, Any]:
     return values
 
 
+RUN_DIR_OF_HYDRA = "."  # as base.yaml has it
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
 HYDRA_KEYS = ("hydra.mode", "hydra.searchpath", "hydra.sweep.dir", "hydra.sweep.subdir")
 """Hydra's own settings that have an effect here."""
@@ -212,6 +213,11 @@ class Composer:
             if not sweeps:
                 self.loader.validate_sweep_overrides_legal(
                     self.loader.parse(self.overrides), RunMode.RUN, from_shell=True
+                )
+            own_run: Any = OmegaConf.to_container(found.hydra.run, resolve=False)
+            if own_run["dir"] != RUN_DIR_OF_HYDRA:
+                raise ConfigError(
+                    f"hydra.run.dir={own_run['dir']} means nothing here: a run's folder is run.dir"
                 )
             if found.hydra.sweeper.get("_target_") != BASIC_SWEEPER:
                 raise ConfigError("another hydra/sweeper is not available; try sweep.search=tpe")

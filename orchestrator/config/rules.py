@@ -58,20 +58,27 @@ ON = "the run goes on without a lost rank or node (run.survive)"
 OFF = "a lost rank ends the run: "
 
 
-def planned_survival(config: Config) -> tuple[bool, str]:
-    """Return `run.survive` and a line about it, perhaps "".
+class PlannedSurvival(NamedTuple):
+    """Whether the others go on without a lost rank, and a line about it, perhaps ""."""
+
+    on: bool
+    line: str
+
+
+def planned_survival(config: Config) -> PlannedSurvival:
+    """Return what `run.survive` comes out as.
 
     By default it is on wherever it is available on more than one node. The job's source is read for
     that. Raises `JobError` as `check_target` does.
     """
     stated = config.run.survive
     if stated is not None:
-        return stated, ON if stated else ""
+        return PlannedSurvival(stated, ON if stated else "")
     if is_program(config.job) or node_range(config.cluster.nodes)[1] == 1:
-        return False, ""
+        return PlannedSurvival(on=False, line="")
     facts = check_target(config.job["_target_"])
     refusal = next(_survive_refusals(config, facts), None)
-    return (True, ON) if refusal is None else (False, OFF + refusal)
+    return PlannedSurvival(refusal is None, ON if refusal is None else OFF + refusal)
 
 
 def with_survival(config: Config, *, on: bool) -> Config:

@@ -70,7 +70,7 @@ class RehearsalSpec:
         On another number of ranks sums are rounded otherwise, unless they are reproducible.
         """
         least, most = node_range(self.config.cluster.nodes)
-        same_ranks = not planned_survival(self.config)[0] and least == most
+        same_ranks = not planned_survival(self.config).on and least == most
         return same_ranks or self.config.accumulation.reduction == "reproducible"
 
     @property

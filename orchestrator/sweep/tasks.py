@@ -236,7 +236,7 @@ def _is_half_written(run: RunDir) -> bool:
 def replaced_folder(sweep: Path, name: str) -> Path:
     """Return a new path `NAME-0`, `NAME-1`, … in the sweep's folder of what was replaced."""
     aside = sweep / REPLACED
-    if not aside.is_dir():
+    with contextlib.suppress(FileExistsError):  # another point may need it as well
         make_folder(aside)
     there = [other.rpartition("-") for other in names_in(aside)]
     numbers = [int(number) for of, _, number in there if of == name and number.isdigit()]

@@ -300,7 +300,7 @@ def compare_facts(
 
 def agreed_survival(config: Config, job: Any, group: Group) -> Config:
     """Return `config` with `run.survive` true or false, the same on all ranks."""
-    on = planned_survival(config)[0] and group.size > 1
+    on = planned_survival(config).on and group.size > 1
     if config.run.survive is None and on:
         talks = bool(getattr(job, "talks_in_window", False))
         refusal = next(interrupt_refusals(group.transport, talks=talks, stated=False), None)

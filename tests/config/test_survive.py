@@ -100,4 +100,4 @@ def test_unset_it_is_on_with_more_than_one_node(values, on):
 @pytest.mark.parametrize("stated", [True, False])
 def test_what_was_said_holds(stated):
     for values in ({}, {"cluster__nodes": 1}, {"engine__shard_optimizer": True}):
-        assert planned_survival(config(survive=stated, **values))[0] is stated
+        assert planned_survival(config(survive=stated, **values)).on is stated

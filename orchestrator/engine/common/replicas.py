@@ -168,9 +168,10 @@ class ReplicaChecker:
         rows = self._gather([float(digest) for digest in digests])
         for index, partition in enumerate(self._partitions):
             if any(row[index] != rows[0][index] for row in rows):
-                raise self._error(
-                    partition, self._alike[index], f"the end of update {self._update}"
+                until = (
+                    "the first update" if self._update < 0 else f"the end of update {self._update}"
                 )
+                raise self._error(partition, self._alike[index], until)
         self._alike = [self._update + 1] * len(self._partitions)
 
     def _error(
