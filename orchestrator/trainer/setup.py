@@ -8,6 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from functools import cache
 from typing import Any
 
 from orchestrator.agent.topology import interface_variables
@@ -248,6 +249,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
     job = build_job(with_run_folder(config.job, str(run.path)))
+    if hasattr(job, "__dict__"):  # the plan, checks and each group's loader read it: build it once
+        vars(job)["dataset"] = cache(job.dataset)
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
     framework = FRAMEWORKS.make(named, Framework)
