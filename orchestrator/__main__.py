@@ -121,7 +121,9 @@ def run(
     ] = None,
 ) -> None:
     """Start a training program as it is, as in: run cluster.nodes=2 -- train.py --lr 0.1."""
-    raise typer.Exit(launch_main([*(arguments or []), *(_program or ["--"])]))
+    given = arguments or []
+    wants_help = not {"-h", "--help"}.isdisjoint(given)
+    raise typer.Exit(launch_main([*given, *(_program or ([] if wants_help else ["--"]))]))
 
 
 @verb("plan cluster.nodes=3 accumulation.global_batch=1000", **TAKES_PROGRAM)
@@ -167,7 +169,8 @@ def resume(
 ) -> None:
     """Go on with a run from its newest sound checkpoint, to the same bits.
 
-    What is given after the run may change where and for how long it trains, never its numbers.
+    What is given after the run may change where and for how long it trains, never the samples or
+    rates of an update; what changes rounding is warned of.
     """
     from orchestrator.cli.follow import OutputOptions, start_run
     from orchestrator.cli.start import prepared_resume
@@ -285,8 +288,8 @@ def cancel(
     now: Annotated[bool, typer.Option("--now", help="At once, without a checkpoint.")] = False,
     verbose: Verbose = False,
 ) -> None:
-    """Stop a run for good: all ranks together at the next update boundary, with a checkpoint; a
-    program by its signal.
+    """Stop a run, which `resume` continues: all ranks together at the next update boundary, with a
+    checkpoint; a program by its signal.
     """
     del verbose
     from orchestrator.cli import status as cancelling

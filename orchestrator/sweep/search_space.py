@@ -157,7 +157,7 @@ def space_of(parsed: Sequence[Override]) -> Space:
     if not swept:
         wrong.append(
             "a search has nothing to choose: write what may be chosen, as in "
-            "optimizer.lr='interval(0.001,0.1)' or accumulation.steps=1,2,4"
+            "schedule.base_lr='interval(0.001,0.1)' or accumulation.steps=1,2,4"
         )
     if wrong:
         raise ConfigError("\n".join(wrong))

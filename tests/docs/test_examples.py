@@ -66,7 +66,6 @@ SITES = dict(
 )
 FLAGS = {
     "gpu_site": {"--gpus-per-node=a100:4", "--account=my_project", "--constraint=ib", "--time=720"},
-    "cpu_site": {"--mem=61440M", "--exclusive", "--qos=normal", "--mail-type=FAIL"},
 }
 
 

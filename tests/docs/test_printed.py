@@ -135,7 +135,7 @@ def test_documentation_stays_within_its_budget():
 
 
 PAGE = page_text("job.md")
-OPTIONAL = {"learning_rate", *COUPLED_METHODS}
+OPTIONAL = {"learning_rate", "shard", *COUPLED_METHODS}
 
 
 def _public(of):
