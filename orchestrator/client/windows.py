@@ -7,14 +7,18 @@ code does after `boundary()`, such as a scheduler's step. See `client/loop.py`.
 
 from __future__ import annotations
 
+import atexit
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, Self
 
+from torch import Tensor
 from torch.nn import Module, ModuleList
 
 from orchestrator.client.checkpoints import Checkpoints
@@ -36,10 +40,11 @@ from orchestrator.client.record import whole_number
 from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
-from orchestrator.engine.torch.group import gather_numbers
+from orchestrator.engine.torch.group import bytes_of, gather_numbers
 from orchestrator.engine.torch.model import be_deterministic, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
@@ -73,7 +78,7 @@ class UserWindow:
         """Yield the numbers of each micro-batch's samples.
 
         Random numbers come from a seed that depends only on the update and the micro-batch's
-        position in it.
+        position in it; before the first and after the last, only on the update.
         """
         for number, micro_batch in enumerate(self.given.micro_batches):
             self._windows.hand_out(self, number)
@@ -81,6 +86,26 @@ class UserWindow:
             seed_everything(derived_seed("step", seed, self.update, micro_batch.start))
             yield list(micro_batch.indices)
         self._windows.hand_out(self, len(self))
+        self._windows.seed_all_alike("end", self.update)
+
+
+class _Once(Iterator[list[int]]):
+    """An iterator of which `iter` may be taken once: a DataLoader reads ahead of where it is."""
+
+    def __init__(self, items: Iterator[list[int]]) -> None:
+        self._items, self._begun = items, False
+
+    def __iter__(self) -> Self:
+        if self._begun:
+            raise JobError(
+                "windows.indices() were gone through before, or by another DataLoader: take one "
+                "iter() of the loader before the loop, and next() of it for each micro-batch"
+            )
+        self._begun = True
+        return self
+
+    def __next__(self) -> list[int]:
+        return next(self._items)
 
 
 class Windows:
@@ -152,11 +177,63 @@ class Windows:
         return self._loop.progress.stopped
 
     def indices(self) -> Iterator[list[int]]:
-        """Yield this rank's micro-batches of all windows to come, in order: a `batch_sampler` for
-        a DataLoader, which reads ahead.
+        """Return the indices of this rank's micro-batches of all windows, in order: a
+        `batch_sampler` for a DataLoader of your own. See also `batches`.
+
+        Raises:
+            JobError: the loop has begun, or (by the second `iter` of it, or of a DataLoader) they
+                are gone through twice: what workers have read ahead would be lost.
         """
-        for micro_batch in self._loop.micro_batches(self.first):
-            yield list(micro_batch.indices)
+        self._refuse_late("indices()")
+        return _Once(list(one.indices) for one in self._loop.micro_batches(self.first))
+
+    def batches(
+        self,
+        dataset: Any,
+        *,
+        workers: int = 0,
+        collate: Callable[[list[Any]], Any] | None = None,
+        augments: bool = False,
+        pin_memory: bool = False,
+    ) -> Iterator[Any]:
+        """Yield the batch of each of this rank's micro-batches of all windows, in order.
+
+        Args:
+            dataset: anything with `len()` and `[index]`.
+            workers: processes that read ahead.
+            collate: makes a batch of a list of samples; by default torch's.
+            augments: `dataset[i]` draws random numbers: they depend on the update and the sample's
+                position in it, not on the process that reads it.
+
+        Raises:
+            JobError: the loop has begun, or the data set cannot be read.
+        """
+        self._refuse_late("batches()")
+        given = SimpleNamespace(augments=augments, **({"collate": collate} if collate else {}))
+        found = loader.batches(
+            self._loop.micro_batches(self.first),
+            dataset=dataset,
+            job=given,
+            seed=self.seed,
+            workers=workers,
+            pin_memory=pin_memory,
+            context=None,  # a spawned one would run a script without `__main__` once more
+        )
+        # Before multiprocessing's own, which waits for workers that ignore its SIGTERM.
+        atexit.register(found.close)
+        return found
+
+    def _refuse_late(self, call: str) -> None:
+        if self._begun:
+            raise JobError(
+                f"windows.{call} came after the loop had begun, and would begin with its first "
+                "micro-batch again: call it once before the loop, and take next() of it for each "
+                "micro-batch"
+            )
+
+    def seed_all_alike(self, when: str, update: int) -> None:
+        """Seed what the loop draws outside of micro-steps: the same numbers on all ranks."""
+        seed_everything(derived_seed(when, self.seed, update))
 
     def __iter__(self) -> Iterator[UserWindow]:
         if self._begun:
@@ -175,6 +252,7 @@ class Windows:
                 self._window = self._begin(window)
                 # Before a scheduler's step, which comes after the boundary.
                 rate = float(self._all[0].optimizer.param_groups[0].get("lr") or 0.0)
+                self.seed_all_alike("window", window.update)
                 yield self._window
                 self._loop.end_window(self._report(), learning_rate=rate)
             whole = True
@@ -291,8 +369,29 @@ class AccumulatorState:
                 "with its parameters; or keep your own checkpoints, and say first="
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
-        for name, own in others.items():  # refused now rather than at the first checkpoint
-            pack(own.state_dict(), {}, f"state {name}")
+        in_shards = any(one.fully_sharded is not None for one in accumulators)
+        if in_shards and any(one.options.shard_optimizer for one in accumulators):
+            raise ConfigError(
+                "a model that fully_shard() has sharded and one with shard_optimizer cannot share "
+                "checkpoints: leave shard_optimizer out"
+            )
+        if not in_shards:  # which differ
+            self._check_others()
+
+    def _check_others(self) -> None:
+        """Refuse further state that cannot be saved, now rather than at the first checkpoint, or
+        that differs between ranks, and that rank 0's would replace at the next start. Collective.
+        """
+        tensors: dict[str, Tensor] = {}
+        made = {n: pack(own.state_dict(), tensors, f"state {n}") for n, own in self._others.items()}
+        digest = zlib.crc32(repr(made).encode())
+        for tensor in tensors.values():
+            digest = zlib.crc32(bytes_of(tensor.cpu()).numpy().data, digest)
+        if len({row[0] for row in self.gather([float(digest)])}) > 1:
+            raise JobError(
+                f"state= ({', '.join(self._others)}) differs between ranks, but rank 0's is saved "
+                "and given to all of them: keep there only what is the same on all ranks"
+            )
 
     def gather(self, numbers: Sequence[float]) -> list[list[float]]:
         return gather_numbers(self._group, numbers)
@@ -347,7 +446,15 @@ class AccumulatorState:
                 f"{', '.join(extra.get('state', ())) or 'nothing'}, but state= has "
                 f"{', '.join(self._others) or 'nothing'}"
             )
+        if len(extra["precision"]) != len(self._all):
+            raise ConfigError(
+                f"run.windows(): {folder} is of {len(extra['precision'])} accumulators, but "
+                f"{len(self._all)} share these windows"
+            )
         load_model(self._model, folder, extra["model"])
+        held: dict[str, Tensor] = {}
+        for name, own in self._others.items():
+            pack(own.state_dict(), held, f"state {name}")
         optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
 
         def restore(saved: dict[str, Any]) -> None:
@@ -362,7 +469,7 @@ class AccumulatorState:
                         f"{type(error).__name__}: {error}"
                     ) from error
 
-        load_optimizer(folder, extra["optimizer"], restore, optimizers)
+        load_optimizer(folder, extra["optimizer"], restore, optimizers, held)
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
 

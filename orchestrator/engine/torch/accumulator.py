@@ -568,7 +568,7 @@ class Accumulator:
                     f"run.windows() came in mid-window: update {self._window.update} has micro-"
                     "steps already, which would be lost; call boundary() first"
                 )
-            self._tracker = tracker
+            self._tracker, self._window.tracked = tracker, True
 
     def take_over(self, earlier: Accumulator) -> None:
         """Continue where `earlier` stopped, with the same model and optimizer in another group:

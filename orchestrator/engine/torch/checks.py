@@ -241,7 +241,8 @@ def averaged_by(node: Any, depth: int = 8) -> str | None:
 
 
 def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
-    """Return weight, total and the metrics of these names, without graphs and not waited for.
+    """Return weight, total and the metrics of these names, without graphs and not waited for. They
+    are copies: until the boundary the caller may change its own in place, as a running sum.
 
     Raises:
         JobError: `loss` breaks the contract of `Loss`.
@@ -253,7 +254,7 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
     numbers: list[Any] = [loss.weight, total, *map(loss.metrics.get, names)]
-    row: list[Any] = [n.detach() if isinstance(n, Tensor) else n for n in numbers]
+    row: list[Any] = [n.detach().clone() if isinstance(n, Tensor) else n for n in numbers]
     made_by = averaged_by(total.grad_fn)
     # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
     if made_by is not None and float(row[0]) != 1.0:

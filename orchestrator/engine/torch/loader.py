@@ -1,8 +1,8 @@
 """Batches of the micro-batches that the plan names, in order, fetched ahead by worker processes.
 
 What `dataset[i]` draws at random depends on the seed and the sample's place in the update, never on
-which process fetches it. Workers are spawned, not forked: a forked one would inherit the sockets of
-the group, and peers would not notice when its rank is killed.
+which process fetches it. Workers of jobs are spawned, not forked: a forked one would inherit the
+sockets of the group, and peers would not notice when its rank is killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -84,7 +84,8 @@ def batches(
     seed: int,
     workers: int = 0,
     pin_memory: bool = False,
-) -> Iterator[Any]:
+    context: str | None = "spawn",
+) -> Generator[Any]:
     """Return one batch for each micro-batch, in order.
 
     Args:
@@ -94,6 +95,7 @@ def batches(
         job: its `collate` and `augments` are honoured.
         workers: processes that fetch ahead; 0 fetches in this process.
         pin_memory: put batches in page-locked memory, for a GPU.
+        context: how workers are started; None: torch's own way.
 
     Raises:
         JobError: the data set cannot be indexed, or cannot be sent to workers.
@@ -110,7 +112,7 @@ def batches(
         collate_fn=collate_of(job),
         num_workers=workers,
         worker_init_fn=partial(_begin_worker, os.getpid()) if workers else None,
-        multiprocessing_context="spawn" if workers else None,
+        multiprocessing_context=context if workers else None,
         pin_memory=pin_memory,
     )
     try:

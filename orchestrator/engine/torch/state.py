@@ -136,11 +136,14 @@ def load_optimizer(
     packed: Any,
     restore: Callable[[dict[str, Any]], None],
     optimizers: Mapping[str, Optimizer],
+    others: Mapping[str, Tensor] | None = None,
 ) -> None:
     """Read the optimizer's state that a `Snapshot` wrote, and have `restore` take it.
 
     Args:
         optimizers: by the names under which their states were packed, "" for the only one.
+        others: present tensors of further state, by their packed paths. What is read is sharded as
+            they are.
 
     Raises:
         RunFolderError: it is another optimizer's state.
@@ -151,7 +154,9 @@ def load_optimizer(
     }
 
     def held(path: str) -> Tensor | None:
-        """Return the parameter that state belongs to, from a path as in state.0.exp_avg."""
+        """Return the tensor whose sharding state has, from a path as in state.0.exp_avg."""
+        if others and path in others:
+            return others[path]
         found = re.match(r"(?:(.*?)\.)?state\.(\d+)\.", path)
         known = parameters.get(found[1] or "", []) if found else []
         number = int(found[2]) if found else 0

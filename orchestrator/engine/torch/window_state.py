@@ -49,6 +49,7 @@ class WindowState:
 
     Attributes:
         update: the number of the window's update; -1 before the first.
+        tracked: its windows are those of `run.windows`.
         mark: of the group's traffic at the window's start.
         open: a window has begun and not ended.
         error_breaks: what becomes unusable on this rank if the current call raises: "window",
@@ -76,6 +77,7 @@ class WindowState:
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self._stepped = self._stepped_now()
         self.update, self.open, self.micro_steps = -1, False, 0
+        self.tracked = False
         self._running_call: str | None = None  # the call that runs now
         self.error_breaks = ""
         self._last_done = False  # this rank's last micro-step was there
@@ -277,9 +279,14 @@ class WindowState:
                     "for all of its micro-steps, or for none. A scheduler's step() comes after "
                     "boundary(), once an update"
                 )
-        rate = self._optimizer.param_groups[0].get("lr") or 0.0  # some have none
-        # One that is kept on a device is not looked at, as that would wait.
-        return {**self._agreed, "the learning rate": 0.0 if isinstance(rate, Tensor) else rate}
+        # Some have none. One that is kept on a device is not looked at, as that would wait.
+        rates = [group.get("lr") or 0.0 for group in self._optimizer.param_groups]
+        first, *others = [0.0 if isinstance(rate, Tensor) else rate for rate in rates]
+        agreed = {**self._agreed, "the learning rate": first}
+        if others:
+            name = "the digest of the learning rates of further parameter groups"
+            agreed[name] = float(zlib.crc32(repr(others).encode()))
+        return agreed
 
     def _stepped_now(self) -> list[int]:
         """Return the identities of the parameters that the optimizer steps."""
@@ -322,10 +329,12 @@ class WindowState:
         self._unusable = "this accumulator was closed; build another one for the model"
 
     def _broken_error(self) -> JobError:
+        again = "begin_window() begins it anew, with all of this rank's micro-steps"
+        if self.tracked:
+            again = "Let it end this rank: the next start goes on from the newest checkpoint"
         return JobError(
             f"update {self.update} cannot be ended, since its gradients on this rank are not "
-            f"those of its micro-steps: {self._broken}. begin_window() begins it anew, with "
-            "all of this rank's micro-steps"
+            f"those of its micro-steps: {self._broken}. {again}"
         )
 
 
@@ -342,6 +351,7 @@ class MicroBatchTracker:
 
     Attributes:
         taken: micro-batches of this window that were handed out so far, in this pass over them.
+        computed: micro-steps of it so far.
     """
 
     def __init__(self, stop: Callable[[], bool]) -> None:
@@ -350,12 +360,14 @@ class MicroBatchTracker:
         self.report: BoundaryReport | None = None
         self._where: str | None = "before the first window"  # None within one
         self._update, self._total = -1, 0
+        self._boundary_called = False
         self._leaves: Sequence[int | None] = ()
 
     def begin(self, update: int, leaves: Sequence[int | None]) -> None:
         """Begin a window with one leaf, or None, for each of this rank's micro-batches."""
         self._where, self._update, self._total = None, update, len(leaves)
         self.taken = self.computed = 0
+        self._boundary_called = False
         self._leaves = leaves
 
     def next_step(self, call: str, *, last: bool, leaf: int | None) -> tuple[bool, int | None]:
@@ -396,6 +408,7 @@ class MicroBatchTracker:
                 f"this rank has in update {self._update}: the others' samples would be left out. "
                 "Go through the window to its end (no break, no continue before backward())"
             )
+        self._boundary_called = True
 
     def ended(self, report: BoundaryReport) -> None:
         """Note the boundary's report."""
@@ -405,9 +418,10 @@ class MicroBatchTracker:
     def require_ended(self) -> None:
         """Raise `JobError` unless the present window has ended."""
         if self._where is None:
+            called = "failed" if self._boundary_called else "was not called"
             raise JobError(
                 f"the loop left update {self._update} unfinished: {self.computed} of this rank's "
-                f"{self._total} micro-batches were computed, and boundary() was not called"
+                f"{self._total} micro-batches were computed, and boundary() {called}"
             )
 
     def leave(self) -> bool:
