@@ -27,6 +27,7 @@ from orchestrator.errors import ConfigError, PeerLost, TransportError
 from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
+from tests.engine.torch.jobs import numbers_of
 
 # ------------------------------------------------------------------ Results that come late
 
@@ -71,7 +72,7 @@ def _trained(ranks, **options):
                 loss = Loss(model(batch).square().sum(), len(batch))
                 accumulator.backward(loss, last=step == 1)
             accumulator.boundary()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return numbers_of(model)
 
     return run_in_threads(ranks, train)
 

@@ -15,13 +15,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from orchestrator import Loss
-from orchestrator.engine.torch import (
-    Accumulator,
-    TorchGroup,
-    all_gather,
-    all_reduce_mean,
-    all_reduce_sum,
-)
+from orchestrator.engine.torch import TorchGroup, all_gather, all_reduce_mean, all_reduce_sum
 from orchestrator.engine.torch.group import flatten, sum_into
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import PeerLost, SilenceError
@@ -29,6 +23,7 @@ from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.threads import run_in_threads
 from orchestrator.testing.transports import all_checks
 from slurm.polling import first_true
+from tests.engine.torch.jobs import sgd_accumulator
 from tests.helpers import ROOT
 
 
@@ -281,9 +276,7 @@ def _windows_of(group, every_k):
     """(collectives in mid-window, in all, bytes in mid-window, in all, reported) for each K."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(400, 400), nn.Tanh(), nn.Linear(400, 400))
-    ours = Accumulator(
-        model, torch.optim.SGD(model.parameters(), lr=0.1), group, bucket_bytes=2**18
-    )
+    ours = sgd_accumulator(model, group, bucket_bytes=2**18)
     found = []
     for steps in every_k:
         group.barrier()
@@ -318,7 +311,7 @@ def test_one_reductions_worth_is_sent_whatever_the_number_of_micro_steps(tmp_pat
 def _behind_our_back(group):
     model = nn.Linear(2, 1)
     theirs = TorchGroup.wrap(group._group)  # as a job does that uses the process group itself
-    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), theirs)
+    ours = sgd_accumulator(model, theirs)
     ours.backward(Loss(model(torch.ones(1, 2)).sum(), 1))
     group._group.allreduce([torch.ones(1)]).wait()
     ours.boundary()

@@ -10,15 +10,14 @@ from torch import nn, optim
 
 from jobs.contrastive import Contrastive
 from jobs.jepa import Jepa
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
+from orchestrator.engine.torch import Accumulator, Loss, TorchGroup
 from orchestrator.engine.torch.sharding import ELEMENTWISE
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.plan.split import split_window
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, sgd_accumulator
 from tests.engine.windows import run, window_of
 from tests.jobs.training import train
 from tests.laws.problem import difference
@@ -393,8 +392,7 @@ def test_parameters_that_share_memory_are_refused():
     net = nn.Linear(4, 4)
     net.more = nn.Parameter(net.weight.detach()[2:])
     with pytest.raises(ConfigError, match="parameters weight and more share memory"):
-        Accumulator(net, optim.SGD(net.parameters(), lr=0.1), TorchGroup.alone(),
-                    shard_optimizer=True)  # fmt: skip
+        sgd_accumulator(net, shard_optimizer=True)
 
 
 def test_a_model_that_is_moved_away_from_its_shards_is_noticed():
@@ -411,12 +409,9 @@ def test_a_model_that_is_moved_away_from_its_shards_is_noticed():
 # ------------------------------------------------------------------ saved and resumed
 
 
-def _engine(group, optimizer, *, shard, precision="float32", dropout=0.0):
-    settings = EngineSettings(
-        metric_names=Curve.metric_names, optimizer=optimizer, precision=precision,
-        shard_optimizer=shard, bucket_bytes=64,
-    )  # fmt: skip
-    return TorchEngine(Curve(dropout), settings, group)
+def _engine(group, optimizer, *, shard, dropout=0.0, **more):
+    given = {"optimizer": optimizer, "shard_optimizer": shard, "bucket_bytes": 64, **more}
+    return engine_of(Curve(dropout), group, **given)
 
 
 def _windows(group, *updates):

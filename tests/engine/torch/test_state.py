@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.state import (
     OPTIMIZER,
     SMALL,
@@ -28,7 +27,7 @@ from orchestrator.engine.torch.state import (
 from orchestrator.errors import JobError, RunFolderError
 from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import Curve
+from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
 
@@ -49,13 +48,6 @@ class Everything(nn.Module):
         both = torch.randn(6)
         self.register_buffer("low", both[:3])
         self.register_buffer("high", both[3:])
-
-
-def test_files_have_one_entry_beside_the_tensors_so_their_bytes_repeat(tmp_path):
-    """Of several the library's order is another one in each process."""
-    _save(Everything(), None, tmp_path)
-    with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
-        assert len(opened.metadata()) == 1
 
 
 def _save(model, optimizer, folder):
@@ -83,6 +75,13 @@ def _step(model, optimizer):
     for number, p in enumerate(model.parameters()):
         p.grad = torch.full_like(p, 0.1 * (number + 1))
     optimizer.step()
+
+
+def test_files_have_one_entry_beside_the_tensors_so_their_bytes_repeat(tmp_path):
+    """Of several the library's order is another one in each process."""
+    _save(Everything(), None, tmp_path)
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
+        assert len(opened.metadata()) == 1
 
 
 KINDS = [
@@ -278,10 +277,7 @@ def files_of(state, folder):
 
 def compare(group, optimizer, folder, **more):
     """Compare a state written at the end of an update with a copy that was completed later."""
-    settings = EngineSettings(
-        optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
-    )
-    engine = TorchEngine(Wide(), settings, group)
+    engine = engine_of(Wide(), group, optimizer=OPTIMIZERS[optimizer], **more)
     split = split_leaves(28, group.size, 4)
     *before, last = (window_of(split, group.rank, update) for update in range(3))
     run(engine, before)

@@ -1,7 +1,6 @@
 """An engine continues in another group, with the state of the most advanced rank."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,18 +8,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import Curve
+from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
-SETTINGS = EngineSettings(
-    optimizer={"name": "adam"}, reduction="reproducible", leaf_size=4, survive=True,
-    metric_names=Curve.metric_names,
-)  # fmt: skip
+SETTINGS = {
+    "optimizer": {"name": "adam"}, "reduction": "reproducible", "leaf_size": 4, "survive": True,
+}  # fmt: skip
 
 
 class Normed(Curve):
@@ -45,7 +41,7 @@ def break_off(engine, update):
 
 def undisturbed():
     def rank(group):
-        engine = TorchEngine(Curve(), SETTINGS, group)
+        engine = engine_of(Curve(), group, **SETTINGS)
         train(engine, range(5))
         return engine.weights_sha256()
 
@@ -60,7 +56,7 @@ def survivors_of(left, before, job=Curve, ahead=None):
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = TorchEngine(job(), SETTINGS, group)
+        engine = engines[group.rank] = engine_of(job(), group, **SETTINGS)
         before(engine, group.rank)
 
     run_in_threads(4, first)
@@ -78,8 +74,8 @@ def survivors_of(left, before, job=Curve, ahead=None):
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 def test_without_a_loss_survival_changes_nothing(reduction):
     def rank(group, survive):
-        settings = replace(SETTINGS, reduction=reduction, survive=survive)
-        engine = TorchEngine(Normed(), settings, group)
+        settings = {**SETTINGS, "reduction": reduction, "survive": survive}
+        engine = engine_of(Normed(), group, **settings)
         train(engine, range(4))
         return engine.weights_sha256(), group.counters
 
@@ -118,12 +114,12 @@ def joined_by_one(settings, ranks=3):
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), settings, group)
+        engine = engines[group.rank] = engine_of(Curve(), group, **settings)
         train(engine, range(2))
         engine.before_growth()
 
     def alone(group):
-        engines[ranks] = TorchEngine(Curve(), settings, group)
+        engines[ranks] = engine_of(Curve(), group, **settings)
 
     def then(group):
         engine = engines[group.rank]
@@ -145,13 +141,13 @@ def test_a_new_rank_gets_the_state_and_the_bits_are_those_of_as_many_ranks_from_
 
 
 def test_a_new_rank_takes_the_agreed_order_of_buckets():
-    found = joined_by_one(replace(SETTINGS, reduction="fast", leaf_size=None, bucket_bytes=64))
+    found = joined_by_one({**SHARDED, "shard_optimizer": False, "bucket_bytes": 64})
     assert len({bits for _, bits in found}) == 1
 
 
 def test_the_boundary_reports_waiting_ranks_to_all_ranks():
     def rank(group):
-        engine = TorchEngine(Curve(), SETTINGS, group)
+        engine = engine_of(Curve(), group, **SETTINGS)
         reports = []
         for update, waiting in enumerate((False, True, False)):
             engine.newcomers_wait(waiting and group.rank == 1)
@@ -190,7 +186,7 @@ class RemembersAll(Curve):
 @pytest.mark.parametrize("job", [Normed, RemembersAll])
 def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
     def rank(group):
-        engine = TorchEngine(job(), SETTINGS, group)
+        engine = engine_of(job(), group, **SETTINGS)
         train(engine, range(2))
         before = copy.deepcopy(engine.model.state_dict())
         break_off(engine, 2)
@@ -205,7 +201,7 @@ def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
 
 def test_what_is_saved_inside_a_window_is_the_state_at_its_beginning(tmp_path):
     def rank(group):
-        engine = TorchEngine(Normed(), replace(SETTINGS, survive=False), group)
+        engine = engine_of(Normed(), group, **{**SETTINGS, "survive": False})
         train(engine, range(2))
         before = engine.weights_sha256()
         break_off(engine, 2)
@@ -250,17 +246,16 @@ def test_survivors_go_on_although_their_caches_have_other_sizes():
 
 # ------------------------------------------------------------------ an optimizer in shards
 
-SHARDED = EngineSettings(
-    optimizer={"name": "adam"}, shard_optimizer=True, survive=True,
-    clip_norm=1.0, metric_names=Curve.metric_names,
-)  # fmt: skip
+SHARDED = {
+    "optimizer": {"name": "adam"}, "shard_optimizer": True, "survive": True, "clip_norm": 1.0,
+}  # fmt: skip
 
 
 def of_a_checkpoint(folder, savers, loaders):
     """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
 
     def save(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
+        engine = engine_of(Curve(), group, **SHARDED)
         train(engine, range(2))
         engine.gather_state()
         return engine.save_state(folder) if group.rank == 0 else None
@@ -268,7 +263,7 @@ def of_a_checkpoint(folder, savers, loaders):
     saved = run_in_threads(savers, save)[0]
 
     def load(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
+        engine = engine_of(Curve(), group, **SHARDED)
         engine.load_state(folder, saved)
         train(engine, range(2, 5))
         return engine.weights_sha256()
@@ -304,7 +299,7 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
     engines = {}
 
     def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
+        engine = engines[group.rank] = engine_of(Curve(), group, **SHARDED)
         train(engine, range(2))
         engine.before_growth()
 
@@ -335,7 +330,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     engines, saved = {}, {}
 
     def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
+        engine = engines[group.rank] = engine_of(Curve(), group, **SHARDED)
         train(engine, range(2))
         engine.gather_state()
         if group.rank == 0:
