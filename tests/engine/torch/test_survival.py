@@ -39,13 +39,28 @@ def break_off(engine, update):
     compute(engine, *windows(engine, [update]), most=1)
 
 
-def undisturbed():
-    def rank(group):
-        engine = engine_of(Curve(), group, **SETTINGS)
-        train(engine, range(5))
-        return engine.weights_sha256()
+def begun(ranks, before, job=Curve, settings=SETTINGS):
+    """Return the engines of so many ranks after `before(engine, rank)` on each."""
+    engines = {}
 
-    return run_in_threads(4, rank)[0]
+    def rank(group):
+        engine = engines[group.rank] = engine_of(job(), group, **settings)
+        before(engine, group.rank)
+
+    run_in_threads(ranks, rank)
+    return engines
+
+
+def go_on(engine, group, done, standing="", first=2):
+    """Take the engine, with `done` updates, into another group and train up to five updates."""
+    standing = engine.catch_up(group, done, standing)
+    engine.regroup(group)
+    train(engine, range(first, 5))
+    return standing, engine.weights_sha256()
+
+
+def undisturbed():
+    return begun(4, lambda engine, rank: train(engine, range(5)))[0].weights_sha256()
 
 
 def survivors_of(left, before, job=Curve, ahead=None):
@@ -53,20 +68,12 @@ def survivors_of(left, before, job=Curve, ahead=None):
 
     All have applied two updates, the rank `ahead` three.
     """
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = engine_of(job(), group, **SETTINGS)
-        before(engine, group.rank)
-
-    run_in_threads(4, first)
+    engines = begun(4, before, job)
 
     def then(group):
-        engine, rank = engines[left[group.rank]], left[group.rank]
-        standing = engine.catch_up(group, 3 if rank == ahead else 2, f"standing of {rank}")
-        engine.regroup(group)
-        train(engine, range(2 if ahead is None else 3, 5))
-        return standing, engine.weights_sha256()
+        rank = left[group.rank]
+        done, first = 3 if rank == ahead else 2, 2 if ahead is None else 3
+        return go_on(engines[rank], group, done, f"standing of {rank}", first)
 
     return run_in_threads(len(left), then)
 
@@ -109,28 +116,20 @@ def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it():
     assert {bits for _, bits in found} == {undisturbed()}
 
 
+def ready_to_grow(engine, rank):
+    train(engine, range(2))
+    engine.before_growth()
+
+
 def joined_by_one(settings, ranks=3):
     """Ranks train two updates, one more, built alone, comes in, and they train three more."""
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = engine_of(Curve(), group, **settings)
-        train(engine, range(2))
-        engine.before_growth()
-
-    def alone(group):
-        engines[ranks] = engine_of(Curve(), group, **settings)
+    engines = begun(ranks, ready_to_grow, settings=settings)
+    engines[ranks] = begun(1, lambda engine, rank: None, settings=settings)[0]
 
     def then(group):
-        engine = engines[group.rank]
         done = 0 if group.rank == ranks else 2
-        standing = engine.catch_up(group, done, f"standing of {group.rank}")
-        engine.regroup(group)
-        train(engine, range(2, 5))
-        return standing, engine.weights_sha256()
+        return go_on(engines[group.rank], group, done, f"standing of {group.rank}")
 
-    run_in_threads(ranks, first)
-    run_in_threads(1, alone)
     return run_in_threads(ranks + 1, then)
 
 
@@ -296,14 +295,7 @@ def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
 
 
 def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(tmp_path):
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = engine_of(Curve(), group, **SHARDED)
-        train(engine, range(2))
-        engine.before_growth()
-
-    run_in_threads(4, first)
+    engines = begun(4, ready_to_grow, settings=SHARDED)
 
     def second(group):  # of 1, 2 and 3, where 3 goes away before the end
         engines[1 + group.rank].catch_up(group, 2, "")
@@ -311,15 +303,8 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
             engines[2]._whole_state = None
 
     run_in_threads(3, second)
-
-    def third(group):
-        engine = engines[1 + group.rank]
-        engine.catch_up(group, 2, "")
-        engine.regroup(group)
-        train(engine, range(2, 5))
-        return engine.weights_sha256()
-
-    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 4, 2)] * 2
+    found = run_in_threads(2, lambda group: go_on(engines[1 + group.rank], group, 2)[1])
+    assert found == [of_a_checkpoint(tmp_path, 4, 2)] * 2
 
 
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
@@ -327,17 +312,16 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
 def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     tmp_path, left, breaks_off
 ):
-    engines, saved = {}, {}
+    saved = {}
 
-    def first(group):
-        engine = engines[group.rank] = engine_of(Curve(), group, **SHARDED)
+    def first(engine, rank):
         train(engine, range(2))
         engine.gather_state()
-        if group.rank == 0:
+        if rank == 0:
             saved.update(engine.save_state(tmp_path))
         breaks_off(engine)
 
-    run_in_threads(4, first)
+    engines = begun(4, first, settings=SHARDED)
 
     def again(group, whole):
         engine = engines[left[group.rank]]
