@@ -8,14 +8,14 @@ from torch import nn, optim
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import DIGEST_BITS, NARROW, WIDE, Trailer
 from orchestrator.engine.common.replicas import MAX_PARTITIONS, WeightRange, partition_weights
-from orchestrator.engine.torch import Accumulator, TorchEngine
+from orchestrator.engine.torch import Accumulator
 from orchestrator.engine.torch.consistency_checks import digests_of
 from orchestrator.errors import JobError, ReplicasDiffer
 from orchestrator.plan.split import assign
 from orchestrator.testing.threads import run_in_threads
+from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run, window_of
 
 RANKS, ODD = 3, 1
@@ -83,8 +83,10 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_differences_are_named_in_the_same_words_on_all_ranks(case):
+@pytest.mark.parametrize(
+    ("case", "broadcast"), [*((case, False) for case in CASES), ("a shape", True)]
+)
+def test_differences_are_named_in_the_same_words_on_all_ranks(case, broadcast):
     change, build, settings, named = CASES[case]
 
     def be(group):
@@ -93,7 +95,7 @@ def test_differences_are_named_in_the_same_words_on_all_ranks(case):
             change(net)
         optimizer = build(net, odd) if build not in (_sgd, _adam) else build(net)
         with pytest.raises(JobError, match=f"rank 1 differs from the others.*{named}") as caught:
-            Accumulator(net, optimizer, group, **(settings if odd else {}))
+            Accumulator(net, optimizer, group, broadcast=broadcast, **(settings if odd else {}))
         return str(caught.value)
 
     assert len(set(run_in_threads(RANKS, be))) == 1
@@ -125,17 +127,6 @@ def test_broadcast_gives_all_ranks_rank_0s_numbers_of_every_type():
     for other in others:
         for ours, theirs in zip(first, other, strict=True):
             assert torch.equal(ours, theirs)
-
-
-def test_broadcast_does_not_hide_another_model():
-    def be(group):
-        net = _net()
-        if group.rank == ODD:
-            _other_layer(net)
-        with pytest.raises(JobError, match="ranks do not start alike: rank 1 differs"):
-            Accumulator(net, _sgd(net), group, broadcast=True)
-
-    run_in_threads(RANKS, be)
 
 
 # ------------------------------------------------------------------ Weights digest
@@ -204,7 +195,7 @@ def _trained(job_of, updates, **settings):
     """Return each rank's error, or None, and the number of its updates before."""
 
     def be(group):
-        engine = TorchEngine(job_of(group.rank), EngineSettings(**settings), group)
+        engine = engine_of(job_of(group.rank), group, **settings)
         done = 0
         try:
             for update in range(updates):

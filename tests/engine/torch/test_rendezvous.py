@@ -11,13 +11,11 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
-from operator import attrgetter
 
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
 
-from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose
@@ -59,10 +57,16 @@ def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
         assert content["generation"] == generation
 
 
+def _formed(*specs):
+    """Form groups at once in threads; return their futures."""
+    with ThreadPoolExecutor() as pool:
+        return [pool.submit(form_group, one) for one in specs]
+
+
 def test_missing_ranks_are_named_on_every_rank(tmp_path):
-    found = collect(*start_ranks(5, tmp_path, attrgetter("size"), ranks=[0, 2], timeout_s=3))
-    messages = {result for result, _ in found.values()}
-    assert messages == {"RanksMissing: ranks 1, 3-4 of 5 did not come within 3 s"}
+    formed = _formed(*(spec(rank, 5, tmp_path, timeout_s=1) for rank in (0, 2)))
+    said = {repr(one.exception()) for one in formed}
+    assert said == {"RanksMissing('ranks 1, 3-4 of 5 did not come within 1 s')"}
 
 
 def test_a_rank_without_rank_0_says_so(tmp_path):
@@ -146,9 +150,7 @@ def test_a_stop_while_waiting_reaches_all_that_wait(tmp_path):
     def stop_requested():
         return time.monotonic() > began + 0.5
 
-    specs = spec(0, 3, tmp_path), spec(1, 3, tmp_path, stop_requested=stop_requested)
-    with ThreadPoolExecutor() as pool:
-        formed = [pool.submit(form_group, one) for one in specs]
+    formed = _formed(spec(0, 3, tmp_path), spec(1, 3, tmp_path, stop_requested=stop_requested))
     assert {type(one.exception()) for one in formed} == {StopRequested}
     assert time.monotonic() - began < 50  # the limit of forming is 60
 
@@ -161,11 +163,8 @@ def test_a_stop_before_rank_0_arrives_stops_rank_0_too(tmp_path):
 
 
 def test_an_address_of_another_machine_is_refused(tmp_path):
-    there = GroupSpec(
-        rank=0, size=2, local_rank=0, node="n", address="192.0.2.1", folder=tmp_path, timeout_s=1
-    )
     with pytest.raises(RendezvousError, match=r"cannot listen at 192\.0\.2\.1"):
-        form_group(there)
+        form_group(replace(spec(0, 2, tmp_path), address="192.0.2.1"))
 
 
 # ------------------------------------------------------------------ losing a peer
