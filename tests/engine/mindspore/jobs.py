@@ -86,15 +86,6 @@ class Steepest(Weighted):
         return Loss((model(x) * 1e20).sum(), weight=len(x))
 
 
-class InGroups(Weighted):
-    """Its optimizer trains the first layer at a tenth of the rate."""
-
-    def optimizer(self, model):
-        first = {"params": [model[0].weight, model[0].bias], "lr": 0.01}
-        self.built = optim.SGD([first, {"params": [model[2].weight, model[2].bias]}], lr=0.1)
-        return self.built
-
-
 class Decaying(Weighted):
     """Its optimizer has weights and biases in groups, as for a weight decay of the former alone.
 
@@ -109,7 +100,8 @@ class Decaying(Weighted):
 
     def optimizer(self, model):
         given = model.trainable_params()[: 4 - self.left_out]
-        return self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+        self.built = self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+        return self.built
 
 
 class Named(Weighted):

@@ -86,7 +86,7 @@ def test_the_gradient_is_clipped_once(job, precision, limit, unclipped):
 
 
 def test_parameter_groups_keep_their_ratio_to_the_rate():
-    job = jobs.InGroups()
+    job = jobs.Decaying(lambda groups, lr: optim.SGD([{**groups[0], "lr": lr / 10}, groups[1]], lr))
     engine = built(job, mode="jit", optimizer={})
     for number, rate in enumerate((0.1, 0.02)):
         update(engine, [61], number, rate=rate)

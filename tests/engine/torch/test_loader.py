@@ -6,6 +6,7 @@ import os
 import random
 import re
 import signal
+from functools import partial
 
 import numpy as np
 import psutil
@@ -44,14 +45,27 @@ class Listing(Job):
         return sorted(samples)
 
 
-class Noisy:
-    """Draws from every generator that a data set might use."""
+class Samples:
+    """Six samples, each what a function of its index gives."""
+
+    def __init__(self, of):
+        self.of = of
 
     def __len__(self):
         return 6
 
     def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(()).item()
+        return self.of(index)
+
+
+def noisy(index):
+    """Draw from every generator that a data set might use."""
+    return index, random.random(), np.random.random(), torch.rand(()).item()
+
+
+def telling(index):
+    """Say which process fetches."""
+    return os.getpid()
 
 
 class Many:
@@ -67,16 +81,6 @@ class Many:
         return [10 * index for index in indices]
 
 
-class Telling:
-    """Says which process fetched."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return os.getpid()
-
-
 def _batches(dataset, job=None, workers=0, work=WORK, seed=0):
     made = loader.batches(work, dataset=dataset, job=job or Plain(), seed=seed, workers=workers)
     return list(made)
@@ -89,7 +93,7 @@ def test_the_jobs_own_collate_and_the_data_sets_getitems_are_used():
 
 @pytest.mark.parametrize("job", [Plain, Augmenting])
 def test_batches_are_the_plans_in_order_and_their_random_numbers_those_of_any_process(job):
-    here, there = (_batches(Noisy(), job(), workers) for workers in (0, 1))
+    here, there = (_batches(Samples(noisy), job(), workers) for workers in (0, 1))
     assert [batch[0].tolist() for batch in here] == [list(m.indices) for m in WORK]
     assert [torch.stack(b).tolist() for b in here] == [torch.stack(b).tolist() for b in there]
 
@@ -102,7 +106,7 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
     ]
 
     def numbers(work, **more):
-        batches = _batches(Noisy(), Augmenting(), work=work, **more)
+        batches = _batches(Samples(noisy), Augmenting(), work=work, **more)
         return torch.cat([torch.stack(batch) for batch in batches], dim=1).tolist()
 
     assert numbers(whole) == numbers(cut)
@@ -113,7 +117,7 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
 
 def _fetch_until_killed(connection):
     endless = (MicroBatch(update=update, start=0, indices=(0,)) for update in itertools.count())
-    made = loader.batches(endless, dataset=Telling(), job=Plain(), seed=0, workers=1)
+    made = loader.batches(endless, dataset=Samples(telling), job=Plain(), seed=0, workers=1)
     connection.send(int(next(made)[0]))
     signal.pause()
 
@@ -146,31 +150,18 @@ def test_a_data_set_without_length_or_index_is_refused(dataset):
         _batches(dataset)
 
 
-class Unsendable(Noisy):
-    def __init__(self):
-        self.function = lambda: 1
-
-
 def test_a_data_set_that_cannot_be_sent_to_workers_is_refused():
     with pytest.raises(JobError, match=r"cannot be sent to loader workers: .*loader_workers=0"):
-        _batches(Unsendable(), workers=1)
+        _batches(Samples(lambda index: index), workers=1)
 
 
-class Doomed:
-    """Ends the process that reads its last sample."""
-
-    def __init__(self, how):
-        self.how = how
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        if index == 3 and get_worker_info() is not None:
-            if self.how == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), self.how)
-        return torch.zeros(1)
+def doomed(how, index):
+    """End the worker that reads the fourth sample."""
+    if index == 3 and get_worker_info() is not None:
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), how)
+    return torch.zeros(1)
 
 
 def test_a_worker_that_crashed_is_named_with_its_signal():
@@ -189,10 +180,10 @@ def test_a_worker_that_crashed_is_named_with_its_signal():
 )
 def test_a_loader_worker_that_ends_is_named_with_how(how, message):
     work = [MicroBatch(update=0, start=n, indices=(n,)) for n in range(4)]
-    said: list[str] = []
+    dataset, said = Samples(partial(doomed, how)), []
     while len(said) < 4:  # on a starved machine torch may find it gone before it hears how it went
         with pytest.raises(RuntimeError) as error:
-            list(loader.batches(work, dataset=Doomed(how), job=None, seed=0, workers=1))
+            _batches(dataset, workers=1, work=work)
         said.append(describe(error.value))
         if re.search(rf"a loader worker of this rank \(process \d+\) {message}", said[-1]):
             return
