@@ -121,9 +121,6 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
         assert not (attempt / "warnings-00000.jsonl").exists()
 
 
-# ------------------------------------------------------------------ Real signals
-
-
 SIZE, ROUNDS = 4, 100
 
 

@@ -252,7 +252,7 @@ def test_every_setting_reaches_the_engine():
     assert settings == wanted
 
 
-# ------------------------------------------------------------------ Polls
+# ------------------------------------------------------------------ Polls and reserved ports
 
 
 def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
@@ -265,9 +265,6 @@ def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
     assert sum(poll < 2 for poll in polls) < 25
     assert sum(poll >= 2 for poll in polls) < 45
     assert polls[1] < 0.1
-
-
-# ------------------------------------------------------------------ Reserved ports
 
 
 @pytest.fixture(params=[True, False], ids=["both families", "IPv4 alone"])

@@ -39,9 +39,6 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "more than --at-most 1e-05" in done.stderr
 
 
-# ------------------------------------------------------------------ Programs
-
-
 TRAIN = """\
 import json, os, sys
 import mindspore as ms, numpy as np
@@ -97,9 +94,6 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
         assert reports[0] == reports[1], "the same variables, of the same values"
     assert len(endings) == 1
     assert len(endings.pop()) == 1
-
-
-# ------------------------------------------------------------------ Ends of runs
 
 
 HIDDEN = """\

@@ -35,9 +35,6 @@ def _loss(model, scale=1.0):
     return Loss((model(torch.ones(2, WIDTH)) * scale).sum(), weight=2)
 
 
-# ------------------------------------------------------------------ counting
-
-
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [64, 100, 256, 10**6])
 def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes):
@@ -342,9 +339,6 @@ def test_one_that_is_dropped_in_mid_window_does_not_disturb_the_next():
     for last in (False, True):
         ours.backward(_loss(model), last=last)
     assert ours.boundary().micro_steps == 2
-
-
-# ------------------------------------------------------------------ other ranks, other windows
 
 
 def test_a_stop_request_of_one_rank_reaches_all():

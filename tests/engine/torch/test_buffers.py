@@ -125,9 +125,6 @@ def test_gradients_may_be_written_between_two_windows():
             assert torch.equal(train(write), wanted)
 
 
-# ------------------------------------------------------------------ Gradient norm
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("size", [1, 4096, 9000])
 def test_the_norm_is_as_good_in_every_dtype_as_in_a_wide_one(dtype, size):

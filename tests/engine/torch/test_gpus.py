@@ -29,8 +29,6 @@ from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of
 
-# ------------------------------------------------------------------ Results that come late
-
 
 class LateGroup(threads.InProcessGroup):
     """Overwrites a collective's tensors until it is waited for, as a busy device might."""
@@ -88,9 +86,6 @@ def test_nothing_is_read_before_its_wait_nor_written_while_under_way(options, mo
     monkeypatch.setattr(threads, "InProcessGroup", LateGroup)
     for found, right in zip(_trained(2, **options), wanted, strict=True):
         assert torch.equal(found, right)
-
-
-# ------------------------------------------------------------------ Ranks that come late
 
 
 class Lazy(transports.Gloo):

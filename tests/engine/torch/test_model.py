@@ -120,7 +120,7 @@ def test_impossible_norms_are_refused_with_a_remedy():
         with_norms(nn.Linear(1, 1), "froze")
 
 
-# ------------------------------------------------------------------ Precision
+# ------------------------------------------------------------------ Precision and seeds
 
 
 def _train(group, precision, updates=3, boom=None):
@@ -181,9 +181,6 @@ def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale():
         scales = [report.loss_scale for report in reports]
         assert scales == [FIRST_SCALE, FIRST_SCALE, FIRST_SCALE / 2]
         assert math.isfinite(reports[1].loss)
-
-
-# ------------------------------------------------------------------ Seeds
 
 
 @given(st.integers(0, 2**64 - 1))

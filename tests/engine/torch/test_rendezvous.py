@@ -167,9 +167,6 @@ def test_an_address_of_another_machine_is_refused(tmp_path):
         form_group(replace(spec(0, 2, tmp_path), address="192.0.2.1"))
 
 
-# ------------------------------------------------------------------ losing a peer
-
-
 def _sum_until_lost(group):
     number = torch.ones(100_000)
     for turn in range(10_000):
