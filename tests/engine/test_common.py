@@ -171,7 +171,6 @@ def test_figures_that_are_not_finite_are_kept_and_warned_of(number):
 
 @pytest.fixture
 def tick(monkeypatch):
-    """Moves the time on."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 

@@ -45,7 +45,7 @@ class Record:
 
 
 class Rank0:
-    """A loop's callback on rank 0, with a clock; `stop_at` is the time of a stop signal."""
+    """A loop's callback on rank 0, with a clock that the test sets."""
 
     def __init__(self, run, grace_s, *, whole=True):
         self.now, self.record, self.stop = 1000.0, Record(whole), StopFlag()
@@ -160,9 +160,7 @@ def test_the_kill_is_expected_at_the_earliest_possible_time(signals_ago, left_s)
 def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods(kill_wait_s=3, ahead_s=10).shortest_s == 10
     assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
-    assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), (
-        "where the scheduler was not asked"
-    )
+    assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), "no scheduler was asked"
 
 
 def test_an_earlier_reason_for_a_departure_stays(run):

@@ -54,8 +54,6 @@ class Weighted(Job):
 
 
 class Normed(Weighted):
-    """With batch norm, in a container, and in a cell of its own."""
-
     def model(self):
         class Head(nn.Cell):
             def __init__(self):
@@ -105,8 +103,6 @@ class Decaying(Weighted):
 
 
 class Named(Weighted):
-    """Its batch is a dictionary."""
-
     metric_names = ()
 
     def dataset(self):
@@ -117,8 +113,6 @@ class Named(Weighted):
 
 
 class Single(Named):
-    """Its batch is one tensor."""
-
     def dataset(self):
         return [np.concatenate([one["x"], one["y"]]) for one in super().dataset()]
 
@@ -127,8 +121,6 @@ class Single(Named):
 
 
 class OwnOptimizer(Weighted):
-    """Builds its optimizer itself."""
-
     def optimizer(self, model):
         return nn.SGD(model.trainable_params(), 0.01)
 
@@ -175,8 +167,6 @@ def helper(model, batch):
 
 
 class Unparsable(Weighted):
-    """Uses what a graph cannot hold."""
-
     def loss(self, model, batch):
         x, y, w = batch
         errors = ops.square(model(x) - y).sum(axis=1)
@@ -186,8 +176,6 @@ class Unparsable(Weighted):
 
 
 class Unknown(Weighted):
-    """Calls a method that no tensor has."""
-
     def loss(self, model, batch):
         x, _, w = batch
         return Loss(model(x).no_such_method(), weight=w.sum())

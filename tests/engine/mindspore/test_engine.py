@@ -51,7 +51,6 @@ def weights(engine):
 
 
 def update(engine, sizes, number=0, rate=RATE):
-    """Train on micro-batches of these sizes."""
     starts = itertools.accumulate(sizes[:-1], initial=0)
     [report] = run(engine, [make_window(number, [*zip(starts, sizes, strict=True)], rate=rate)])
     return report

@@ -88,8 +88,6 @@ class Accepted(Quadratic):
 
 @pytest.fixture
 def checked(monkeypatch):
-    """Check a job; return the warnings."""
-
     def check(job, samples=6, precision="float32"):
         found = []
         monkeypatch.setattr(checks, "warn", found.append)

@@ -22,8 +22,6 @@ RANKS, ODD = 3, 1
 
 
 class Net(nn.Module):
-    """Parameters and buffers of many kinds."""
-
     def __init__(self):
         super().__init__()
         self.linear = nn.Linear(3, 2)
@@ -167,8 +165,6 @@ CHANGES = {
 
 
 class Drifts(Job):
-    """Changes weights on one rank after an update."""
-
     def __init__(self, rank, change, after=1, width=4):
         self.mine, self.change, self.after, self.width = rank == ODD, change, after, width
 

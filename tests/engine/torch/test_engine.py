@@ -124,8 +124,6 @@ def test_buffers_that_cannot_be_written_or_are_sparse_are_left_alone():
 
 
 class Chatty(Curve):
-    """Talks in mid-window."""
-
     def loss(self, model, batch):
         self.group.barrier()
         return super().loss(model, batch)
@@ -208,8 +206,6 @@ def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, 
 
 
 class Duck:
-    """A job by its methods alone."""
-
     def model(self):
         return nn.Linear(2, 1)
 

@@ -308,8 +308,6 @@ def test_a_job_may_shard_its_model_itself(tmp_path):
 
 
 class _Counting(nn.Linear):
-    """Counts its calls in training, in extra state."""
-
     calls = 0
 
     def forward(self, x):

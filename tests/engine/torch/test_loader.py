@@ -39,8 +39,6 @@ class Augmenting(Job):
 
 
 class Listing(Job):
-    """Batches that are lists."""
-
     def collate(self, samples):
         return sorted(samples)
 
@@ -59,12 +57,10 @@ class Samples:
 
 
 def noisy(index):
-    """Draw from every generator that a data set might use."""
     return index, random.random(), np.random.random(), torch.rand(()).item()
 
 
 def telling(index):
-    """Say which process fetches."""
     return os.getpid()
 
 

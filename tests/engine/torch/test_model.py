@@ -21,8 +21,6 @@ from tests.laws.problem import difference
 
 
 class Pictures(Job):
-    """A small convolutional net with batch norms of both kinds."""
-
     def model(self):
         return nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),

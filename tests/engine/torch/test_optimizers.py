@@ -14,7 +14,6 @@ MODEL = nn.Linear(2, 2)
 
 
 def names(parameters, lr):
-    """Not an optimizer."""
     return {"parameters": parameters, "lr": lr}
 
 
@@ -120,8 +119,6 @@ def test_an_optimizer_without_a_base_rate_is_refused():
 
 
 class Schedules(Curve):
-    """Holds its optimizer, and does something to it at some moment."""
-
     def __init__(self, moment, change, scheduled=False):
         super().__init__()
         self.moment, self.change, self.scheduled = moment, change, scheduled
