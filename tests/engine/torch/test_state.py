@@ -31,8 +31,16 @@ from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
 
+class Counted(nn.Module):
+    def get_extra_state(self):
+        return {"calls": 3, "scale": torch.tensor([1.5])}
+
+    def set_extra_state(self, state):
+        self.restored = state
+
+
 class Everything(nn.Module):
-    """Tied, complex, half, empty, scalar, strided and integer tensors, and a buffer."""
+    """Tied, complex, half, empty, scalar, strided and integer tensors, a buffer, extra state."""
 
     def __init__(self):
         super().__init__()
@@ -46,6 +54,7 @@ class Everything(nn.Module):
         self.strided = nn.Parameter(torch.randn(4, 3).t())
         self.register_buffer("count", torch.tensor(3))
         both = torch.randn(6)
+        self.counted = Counted()
         self.register_buffer("low", both[:3])
         self.register_buffer("high", both[3:])
 
@@ -105,6 +114,7 @@ def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind
     load_model(other, tmp_path, rest)
     _load(theirs, tmp_path, packed)
     assert other.output.weight is other.embedding.weight
+    assert other.counted.restored == {"calls": 3, "scale": torch.tensor([1.5])}
     assert theirs.param_groups[0]["lr"] == 0.1
     for _ in range(3):
         assert weights_sha256(other) == weights_sha256(model)
@@ -192,25 +202,6 @@ def test_damaged_and_missing_files_are_refused(tmp_path, name):
     (tmp_path / name).unlink()
     with pytest.raises(RunFolderError, match="cannot be read"):
         load()
-
-
-class Talkative(nn.Linear):
-    """A module with extra state, as some layers have."""
-
-    def get_extra_state(self):
-        return {"calls": 3, "scale": torch.tensor([1.5])}
-
-    def set_extra_state(self, state):
-        self.restored = state
-
-
-def test_extra_state_of_modules_comes_back(tmp_path):
-    model = Talkative(2, 2)
-    rest, _ = _save(model, None, tmp_path)
-    other = Talkative(2, 2)
-    load_model(other, tmp_path, rest)
-    assert other.restored["calls"] == 3
-    assert torch.equal(other.restored["scale"], torch.tensor([1.5]))
 
 
 class Tied(nn.Module):
