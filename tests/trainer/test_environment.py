@@ -62,7 +62,6 @@ def test_a_node_with_fewer_devices_than_ranks_is_refused(variables_of, devices):
         ({}, {}, ""),
         ({"gpus_per_node": 0}, {"CUDA_VISIBLE_DEVICES": ""}, ""),
         ({"gpus_per_node": 4}, {}, "cluster.gpus_per_node=4"),
-        ({"gpus_per_node": "a100:4"}, {}, "cluster.gpus_per_node=a100:4"),
         ({"slurm_flags": {"gres": "npu:8"}}, {}, "cluster.slurm_flags.gres=npu:8"),
         ({"slurm_flags": {"gres": "tmpdisk:8"}}, {}, ""),
         ({"slurm_flags": {"gpus": 16}}, {}, "cluster.slurm_flags.gpus=16"),

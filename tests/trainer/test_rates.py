@@ -49,7 +49,6 @@ drifting = iter(range(100))
         (lambda _: -1e-3, "but gives -0.001"),
         (lambda u: math.nan if u == 9 else 1.0, "learning_rate(9) must give a number"),
         (lambda _: math.inf, "but gives inf"),
-        (lambda _: [0.1], "but gives [0.1]"),
         (lambda _: next(drifting), "it must depend on the update's number alone"),
     ],
 )

@@ -226,6 +226,36 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(ranks):
     assert "0.0.weight" in said
 
 
+def _disagreeing(group, folder, what):
+    """Return what building an accumulator, or comparing copies later, says on this rank."""
+    net, _ = _sharded((4,) if what == "decay" else (2, 2), group, folder)
+    shard = next(net.parameters()).to_local()
+    optimizer = _optimizer(net)
+    if group.rank == 3 and what == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.2
+    if group.rank == 3 and what == "start":
+        shard.detach().add_(1)
+    try:
+        accumulator = Accumulator(net, optimizer, group)
+        if group.rank == 3:
+            shard.detach().add_(1)
+        accumulator.check_replicas()
+    except (JobError, ReplicasDiffer) as error:
+        return str(error), getattr(error, "ranks", None)
+    return None
+
+
+def test_every_rank_is_told_that_copies_or_settings_differ_and_where(ranks):
+    start, decay, later = zip(*(rank["disagreeing"] for rank in ranks), strict=True)
+    for text, _ in start[1::2]:
+        assert "rank 3 differs" in text
+        assert "numbers of 0.0.weight" in text
+    for text, _ in start[::2]:
+        assert "the shards of ranks 1, 3 are not the same in all copies" in text
+    assert all("weight_decay" in text and "rank 3" in text for text, _ in decay)
+    assert [found for _, found in later] == [(3,)] * 4
+
+
 def _all(group, folder):
     return {
         "refusals": _refusals(group, folder),
@@ -233,6 +263,7 @@ def _all(group, folder):
         "idle": _with_idle_copy(group, folder),
         "bfloat16": _in_bfloat16(group, folder),
         "not finite": _not_finite(group, folder),
+        "disagreeing": [_disagreeing(group, folder, what) for what in ("start", "decay", "later")],
     }
 
 
@@ -510,37 +541,3 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, bac
     [sentence] = said
     assert "part-00001.safetensors is damaged" in sentence
     assert "going on from an earlier checkpoint" in sentence
-
-
-def _disagreeing(group, folder, what):
-    """Return what building an accumulator, or comparing copies later, says on this rank."""
-    net, _ = _sharded((4,) if what == "decay" else (2, 2), group, folder)
-    shard = next(net.parameters()).to_local()
-    optimizer = _optimizer(net)
-    if group.rank == 3 and what == "decay":
-        optimizer.param_groups[0]["weight_decay"] = 0.2
-    if group.rank == 3 and what == "start":
-        shard.detach().add_(1)
-    try:
-        accumulator = Accumulator(net, optimizer, group)
-        if group.rank == 3:
-            shard.detach().add_(1)
-        accumulator.check_replicas()
-    except (JobError, ReplicasDiffer) as error:
-        return str(error), getattr(error, "ranks", None)
-    return None
-
-
-@pytest.mark.parametrize("what", ["start", "decay", "later"])
-def test_every_rank_is_told_that_copies_or_settings_differ_and_where(what, tmp_path):
-    said = run_ranks(4, tmp_path, _disagreeing, str(tmp_path), what)
-    if what == "decay":
-        assert all("weight_decay" in text and "rank 3" in text for text, _ in said)
-    if what == "start":
-        for text, _ in said[1::2]:
-            assert "rank 3 differs" in text
-            assert "numbers of 0.0.weight" in text
-        for text, _ in said[::2]:
-            assert "the shards of ranks 1, 3 are not the same in all copies" in text
-    if what == "later":
-        assert [ranks for _, ranks in said] == [(3,)] * 4

@@ -97,10 +97,12 @@ def _without_the_last(group):
         group.gather_in_place_async(tensor).wait()
     with pytest.raises(PeerLost, match="lost a peer during reduce_scatter_sum"):
         group.reduce_scatter_sum_async(tensor[:100_000], tensor).wait()
+    with pytest.raises(PeerLost, match="lost a peer during all_reduce_sum"):
+        group.all_reduce_sum(tensor)
     return "lost"
 
 
-def test_a_large_exchange_reports_a_lost_peer(tmp_path):
+def test_collectives_report_a_lost_peer(tmp_path):
     assert run_ranks(3, tmp_path, _without_the_last) == ["lost", "lost", "left"]
 
 

@@ -2,8 +2,6 @@
 
 import json
 import os
-import re
-import signal
 import socket
 import subprocess
 import threading
@@ -21,7 +19,7 @@ from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
 from orchestrator.engine.torch.transports import RankCapabilities, choose
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from orchestrator.rundir.files import write_atomically
-from orchestrator.testing.processes import collect, run_ranks, spec, start_ranks
+from orchestrator.testing.processes import run_ranks, spec
 
 
 def _listening(group):
@@ -40,21 +38,19 @@ def test_ranks_listen_only_at_their_own_nodes_address(tmp_path):
         assert {address.rpartition(":")[0] for address in addresses} == {f"127.0.1.{rank + 1}"}
 
 
-def _two_generations(group, folder):
-    following = form_group(spec(group.rank, group.size, folder, generation=1))
-    number = torch.ones(1)
-    following.all_reduce_sum(number)
-    group.all_reduce_sum(number)
-    return number.item()
-
-
 def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
-    assert run_ranks(2, tmp_path, _two_generations, tmp_path) == [4.0, 4.0]
-    for generation in (0, 1):
-        content = json.loads(
-            rendezvous_file(spec(0, 2, tmp_path, generation=generation)).read_text()
-        )
-        assert content["generation"] == generation
+    def be(rank):
+        groups = [form_group(spec(rank, 2, tmp_path, generation=one)) for one in range(2)]
+        number = torch.ones(1)
+        for group in reversed(groups):
+            group.all_reduce_sum(number)
+        return number.item()
+
+    with ThreadPoolExecutor() as pool:
+        assert list(pool.map(be, range(2))) == [4.0, 4.0]
+    for generation in range(2):
+        path = rendezvous_file(spec(0, 2, tmp_path, generation=generation))
+        assert json.loads(path.read_text())["generation"] == generation
 
 
 def _formed(*specs):
@@ -165,25 +161,6 @@ def test_a_stop_before_rank_0_arrives_stops_rank_0_too(tmp_path):
 def test_an_address_of_another_machine_is_refused(tmp_path):
     with pytest.raises(RendezvousError, match=r"cannot listen at 192\.0\.2\.1"):
         form_group(replace(spec(0, 2, tmp_path), address="192.0.2.1"))
-
-
-def _sum_until_lost(group):
-    number = torch.ones(100_000)
-    for turn in range(10_000):
-        if group.rank == 1 and turn == 20:
-            os.kill(os.getpid(), signal.SIGKILL)
-        number.fill_(1.0)
-        group.all_reduce_sum(number)
-    return "never lost"
-
-
-def test_a_killed_rank_is_a_lost_peer_to_the_others_within_seconds(tmp_path):
-    began = time.monotonic()
-    started = start_ranks(3, tmp_path, _sum_until_lost, collective_timeout_s=150)
-    found = collect(*started, expected=[0, 2])
-    assert time.monotonic() - began < 120
-    for result, _ in found.values():
-        assert re.match(r"PeerLost: rank \d lost a peer during all_reduce_sum: ", result)
 
 
 # ------------------------------------------------------------------ transports
