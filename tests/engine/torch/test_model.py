@@ -121,10 +121,10 @@ def test_impossible_norms_are_refused_with_a_remedy():
 # ------------------------------------------------------------------ Precision and seeds
 
 
-def _train(group, precision, updates=3, boom=None):
+def _train(group, precision, updates=3, boom=None, **more):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    ours = sgd_accumulator(model, group, precision=precision, clip_norm=1.0)
+    ours = sgd_accumulator(model, group, precision=precision, clip_norm=1.0, **more)
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
     y = x.sum(1, keepdim=True).sin()
     reports = []
@@ -168,17 +168,24 @@ def test_the_scale_changes_no_bit_of_a_float32_forward():
     assert torch.equal(train(1.0), train(FIRST_SCALE))
 
 
-def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale():
-    clean, _ = run_in_threads(2, lambda group: _train(group, "float16", updates=1))[0]
-    for found, _ in run_in_threads(2, lambda g: _train(g, "float16", updates=2, boom=(1, 1))):
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale(shard):
+    def trained(**more):
+        given = {"precision": "float16", "shard_optimizer": shard, **more}
+        return run_in_threads(2, lambda group: _train(group, **given))
+
+    clean, _ = trained(updates=1)[0]
+    for found, _ in trained(updates=2, boom=(1, 1)):
         assert torch.equal(found, clean)
-    results = run_in_threads(2, lambda group: _train(group, "float16", boom=(1, 1)))
+    results = trained(boom=(1, 1))
     for found, reports in results:
         assert torch.equal(found, results[0][0])
         assert [report.applied for report in reports] == [True, False, True]
         scales = [report.loss_scale for report in reports]
         assert scales == [FIRST_SCALE, FIRST_SCALE, FIRST_SCALE / 2]
         assert math.isfinite(reports[1].loss)
+        sent = [report.collectives for report in reports]
+        assert (sent[1] < sent[2]) is shard, "no shards of weights travel"
 
 
 @given(st.integers(0, 2**64 - 1))
