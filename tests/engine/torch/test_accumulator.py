@@ -37,11 +37,12 @@ def _loss(model, scale=1.0):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
 @pytest.mark.parametrize("bucket_bytes", [64, 100, 256, 10**6])
-def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes):
-    steps = 3
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes, shard):
+    steps, given = 3, {"bucket_bytes": bucket_bytes, "shard_optimizer": shard}
 
     def train(group):
-        ours, model = _accumulator(group, metric_names=("right",), bucket_bytes=bucket_bytes)
+        ours, model = _accumulator(group, metric_names=("right",), **given)
         reports = []
         for _ in range(2):
             for step in range(steps):
@@ -51,7 +52,8 @@ def test_an_update_sends_what_the_plan_says(ranks, bucket_bytes):
         return reports, ours.parameter_count()
 
     for reports, parameters in run_in_threads(ranks, train):
-        wire = Wire(itemsize=4, metric_count=1, ranks=ranks, bucket_bytes=bucket_bytes)
+        sizes = {"itemsize": 4, "metric_count": 1, "bucket_bytes": bucket_bytes}
+        wire = Wire(**sizes, ranks=ranks, sharded=shard)
         for report in reports:
             assert report.collectives == wire.collectives(parameters)
             assert report.bytes_on_wire == wire.bytes_sent(parameters)
