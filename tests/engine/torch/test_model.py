@@ -15,7 +15,7 @@ from orchestrator.engine.common.boundary import FIRST_SCALE
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import engine_of, numbers_of, sgd_accumulator
+from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.jobs.training import train
 from tests.laws.problem import difference
 
@@ -37,26 +37,24 @@ class Pictures(Job):
         return Loss(((model(x) - y) ** 2).sum(), weight=len(x))
 
 
-@pytest.mark.parametrize(("norm", "exact"), [("warn", False), ("frozen", True), ("group", True)])
-def test_frozen_and_group_norms_give_one_update_for_any_split(norm, exact):
+@pytest.mark.parametrize(
+    ("norm", "exact", "words"),
+    [
+        ("warn", False, "batch norm in 1, 5 sees one micro-batch at a time"),
+        ("frozen", True, "batch norm in 1, 5 keeps the statistics"),
+        ("group", True, "batch norm in 1, 5 was replaced by group norm"),
+    ],
+)
+def test_frozen_and_group_norms_give_one_update_for_any_split_and_layers_are_named(
+    norm, exact, words
+):
     given = {"samples": 12, "updates": 2, "norm": norm}
-    (alone, *_), *_ = train(Pictures(), 1, cap=12, **given)
+    [(alone, _, engine)] = train(Pictures(), 1, cap=12, **given)
+    [warning] = engine.warnings()
+    assert words in warning
     (found, *_), *_ = train(Pictures(), 2, cap=3, **given)
     trained = {name: value for name, value in alone.items() if value.is_floating_point()}
     assert (difference(found, trained) <= 1e-10) is exact
-
-
-@pytest.mark.parametrize(
-    ("norm", "words"),
-    [
-        ("warn", "batch norm in 1, 5 sees one micro-batch at a time"),
-        ("frozen", "batch norm in 1, 5 keeps the statistics"),
-        ("group", "batch norm in 1, 5 was replaced by group norm"),
-    ],
-)
-def test_the_layers_are_named(norm, words):
-    [warning] = engine_of(Pictures(), norm=norm).warnings()
-    assert words in warning
 
 
 class Spectral(Pictures):
