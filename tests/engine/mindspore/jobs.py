@@ -153,6 +153,12 @@ class SlowLine(Line):
         return super().collate(samples)
 
 
+class Hidden(Weighted):
+    """Has a framework that a static check cannot read."""
+
+    framework = "MINDSPORE".lower()
+
+
 class Detached(Weighted):
     """Its loss leaves the graph: compiled, MindSpore would cut the gradient without a word."""
 
