@@ -28,10 +28,6 @@ WORK = [
 ]
 
 
-class Plain(Job):
-    """Torch's own way to make batches."""
-
-
 class Augmenting(Job):
     """Samples that draw random numbers."""
 
@@ -78,7 +74,7 @@ class Many:
 
 
 def _batches(dataset, job=None, workers=0, work=WORK, seed=0):
-    made = loader.batches(work, dataset=dataset, job=job or Plain(), seed=seed, workers=workers)
+    made = loader.batches(work, dataset=dataset, job=job or Job(), seed=seed, workers=workers)
     return list(made)
 
 
@@ -87,7 +83,7 @@ def test_the_jobs_own_collate_and_the_data_sets_getitems_are_used():
     assert [b.tolist() for b in _batches(Many())] == [[40, 10], [30], [0, 20, 50]]
 
 
-@pytest.mark.parametrize("job", [Plain, Augmenting])
+@pytest.mark.parametrize("job", [Job, Augmenting])
 def test_batches_are_the_plans_in_order_and_their_random_numbers_those_of_any_process(job):
     here, there = (_batches(Samples(noisy), job(), workers) for workers in (0, 1))
     assert [batch[0].tolist() for batch in here] == [list(m.indices) for m in WORK]
@@ -113,7 +109,7 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
 
 def _fetch_until_killed(connection):
     endless = (MicroBatch(update=update, start=0, indices=(0,)) for update in itertools.count())
-    made = loader.batches(endless, dataset=Samples(telling), job=Plain(), seed=0, workers=1)
+    made = loader.batches(endless, dataset=Samples(telling), job=Job(), seed=0, workers=1)
     connection.send(int(next(made)[0]))
     signal.pause()
 
