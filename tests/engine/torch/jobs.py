@@ -28,6 +28,19 @@ def numbers_of(model):
     return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
 
 
+class Samples:
+    """Six samples, each what a function of its index gives."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.of(index)
+
+
 class Curve(Job):
     """A net with dropout, the batch's mean of which is known."""
 

@@ -19,6 +19,7 @@ from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.torch import loader
 from orchestrator.errors import JobError
 from orchestrator.trainer.failure import describe
+from tests.engine.torch.jobs import Samples
 from tests.helpers import alive, until
 
 WORK = [
@@ -37,19 +38,6 @@ class Augmenting(Job):
 class Listing(Job):
     def collate(self, samples):
         return sorted(samples)
-
-
-class Samples:
-    """Six samples, each what a function of its index gives."""
-
-    def __init__(self, of):
-        self.of = of
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return self.of(index)
 
 
 def noisy(index):
