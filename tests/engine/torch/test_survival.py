@@ -145,15 +145,13 @@ def test_a_new_rank_takes_the_agreed_order_of_buckets():
 
 
 def test_the_boundary_reports_waiting_ranks_to_all_ranks():
-    def rank(group):
-        engine = engine_of(Curve(), group, **SETTINGS)
-        reports = []
+    def be(engine, rank):
         for update, waiting in enumerate((False, True, False)):
-            engine.newcomers_wait(waiting and group.rank == 1)
-            reports += train(engine, [update])
-        return [report.newcomers for report in reports]
+            engine.newcomers_wait(waiting and rank == 1)
+            [report] = train(engine, [update])
+            assert report.newcomers == waiting
 
-    assert run_in_threads(3, rank) == [[False, True, False]] * 3
+    begun(3, be)
 
 
 class Remembering(nn.BatchNorm1d):
@@ -184,8 +182,7 @@ class RemembersAll(Curve):
 
 @pytest.mark.parametrize("job", [Normed, RemembersAll])
 def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
-    def rank(group):
-        engine = engine_of(job(), group, **SETTINGS)
+    def be(engine, rank):
         train(engine, range(2))
         before = copy.deepcopy(engine.model.state_dict())
         break_off(engine, 2)
@@ -195,22 +192,21 @@ def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
         assert after.pop("1._extra_state", None) == before.pop("1._extra_state", None)
         assert {n for n, value in after.items() if not torch.equal(value, before[n])} == set()
 
-    run_in_threads(2, rank)
+    begun(2, be, job)
 
 
 def test_what_is_saved_inside_a_window_is_the_state_at_its_beginning(tmp_path):
-    def rank(group):
-        engine = engine_of(Normed(), group, **{**SETTINGS, "survive": False})
+    def be(engine, rank):
         train(engine, range(2))
         before = engine.weights_sha256()
         break_off(engine, 2)
-        if group.rank == 0:
+        if rank == 0:
             assert engine.weights_sha256() != before
             engine.save_state(tmp_path)
             assert int(load_file(tmp_path / "weights.safetensors")["1.num_batches_tracked"]) == 8
             assert engine.weights_sha256() == before
 
-    run_in_threads(2, rank)
+    begun(2, be, Normed, {**SETTINGS, "survive": False})
 
 
 class Caching(nn.Linear):
@@ -250,24 +246,28 @@ SHARDED = {
 }  # fmt: skip
 
 
-def of_a_checkpoint(folder, savers, loaders):
-    """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
+def saving(folder, saved):
+    """Return what trains two updates and saves their state; the rest of it goes to `saved`."""
 
-    def save(group):
-        engine = engine_of(Curve(), group, **SHARDED)
+    def save(engine, rank):
         train(engine, range(2))
         engine.gather_state()
-        return engine.save_state(folder) if group.rank == 0 else None
+        if rank == 0:
+            saved.update(engine.save_state(folder))
 
-    saved = run_in_threads(savers, save)[0]
+    return save
 
-    def load(group):
-        engine = engine_of(Curve(), group, **SHARDED)
+
+def of_a_checkpoint(folder, savers, loaders):
+    """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
+    saved = {}
+    begun(savers, saving(folder, saved), settings=SHARDED)
+
+    def go_on(engine, rank):
         engine.load_state(folder, saved)
         train(engine, range(2, 5))
-        return engine.weights_sha256()
 
-    return run_in_threads(loaders, load)[0]
+    return begun(loaders, go_on, settings=SHARDED)[0].weights_sha256()
 
 
 def in_the_window(engine):
@@ -315,10 +315,7 @@ def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     saved = {}
 
     def first(engine, rank):
-        train(engine, range(2))
-        engine.gather_state()
-        if rank == 0:
-            saved.update(engine.save_state(tmp_path))
+        saving(tmp_path, saved)(engine, rank)
         breaks_off(engine)
 
     engines = begun(4, first, settings=SHARDED)
