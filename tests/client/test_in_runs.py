@@ -2,7 +2,6 @@
 
 import json
 import re
-import shutil
 
 from tests import helpers, warm
 from tests.programs import script
@@ -73,28 +72,3 @@ def test_stopped_by_one_rank_and_resumed_it_has_the_bits_of_plain_python(tmp_pat
     assert abs(rate - 1) < 1e-9, "of the update, before the scheduler steps"
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
     assert (status["state"], status["updates"]) == ("finished", 12)
-
-
-SHORT = """\
-import sys, torch
-from orchestrator import Accumulator, Loss, current_run as run
-model = torch.nn.Linear(1, 1)
-ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
-for window in run.windows(64, ours, global_batch=8, micro_batch=8, checkpoint_every=2):
-    for piece in window:
-        ours.backward(Loss(model(torch.ones(len(piece), 1)).sum(), len(piece)))
-    ours.boundary()
-    if window.update == 5 and not run.attempt:
-        sys.exit(1)
-"""
-
-
-def test_a_loop_whose_checkpoints_were_removed_begins_again_with_a_warning(tmp_path):
-    run, one = tmp_path / "run", ("cluster.nodes=1", "cluster.ranks_per_node=1")
-    words = ("run", *one, f"run.dir={run}", "--", script(tmp_path, SHORT))
-    helpers.call(*words, module="orchestrator", cwd=tmp_path, code=1)
-    shutil.rmtree(run / "checkpoints")
-    helpers.verb("resume", run, code=0)
-    assert [record["update"] for record in helpers.records(run)] == [*range(5), *range(8)]
-    said = (run / "logs" / "rank-00000.log").read_text()
-    assert "there was no folder checkpoints, so no checkpoint either" in said

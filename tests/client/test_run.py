@@ -9,8 +9,8 @@ import random
 import signal
 import subprocess
 import sys
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -70,11 +70,6 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
     assert not list(tmp_path.iterdir())
 
 
-@pytest.fixture
-def attempt(tmp_path):
-    return attempt_without_stop(tmp_path / "attempts" / "000")
-
-
 def attempt_without_stop(folder):
     folder.mkdir(parents=True)
     for name in (STOP_REQUESTED, STOP_AFTER):
@@ -82,12 +77,9 @@ def attempt_without_stop(folder):
     return folder
 
 
-def test_what_is_reported_is_in_the_record_whole_and_in_order(ranks):
-    run = ranks[0]
-    for update in range(2000):
-        run.report(update, loss=0.5, samples=8, accuracy=0.5)
-    records = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
-    assert [r["update"] for r in records] == [*range(2000)]
+@pytest.fixture
+def attempt(tmp_path):
+    return attempt_without_stop(tmp_path / "attempts" / "000")
 
 
 def watched_program(attempt):
@@ -127,9 +119,6 @@ def test_nothing_is_said_of_programs_that_none_or_all_of_whose_ranks_ask(attempt
         program.check_all_handle(1.0)
         program.check_all_handle(1.0 + SHOULD_STOP_S)
         assert not (attempt / "warnings-00000.jsonl").exists()
-
-
-# ------------------------------------------------------------------ Real signals
 
 
 SIZE, ROUNDS = 4, 100
@@ -218,11 +207,9 @@ def test_what_is_a_number_is_recorded_as_it_was_when_it_was_told(ranks, value, k
         ({"loss": torch.ones(3)}, r"loss is tensor\(\[1., 1., 1.\]\) \(Tensor\)"),
         ({"loss": "0.5"}, "loss is '0.5' \\(str\\)"),
         ({"loss": 10**400}, r"loss is 10+… \(401 characters\) \(int\)"),
-        ({"loss": [1.0]}, "loss is"),
         ({"loss": torch.ones((), device="meta")}, "loss is"),
         ({"loss": 1.0, "seen": {"a": 1}}, "seen is {'a': 1}"),
         ({"loss": 1.0, "samples": 0.5}, "samples must be a whole number, 0 or more, but is 0.5"),
-        ({"loss": 1.0, "update": 1.5}, "update must be a whole number"),
         ({"loss": 1.0, "update": -1}, "update must be a whole number, 0 or more, but is -1"),
     ],
 )
@@ -292,21 +279,12 @@ def test_a_fork_neither_reports_nor_takes_a_stop_for_the_training(ranks):
 
 
 def test_in_a_thread_it_is_refused_unless_the_signal_is_taken_care_of(ranks):
-    said = []
-
-    def ask():
-        try:
-            said.append(ranks[0].should_stop(0))
-        except JobError as error:
-            said.append(str(error))
-
-    for handler in (signal.SIG_DFL, lambda *_: None):
-        signal.signal(signal.SIGTERM, handler)
-        thread = threading.Thread(target=ask)
-        thread.start()
-        thread.join()
-    assert "call it in the main thread first" in said[0]
-    assert said[1] is False
+    with ThreadPoolExecutor(1) as threads:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with pytest.raises(JobError, match="call it in the main thread first"):
+            threads.submit(ranks[0].should_stop, 0).result()
+        signal.signal(signal.SIGTERM, lambda *_: None)
+        assert threads.submit(ranks[0].should_stop, 0).result() is False
 
 
 def test_the_signal_that_a_run_stops_its_program_by_is_a_wish_as_well(ranks):
@@ -317,17 +295,11 @@ def test_the_signal_that_a_run_stops_its_program_by_is_a_wish_as_well(ranks):
     until(lambda: run.should_stop(1), 30)
 
 
-def test_many_threads_report_into_one_record(ranks):
-    run, count = ranks[0], 8
-    meet = threading.Barrier(count)
-
-    def report(number):
-        meet.wait()
-        run.report(number, loss=0.5)
-
-    threads = [threading.Thread(target=report, args=(number,)) for number in range(count)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(line["update"] for line in written(run)) == [*range(count)]
+def test_what_one_or_many_threads_report_is_in_the_record_whole_and_in_order(ranks):
+    run, count = ranks[0], 2000
+    for update in range(count):
+        run.report(update, loss=0.5, samples=8, accuracy=0.5)
+    assert [line["update"] for line in written(run)] == [*range(count)]
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda number: run.report(number, loss=0.5), range(count)))
+    assert sorted(line["update"] for line in written(run)[count:]) == [*range(count)]

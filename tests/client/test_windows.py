@@ -25,6 +25,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
+from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 
 SAMPLES = 53
 X = torch.randn(SAMPLES, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -37,8 +38,9 @@ def net(dropout=0.0):
     return nn.Sequential(*layers).double()
 
 
-def weights(model):
-    return nn.utils.parameters_to_vector(model.parameters()).detach()
+def backward(ours, model, piece):
+    total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+    ours.backward(Loss(total, weight=len(piece)))
 
 
 class Training:
@@ -57,8 +59,7 @@ class Training:
         self.windows = self.run.windows(SAMPLES, ours, **options)
         for window in self.windows:
             for piece in window:
-                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
-                ours.backward(Loss(total, weight=len(piece)))
+                backward(ours, model, piece)
                 steps += 1
                 if steps == stops:
                     self.run._stop._handle(15, None)
@@ -67,7 +68,7 @@ class Training:
             self.updates.append(window.update)
             self.collectives.append(report.collectives)
         ours.close()
-        self.weights = weights(model)
+        self.weights = numbers_of(model)
 
 
 def big_batches(global_batch, updates, ragged):
@@ -82,7 +83,7 @@ def big_batches(global_batch, updates, ragged):
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
         rate.step()
-    return weights(model)
+    return numbers_of(model)
 
 
 @pytest.mark.filterwarnings("ignore:ragged=drop", "ignore:.*idle", "ignore:.*takes? .*micro-step")
@@ -183,48 +184,36 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
     ],
 )
 def test_an_option_of_another_kind_is_refused_with_an_example(option, said):
-    model = net()
-    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
     with pytest.raises(ConfigError, match=said):
-        Run({}).windows(SAMPLES, ours, global_batch=9, **option)
+        Run({}).windows(SAMPLES, sgd_accumulator(net()), global_batch=9, **option)
 
 
-def test_saved_state_that_does_not_fit_is_named(tmp_path):
-    for width, refusal in ((2, None), (3, r"state\['ema'\] does not take what .*update-000000001")):
-        model = net()
-        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
-        how = {"updates": 1, "checkpoints": tmp_path, "state": {"ema": nn.Linear(width, 1)}}
-        if refusal is not None:
-            with pytest.raises(RunFolderError, match=refusal):
-                Run({}).windows(SAMPLES, ours, global_batch=9, **how)
-            continue
-        for window in Run({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9, **how):
+def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_path):
+    def train(**state):
+        ours = sgd_accumulator(model := net())
+        how = {"global_batch": 9, "micro_batch": 9, "updates": 1, "checkpoints": tmp_path}
+        for window in Run({}).windows(SAMPLES, ours, state=state, **how):
             for piece in window:
-                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
-                ours.backward(Loss(total, weight=len(piece)))
+                backward(ours, model, piece)
             ours.boundary()
-        ours.close()
 
-
-def test_state_that_no_checkpoint_can_hold_is_refused_before_the_first_update(tmp_path):
-    model = net()
-    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
     odd = SimpleNamespace(state_dict=lambda: {"seen": {1, 2}}, load_state_dict=print)
     with pytest.raises(JobError, match=r"the state at 'state odd\.seen' holds a set"):
-        Run({}).windows(SAMPLES, ours, global_batch=9, checkpoints=tmp_path, state={"odd": odd})
+        train(odd=odd)
+    assert not list(tmp_path.iterdir()), "refused before the first update"
+    train(ema=nn.Linear(2, 1))
+    with pytest.raises(RunFolderError, match=r"state\['ema'\] does not take .*update-000000001"):
+        train(ema=nn.Linear(3, 1))
 
 
 def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
     (tmp_path / "attempts" / "000").mkdir(parents=True)
-    run = Run({RUN: str(tmp_path)})
-    model = net()
-    ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
-    done = []
+    run, done = Run({RUN: str(tmp_path)}), []
+    ours = sgd_accumulator(model := net())
     for window in run.windows(SAMPLES, ours, global_batch=20, micro_batch=20, updates=9, first=3):
         for piece in window:
-            total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
-            ours.backward(Loss(total, weight=len(piece)))
+            backward(ours, model, piece)
         if window.update == 5:
             run._stop._handle(15, None)
         ours.boundary()
@@ -250,18 +239,15 @@ def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_
 
 
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
-    windows = Run({}).windows(
-        SAMPLES, Accumulator(model := net(), torch.optim.SGD(model.parameters(), lr=0.1),
-                             TorchGroup.alone()), global_batch=16, micro_batch=5, epochs=2,
-    )  # fmt: skip
+    ours = sgd_accumulator(model := net())
+    windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, epochs=2)
     data = torch.utils.data.TensorDataset(X, Y)
     batches = iter(torch.utils.data.DataLoader(data, batch_sampler=windows.indices()))
-    ours = windows._all[0]
     for window in windows:
         for piece in window:
-            x, y = next(batches)
+            x, _ = next(batches)
             assert x.equal(X[piece])
-            ours.backward(Loss(cross_entropy(model(x), y, reduction="sum"), len(y)))
+            backward(ours, model, piece)
         ours.boundary()
     assert next(batches, None) is None
 
@@ -283,7 +269,7 @@ def _two_models(group, folder, batch):
             for model, ours in zip(models, both, strict=True):
                 ours.backward(Loss(model(samples[piece]).square().sum(), len(piece)))
         sent.append([ours.boundary().collectives for ours in reversed(both)])
-    return sent, [weights(model).tolist() for model in models]
+    return sent, [numbers_of(model).tolist() for model in models]
 
 
 @pytest.mark.parametrize("batch", [1, 3])  # with one sample, the second rank has none
@@ -296,15 +282,11 @@ def test_two_accumulators_on_torchs_default_group_neither_mix_nor_miscount(tmp_p
 
 def test_two_accumulators_share_windows_each_in_a_pass_of_its_own():
     models = [net(), net()]
-    both = [
-        Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
-        for model in models
-    ]
+    both = [sgd_accumulator(model) for model in models]
     for window in Run({}).windows(SAMPLES, both, global_batch=16, micro_batch=5, updates=4):
         for model, ours in zip(models, both, strict=True):
             for piece in window:
-                total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
-                ours.backward(Loss(total, weight=len(piece)))
+                backward(ours, model, piece)
             ours.boundary()
-    assert weights(models[0]).equal(weights(models[1]))
-    assert not weights(models[0]).equal(weights(net()))
+    assert numbers_of(models[0]).equal(numbers_of(models[1]))
+    assert not numbers_of(models[0]).equal(numbers_of(net()))

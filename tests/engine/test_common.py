@@ -1,9 +1,9 @@
 """Update policy, loss scale, evaluation figures, time accounting, options, polls and ports."""
 
 import math
+import re
 import socket
 import time
-import warnings
 
 import numpy as np
 import pytest
@@ -23,10 +23,10 @@ from orchestrator.engine.common.boundary import (
 from orchestrator.engine.common.job_checks import check_fits, checked_figures
 from orchestrator.engine.common.micro_steps import Clock
 from orchestrator.engine.common.rendezvous import backoff, keep_port
-from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.job import Job
 from orchestrator.trainer.setup import engine_settings
+from tests.engine.torch.jobs import sgd_accumulator
 
 
 def _policy(on_non_finite="stop", *, scales=False, clip_norm=None):
@@ -94,10 +94,9 @@ def after(scale, windows):
 
 def test_it_doubles_exactly_after_so_many_calm_windows_and_again():
     scale = LossScale(scales=True)
-    assert after(scale, GROW_AFTER - 1) == FIRST_SCALE
-    assert after(scale, 1) == 2 * FIRST_SCALE
-    assert after(scale, GROW_AFTER - 1) == 2 * FIRST_SCALE
-    assert after(scale, 1) == 4 * FIRST_SCALE
+    for doublings in range(2):
+        assert after(scale, GROW_AFTER - 1) == FIRST_SCALE * 2**doublings
+        assert after(scale, 1) == FIRST_SCALE * 2 ** (doublings + 1)
 
 
 def test_it_stays_within_bounds():
@@ -107,14 +106,12 @@ def test_it_stays_within_bounds():
     assert scale.scale == 1.0
     scale.load({"scale": LARGEST_SCALE, "calm": GROW_AFTER - 1})
     assert after(scale, 1) == LARGEST_SCALE
-    scale.load({"scale": 2.0, "calm": 3})
-    scale.overflowed()
-    assert scale.state() == {"scale": 1.0, "calm": 0}
 
 
 def test_a_checkpoint_takes_up_the_scale_and_the_calm_where_they_were():
     scale = LossScale(scales=True)
-    scale.overflowed()
+    after(scale, 3)
+    scale.overflowed()  # they count no more
     after(scale, 7)
     resumed = LossScale(scales=True)
     resumed.load(scale.state())
@@ -141,11 +138,8 @@ class Digits:
     ("given", "message"),
     [
         (None, "must return figures by name, as in return {'accuracy': 0.9}, but returned None"),
-        ([0.9], "but returned [0.9]"),
-        (0.9, "but returned 0.9"),
         (("accuracy", 0.9), "but returned ('accuracy', 0.9)"),
         ({"accuracy": "high"}, "'accuracy' must be one number, but is 'high'"),
-        ({"accuracy": None}, "'accuracy' must be one number, but is None"),
         ({"accuracy": [1.0, 2.0]}, "'accuracy' must be one number, but is [1.0, 2.0]"),
         ({"a": 1, "b": torch.ones(3)}, "'b' must be one number, but is tensor([1., 1., 1.])"),
         ({"a": np.ones((2, 2))}, "'a' must be one number, but is array([[1., 1.]"),
@@ -154,19 +148,15 @@ class Digits:
     ],
 )
 def test_what_is_no_dictionary_of_numbers_is_refused_in_the_jobs_name(given, message):
-    with pytest.raises(JobError) as refused:
+    with pytest.raises(JobError, match=rf"Digits\.evaluate\(\).*{re.escape(message)}"):
         checked_figures(given, Digits())
-    assert "Digits.evaluate()" in str(refused.value)
-    assert message in str(refused.value)
 
 
 @pytest.mark.parametrize(
     "number", [1, 1.0, True, torch.tensor(1.0), torch.ones(1, 1), np.float32(1), np.ones(1)]
 )
 def test_numbers_of_any_kind_are_figures(number):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert checked_figures({"accuracy": number}, Digits()) == {"accuracy": 1.0}
+    assert checked_figures({"accuracy": number}, Digits()) == {"accuracy": 1.0}
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, torch.tensor(-math.inf)])
@@ -181,7 +171,6 @@ def test_figures_that_are_not_finite_are_kept_and_warned_of(number):
 
 @pytest.fixture
 def tick(monkeypatch):
-    """Moves the time on."""
     now = [100.0]
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
 
@@ -226,23 +215,14 @@ def test_after_a_failure_a_window_begins_from_nothing(tick):
 # ------------------------------------------------------------------ Options
 
 
-def _built(*options, **keywords):
+def test_a_keyword_overrides_the_options_and_one_that_is_none_is_answered_with_the_nearest():
     model = torch.nn.Linear(2, 1)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    return Accumulator(model, optimizer, TorchGroup.alone(), *options, **keywords)
-
-
-def test_a_keyword_overrides_the_options():
     options = AccumulationOptions(clip_norm=1.0, on_non_finite="skip")
-    chosen = _built(options, clip_norm=2.0).options
+    chosen = sgd_accumulator(model, options=options, clip_norm=2.0).options
     assert (chosen.clip_norm, chosen.on_non_finite) == (2.0, "skip")
     assert options.clip_norm == 1.0
-    assert _built().options == AccumulationOptions()
-
-
-def test_a_name_that_is_none_is_answered_with_the_nearest():
     with pytest.raises(TypeError, match=r"no option 'clip_nrm'.*; did you mean 'clip_norm'"):
-        _built(clip_nrm=1.0)
+        sgd_accumulator(model, clip_nrm=1.0)
 
 
 def test_a_text_in_the_place_of_metric_names_is_refused():
@@ -271,7 +251,7 @@ def test_every_setting_reaches_the_engine():
     assert settings == wanted
 
 
-# ------------------------------------------------------------------ Polls
+# ------------------------------------------------------------------ Polls and reserved ports
 
 
 def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
@@ -284,9 +264,6 @@ def test_waiting_ranks_poll_ever_more_rarely(monkeypatch):
     assert sum(poll < 2 for poll in polls) < 25
     assert sum(poll >= 2 for poll in polls) < 45
     assert polls[1] < 0.1
-
-
-# ------------------------------------------------------------------ Reserved ports
 
 
 @pytest.fixture(params=[True, False], ids=["both families", "IPv4 alone"])
@@ -311,11 +288,6 @@ def test_a_server_binds_the_reserved_port_and_it_stays_reserved_afterwards(keepe
         socket.create_server(place).close()
     with socket.socket() as other, pytest.raises(OSError, match="Address already in use"):
         other.bind(place)
-
-
-def test_an_address_of_another_node_is_refused():
-    with pytest.raises(OSError, match="Cannot assign"):
-        keep_port("192.0.2.1")
 
 
 def test_weights_that_do_not_fit_are_named_without_guesses():

@@ -1,11 +1,13 @@
-"""The target encoder follows once an update; the split changes nothing; a resumed run goes on."""
+"""The target encoder follows once an update; a resumed run goes on.
+
+That the split changes nothing: tests/engine/torch/test_sharding.py.
+"""
 
 import pytest
 import torch
 
 from jobs.jepa import PATCHES, Jepa, patches_of
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run
 from tests.jobs.training import train, windows
 from tests.laws.problem import difference
@@ -14,14 +16,6 @@ OWN = {"optimizer": {}}  # Jepa builds its own
 SMALL = {"width": 16, "layers": 1, "horizon": 6}
 # Adam divides by a root that can be tiny, which magnifies the last bits.
 TOLERANCE = 1e-8
-
-
-def test_three_ranks_train_like_one_in_any_split():
-    (alone, reports, _), *_ = train(Jepa(**SMALL), 1, samples=14, updates=3, cap=14, **OWN)
-    for found, found_reports, _ in train(Jepa(**SMALL), 3, samples=14, updates=3, cap=2, **OWN):
-        assert difference(found, alone) <= TOLERANCE
-        assert [r.loss for r in found_reports] == pytest.approx([r.loss for r in reports])
-        assert [r.collectives for r in found_reports] == [1, 1, 1]
 
 
 def test_the_target_is_the_moving_average_of_the_context_once_an_update():
@@ -38,14 +32,10 @@ def test_the_target_is_the_moving_average_of_the_context_once_an_update():
 
 
 def test_a_resumed_run_has_the_bits_of_one_that_went_through(tmp_path):
-    def begun():
-        settings = EngineSettings(metric_names=(), leaf_size=4, **OWN)
-        return TorchEngine(Jepa(**SMALL), settings, TorchGroup.alone())
-
     def go_on(engine, first, last):
         run(engine, list(windows(0, 1, samples=8, updates=last, cap=4))[first:])
 
-    through, stopped, resumed = begun(), begun(), begun()
+    through, stopped, resumed = (engine_of(Jepa(**SMALL), **OWN) for _ in range(3))
     go_on(through, 0, 4)
     go_on(stopped, 0, 2)
     extra = stopped.save_state(tmp_path)

@@ -2,10 +2,9 @@
 
 import copy
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine
 from orchestrator.plan.split import split_leaves, split_window
 from orchestrator.testing.threads import run_in_threads
+from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import run, window_of
 
 
@@ -18,11 +17,11 @@ def windows(rank, ranks, *, samples, updates, cap, leaves=False):
 
 def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
     """For each rank: (weights by name, reports, engine) after `updates` updates."""
-    given = {"precision": "float64", "metric_names": job.metric_names, "leaf_size": cap, **settings}
+    given = {"precision": "float64", "leaf_size": cap, **settings}
 
     def be(group):
         # A job belongs to one rank: elsewhere each has a process of its own.
-        engine = TorchEngine(copy.copy(job), EngineSettings(**given), group)
+        engine = engine_of(copy.copy(job), group, **given)
         mine = windows(group.rank, ranks, samples=samples, updates=updates, cap=cap, leaves=leaves)
         reports = run(engine, mine)
         return {n: t.clone() for n, t in engine.model.state_dict().items()}, reports, engine

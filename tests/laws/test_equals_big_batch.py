@@ -139,9 +139,8 @@ def test_3072_samples_on_240_ranks_equal_the_big_batch(dtype, tolerance):
 
     def model_and_optimizer():
         torch.manual_seed(0)
-        model = torch.nn.Sequential(
-            torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
-        ).to(dtype)
+        layers = torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1)
+        model = torch.nn.Sequential(*layers).to(dtype)
         return model, torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.01)
 
     def train(group):

@@ -15,6 +15,7 @@ from orchestrator.engine.torch.state import weights_sha256
 from orchestrator.errors import PlanError
 from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.threads import run_in_threads
+from tests.engine.torch.jobs import sgd_accumulator
 
 LEAF = 3
 
@@ -35,13 +36,8 @@ def _train(group, edges, samples, updates=3, counted=False):
     x = torch.randn(samples, 6, generator=made)
     y = torch.randn(samples, 2, generator=made)
     model = _model()
-    ours = Accumulator(
-        model,
-        torch.optim.AdamW(model.parameters(), lr=0.01),
-        group,
-        clip_norm=0.5,
-        reduction="reproducible",
-    )
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    ours = Accumulator(model, optimizer, group, clip_norm=0.5, reduction="reproducible")
     reports = []
     for update in range(updates):
         ours.begin_window(leaves=None if counted else -(-samples // LEAF))
@@ -90,8 +86,7 @@ def test_a_parameter_without_numbers_may_have_a_buffer_of_its_own():
         torch.manual_seed(0)
         model = torch.nn.Linear(3, 2)
         model.empty = torch.nn.Parameter(torch.empty(0, dtype=torch.float64))
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        ours = Accumulator(model, optimizer, group, reduction="reproducible")
+        ours = sgd_accumulator(model, group, reduction="reproducible")
         for number in range(3):  # of 6 leaves: each rank has two nodes of the tree
             total = model(torch.full((2, 3), 1.0 + number)).square().sum() + model.empty.sum()
             ours.backward(Loss(total, weight=2))
@@ -134,21 +129,13 @@ def test_leaves_of_no_rank_or_of_two_are_refused_by_all_ranks():
 
 
 def test_leaves_out_of_turn_are_refused():
-    model = _model()
-    ours = Accumulator(
-        model,
-        torch.optim.SGD(model.parameters(), lr=0.1),
-        run_in_threads(1, lambda group: group)[0],
-        reduction="reproducible",
-    )
+    ours = sgd_accumulator(model := _model(), reduction="reproducible")
     with pytest.raises(ValueError, match=r"the update's leaves over all ranks, 1 or more"):
         ours.begin_window(leaves=0)
     ours.begin_window(leaves=4)
-    total = model(torch.ones(1, 6)).sum()
-    ours.backward(Loss(total, 1.0), leaf=0)
+    ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=0)
     with pytest.raises(ValueError, match="1 is due, but it is 2"):
         ours.backward(Loss(model(torch.ones(1, 6)).sum(), 1.0), leaf=2)
-    ours.close()
 
 
 def _tree(lo, hi):

@@ -1,6 +1,7 @@
 """Checkpoints in the background: one at a time, each reported once, errors in the main thread."""
 
 import threading
+from functools import partial
 
 import pytest
 
@@ -33,10 +34,7 @@ class State:
 
 @pytest.fixture
 def build(tmp_path):
-    def build(state, *, background, **more):
-        return Checkpoints(tmp_path, state, run=None, keep=2, background=background, **more)
-
-    return build
+    return partial(Checkpoints, tmp_path, run=None, keep=2)
 
 
 def save(saving, updates):

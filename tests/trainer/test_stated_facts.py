@@ -13,18 +13,11 @@ from orchestrator.trainer.survival import modules_of
 from tests.plan.stated import make_plan
 
 
-def _plan_with(ranks, **more):
-    def plan_with(parameters, samples):
-        return make_plan(
-            nodes=1, ranks_per_node=ranks, global_batch=100, parameters=parameters,
-            dataset_samples=samples, **more,
-        )  # fmt: skip
-
-    return plan_with
-
-
 def _compare(facts, ranks=2, **more):
-    plan_with = _plan_with(ranks, **more)
+    def plan_with(parameters, samples):
+        given = {"parameters": parameters, "dataset_samples": samples, **more}
+        return make_plan(nodes=1, ranks_per_node=ranks, global_batch=100, **given)
+
     compare_facts(FactsConfig(**facts), plan_with(2_000_000, 1000), plan_with)
 
 

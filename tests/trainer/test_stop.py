@@ -1,6 +1,7 @@
 """Stops: their deadline, leaving a window in time, departures, with a clock that the test sets."""
 
 import signal
+from types import SimpleNamespace
 
 import pytest
 
@@ -29,36 +30,25 @@ def run(run):
     return run
 
 
-class Record:
-    """Stand-in for rank 0's checkpoints."""
-
-    save_s = 0.0
-
-    def __init__(self, whole):
-        self.saved, self.whole = [], whole
-
-    def can_save(self):
-        return self.whole
-
-    def save_now(self, progress):
-        self.saved.append((progress.updates, progress.samples))
-
-
 class Rank0:
-    """A loop's callback on rank 0, with a clock; `stop_at` is the time of a stop signal."""
+    """A loop's callback on rank 0, with a clock that the test sets."""
 
     def __init__(self, run, grace_s, *, whole=True):
-        self.now, self.record, self.stop = 1000.0, Record(whole), StopFlag()
+        self.now, self.saved, self.stop = 1000.0, [], StopFlag()
+        record = SimpleNamespace(
+            save_s=0.0, can_save=lambda: whole,
+            save_now=lambda progress: self.saved.append((progress.updates, progress.samples)),
+        )  # fmt: skip
         self.callback = LeaveInTime(
-            self.record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
+            record, fence=Fence(run.newest_attempt, 0), stop=self.stop,
             grace=None if grace_s is None else GracePeriods(ahead_s=grace_s),
             cancelled=run.cancel.exists, progress=TrainingProgress(updates=7, samples=70),
             clock=lambda: self.now,
         )  # fmt: skip
 
-    def ask(self, number=USR2):
-        self.stop.signal = number
-        self.stop.times.setdefault(number, self.now)
+    def ask(self):
+        self.stop.signal = USR2
+        self.stop.times.setdefault(USR2, self.now)
 
     def steps(self, seconds, numbers, steps):
         for done in numbers:
@@ -66,11 +56,18 @@ class Rank0:
             self.now += seconds
 
 
-def test_a_boundary_in_time_is_waited_for(run):
-    rank = Rank0(run, 30.0)
+@pytest.mark.parametrize(
+    ("grace_s", "pace_s", "cancelled"),
+    [(30.0, 5, False), (None, 1000, False), (10.0, 1000, True)],
+    ids=["it comes in time", "the run does not restart", "the run is cancelled"],
+)
+def test_a_boundary_is_waited_for(run, grace_s, pace_s, cancelled):
+    if cancelled:
+        write_json(run.cancel, {"how": "stop"})
+    rank = Rank0(run, grace_s)
     rank.ask()
-    rank.steps(5, range(5), 4)
-    assert rank.record.saved == []
+    rank.steps(pace_s, range(5), 4)
+    assert rank.saved == []
 
 
 @pytest.mark.parametrize(("whole", "why"), [(True, "after the grace of 10 s"), (False, "is lost")])
@@ -80,7 +77,7 @@ def test_a_window_whose_boundary_would_come_too_late_is_left(run, whole, why):
     rank.ask()
     with pytest.raises(StopRequested, match=why):
         rank.steps(5, range(5), 4)
-    assert rank.record.saved == [(7, 70)] * whole
+    assert rank.saved == [(7, 70)] * whole
 
 
 def test_a_boundary_is_waited_for_to_the_last_if_leaving_would_save_nothing(run):
@@ -89,17 +86,6 @@ def test_a_boundary_is_waited_for_to_the_last_if_leaving_would_save_nothing(run)
     rank.steps(2, range(4), 8)  # by their pace the boundary comes after 16 s
     with pytest.raises(StopRequested):  # one more would end after the kill
         rank.steps(2, [4], 8)
-
-
-def test_if_the_run_does_not_restart_a_stop_always_waits_for_the_boundary(run):
-    rank = Rank0(run, None)
-    rank.ask()
-    rank.steps(1000, range(5), 4)
-    write_json(run.cancel, {"how": "stop"})
-    rank = Rank0(run, 10.0)
-    rank.ask()
-    rank.steps(1000, range(5), 4)
-    assert rank.record.saved == []
 
 
 def test_a_request_to_cancel_is_read_at_boundaries_once_a_second(run):
@@ -128,7 +114,7 @@ def test_a_superseded_attempt_writes_nothing_more(run):
     rank.ask()
     with pytest.raises(StaleAttempt):
         rank.steps(5, range(4), 4)
-    assert rank.record.saved == []
+    assert rank.saved == []
 
 
 def test_the_others_leave_a_window_when_rank_0_has(run):
@@ -160,9 +146,7 @@ def test_the_kill_is_expected_at_the_earliest_possible_time(signals_ago, left_s)
 def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods(kill_wait_s=3, ahead_s=10).shortest_s == 10
     assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
-    assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), (
-        "where the scheduler was not asked"
-    )
+    assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), "no scheduler was asked"
 
 
 def test_an_earlier_reason_for_a_departure_stays(run):

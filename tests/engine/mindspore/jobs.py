@@ -54,8 +54,6 @@ class Weighted(Job):
 
 
 class Normed(Weighted):
-    """With batch norm, in a container, and in a cell of its own."""
-
     def model(self):
         class Head(nn.Cell):
             def __init__(self):
@@ -86,15 +84,6 @@ class Steepest(Weighted):
         return Loss((model(x) * 1e20).sum(), weight=len(x))
 
 
-class InGroups(Weighted):
-    """Its optimizer trains the first layer at a tenth of the rate."""
-
-    def optimizer(self, model):
-        first = {"params": [model[0].weight, model[0].bias], "lr": 0.01}
-        self.built = optim.SGD([first, {"params": [model[2].weight, model[2].bias]}], lr=0.1)
-        return self.built
-
-
 class Decaying(Weighted):
     """Its optimizer has weights and biases in groups, as for a weight decay of the former alone.
 
@@ -109,12 +98,11 @@ class Decaying(Weighted):
 
     def optimizer(self, model):
         given = model.trainable_params()[: 4 - self.left_out]
-        return self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+        self.built = self.builder([{"params": given[::2]}, {"params": given[1::2]}], 0.1)
+        return self.built
 
 
 class Named(Weighted):
-    """Its batch is a dictionary."""
-
     metric_names = ()
 
     def dataset(self):
@@ -125,8 +113,6 @@ class Named(Weighted):
 
 
 class Single(Named):
-    """Its batch is one tensor."""
-
     def dataset(self):
         return [np.concatenate([one["x"], one["y"]]) for one in super().dataset()]
 
@@ -135,8 +121,6 @@ class Single(Named):
 
 
 class OwnOptimizer(Weighted):
-    """Builds its optimizer itself."""
-
     def optimizer(self, model):
         return nn.SGD(model.trainable_params(), 0.01)
 
@@ -169,6 +153,12 @@ class SlowLine(Line):
         return super().collate(samples)
 
 
+class Hidden(Weighted):
+    """Has a framework that a static check cannot read."""
+
+    framework = "MINDSPORE".lower()
+
+
 class Detached(Weighted):
     """Its loss leaves the graph: compiled, MindSpore would cut the gradient without a word."""
 
@@ -183,8 +173,6 @@ def helper(model, batch):
 
 
 class Unparsable(Weighted):
-    """Uses what a graph cannot hold."""
-
     def loss(self, model, batch):
         x, y, w = batch
         errors = ops.square(model(x) - y).sum(axis=1)
@@ -194,8 +182,6 @@ class Unparsable(Weighted):
 
 
 class Unknown(Weighted):
-    """Calls a method that no tensor has."""
-
     def loss(self, model, batch):
         x, _, w = batch
         return Loss(model(x).no_such_method(), weight=w.sum())

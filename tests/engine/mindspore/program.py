@@ -17,7 +17,7 @@ os.environ.setdefault("GLOG_v", "3")
 import mindspore as ms
 import numpy as np
 import pytest
-from mindspore import Tensor, ops
+from mindspore import Tensor
 
 from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
@@ -82,25 +82,6 @@ def adjoints(compiled):
             _adjoint(group, AllReduceSum(group), (3,), compiled, np.float64)
 
     return check
-
-
-def gathered_loss_has_the_gradient_of_one_process(group):
-    """A loss that couples all samples: ||sum of all rows||^2, against its formula."""
-    sizes = [r + 1 for r in range(group.size)]
-    every = np.random.default_rng(0).standard_normal((sum(sizes), 3)).astype(np.float32)
-    start = sum(sizes[: group.rank])
-    mine = Tensor(every[start : start + sizes[group.rank]])
-    gather = AllGather(group, sizes)
-
-    def share(x):  # the replicated loss divided by R, so that the sum over ranks is the loss
-        return ops.square(gather(x).sum(axis=0)).sum() / group.size
-
-    def derived(x):  # a graph takes no lambda
-        return ms.grad(share)(x)
-
-    found = ms.jit(derived)(mine).asnumpy()
-    wanted = np.broadcast_to(2 * every.sum(0), found.shape)
-    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def wide_numbers_keep_their_digits(group):
@@ -237,7 +218,6 @@ def no_other_thread_spins_while_one_computes(group):
 
 OWN = (
     wide_numbers_keep_their_digits,
-    gathered_loss_has_the_gradient_of_one_process,
     update_is_numpys_big_batch,
     update_is_numpys_big_batch_in_float64_though_a_rank_has_no_samples,
     many_buckets_are_as_planned,
@@ -275,13 +255,12 @@ def main():
     scheduler = group._scheduler.process.pid if group._scheduler else None
     report = {}
     for name, check in checks().items():
-        began = time.perf_counter()
         try:
             check(group)
             report[name] = ""
         except Exception:  # noqa: BLE001  # reported by the test
             report[name] = traceback.format_exc()
-        print(name, round(time.perf_counter() - began, 2), report[name][-200:], flush=True)
+        print(name, report[name][-200:], flush=True)  # shown where a later one hangs
     began = time.perf_counter()
     group.close()
     report["close_s"] = time.perf_counter() - began

@@ -2,7 +2,6 @@
 
 import importlib.metadata
 import itertools
-import re
 from functools import partial
 
 import mindspore as ms
@@ -20,7 +19,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
-from orchestrator.engine.mindspore.engine import build_engine, versions
+from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.framework import check_installed
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
 from orchestrator.engine.mindspore.model import advice
@@ -51,7 +50,6 @@ def weights(engine):
 
 
 def update(engine, sizes, number=0, rate=RATE):
-    """Train on micro-batches of these sizes."""
     starts = itertools.accumulate(sizes[:-1], initial=0)
     [report] = run(engine, [make_window(number, [*zip(starts, sizes, strict=True)], rate=rate)])
     return report
@@ -71,26 +69,22 @@ def test_every_mode_and_split_gives_numpys_update_with_the_rate_of_each(mode):
     assert _distance(weights(engine), after) == 0
 
 
-def test_the_gradient_is_clipped_once_after_averaging():
-    engine = built(mode="pynative", clip_norm=0.01, precision="float64")
+@pytest.mark.parametrize(
+    ("job", "precision", "limit", "unclipped"),
+    [(jobs.Weighted, "float64", 0.01, 0.01), (jobs.Steepest, "float32", 1.0, 1e20)],
+    ids=["after averaging", "though its squares overflow"],
+)
+def test_the_gradient_is_clipped_once(job, precision, limit, unclipped):
+    engine = built(job(), mode="pynative", clip_norm=limit, precision=precision)
     before = weights(engine)
     report = update(engine, [31, 30], rate=1.0)
     moved = np.concatenate([(a - b).ravel() for a, b in zip(before, weights(engine), strict=True)])
-    assert report.gradient_norm > 0.01
-    assert abs(np.linalg.norm(moved) - 0.01) < 1e-6
-
-
-def test_a_gradient_whose_squares_overflow_is_clipped():
-    engine = built(jobs.Steepest(), mode="pynative", clip_norm=1.0)
-    before = weights(engine)
-    report = update(engine, [61], rate=1.0)
-    moved = np.concatenate([(a - b).ravel() for a, b in zip(before, weights(engine), strict=True)])
-    assert 1e20 < report.gradient_norm < 1e21
-    assert abs(np.linalg.norm(moved) - 1.0) < 1e-5
+    assert unclipped < report.gradient_norm < 1e21
+    assert np.linalg.norm(moved) == pytest.approx(limit, rel=1e-5)
 
 
 def test_parameter_groups_keep_their_ratio_to_the_rate():
-    job = jobs.InGroups()
+    job = jobs.Decaying(lambda groups, lr: optim.SGD([{**groups[0], "lr": lr / 10}, groups[1]], lr))
     engine = built(job, mode="jit", optimizer={})
     for number, rate in enumerate((0.1, 0.02)):
         update(engine, [61], number, rate=rate)
@@ -118,8 +112,7 @@ def test_a_batch_may_be_a_tensor_or_a_tuple_or_a_dictionary(style):
         engine = built(job, style=style)
         update(engine, [15] * 4)
         found.append(weights(engine))
-    assert _distance(found[1], found[0]) < 1e-6
-    assert _distance(found[2], found[0]) < 1e-6
+    assert all(_distance(one, found[0]) < 1e-6 for one in found[1:])
 
 
 def test_compiled_or_not_a_forward_moves_statistics_once():
@@ -147,9 +140,7 @@ def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimize
         before = weights(engine)
         update(engine, [61], number, rate=rate)
         moved.append(_distance(weights(engine), before))
-    assert moved[1] == 0
-    assert moved[0] > 0
-    assert moved[2] > 0
+    assert [distance > 0 for distance in moved] == [True, False, True]
 
 
 @pytest.mark.parametrize(
@@ -321,10 +312,6 @@ def test_batch_norms_may_be_frozen_or_replaced_so_that_splits_agree(norm):
     assert len(names) == len(set(names))
 
 
-def test_versions_name_the_facts_that_decide_the_bits():
-    assert versions()["mindspore"].startswith("2.10")
-
-
 def test_cpus_never_replace_requested_devices(tmp_path):
     def spec(asked, devices):
         return GroupSpec(rank=3, size=4, local_rank=1, node="n1", address="127.0.0.1",
@@ -356,9 +343,20 @@ class Half(jobs.Weighted):
         return model
 
 
-class OfAnotherPackage(jobs.Counted):
+class Another(jobs.Counted):
+    """Its optimizer is not of `mindspore.nn`."""
+
     def optimizer(self, model):
         return optim.SGD(model.trainable_params(), lr=0.1)
+
+
+class Unmeasured(jobs.Counted):
+    """Lacks its metric: tests/engine/torch/test_accumulator.py has all of a loss's contract."""
+
+    metric_names = ("error",)
+
+
+OWN = {"optimizer": {}}  # the job builds its own
 
 
 @pytest.mark.parametrize(
@@ -366,27 +364,12 @@ class OfAnotherPackage(jobs.Counted):
     [
         (Evaluating, {}, r"called model\.set_train\(False\) without a model\.set_train\(\)"),
         (Half, {}, r"parameter 2\.weight is Float16, .*train\.precision=float16"),
-        (
-            partial(jobs.Decaying, left_out=1),
-            {"optimizer": {}},
-            r"the SGD lacks 2\.bias, which no step would change",
-        ),
-        (
-            partial(jobs.Decaying, lambda groups, _: [optim.SGD(g["params"], 0.1) for g in groups]),
-            {"optimizer": {}},
-            r"Decaying\.optimizer gives a list, not an optimizer",
-        ),
+        (partial(jobs.Decaying, left_out=1), OWN, r"the SGD lacks 2\.bias, which no step would"),
+        (partial(jobs.Decaying, lambda *_: []), OWN, r"Decaying\.optimizer gives a list, not an"),
+        (Unmeasured, {"mode": "jit"}, "Loss.metrics lacks 'error'"),
         (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
-        (
-            OfAnotherPackage,
-            {"style": "framework", "optimizer": {}},
-            r"of mindspore\.nn, but OfAnotherPackage\.optimizer\(\) builds mindspore\.experimental",
-        ),
-        (
-            jobs.Counted,
-            {"style": "framework", "optimizer": {"name": "sgd", "fused": True}},
-            "built",
-        ),
+        (Another, {"style": "framework", **OWN}, r"but Another\.optimizer\(\) builds mindspore\."),
+        (jobs.Counted, {"style": "framework", "optimizer": {"name": "sgd", "x": True}}, "built"),
     ],
 )
 def test_what_would_go_wrong_in_silence_is_refused(job, settings, words):
@@ -397,32 +380,6 @@ def test_what_would_go_wrong_in_silence_is_refused(job, settings, words):
 
     with pytest.raises((ConfigError, JobError), match=words):
         train()
-
-
-class Nonsense(jobs.Weighted):
-    """Its loss gives `make(sum, weight)`."""
-
-    def __init__(self, make):
-        super().__init__()
-        self.make = make
-
-    def loss(self, model, batch):
-        x, y, _ = batch
-        return self.make((model(x) - y).square().sum(), float(len(x)))
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda total, weight: total, "must return Loss(total, weight), but returned a plain"),
-        (lambda total, weight: Loss(3.0, weight), "Loss.total must be a real scalar tensor"),
-        (Loss, "Loss.metrics lacks 'error'"),
-    ],
-)
-def test_a_wrong_loss_is_refused_before_it_is_compiled(make, message):
-    """tests/engine/torch/test_accumulator.py has all of the contract."""
-    with pytest.raises(JobError, match=re.escape(message)):
-        update(built(Nonsense(make)), [61])
 
 
 # ------------------------------------------------------------------ Refusals

@@ -39,9 +39,6 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "more than --at-most 1e-05" in done.stderr
 
 
-# ------------------------------------------------------------------ Programs
-
-
 TRAIN = """\
 import json, os, sys
 import mindspore as ms, numpy as np
@@ -99,31 +96,12 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
     assert len(endings.pop()) == 1
 
 
-# ------------------------------------------------------------------ Ends of runs
-
-
-HIDDEN = """\
-from orchestrator import Job
-
-
-class Hidden(Job):
-    framework = "".join(("mind", "spore"))
-
-    def model(self): ...
-
-    def dataset(self):
-        return [0.0] * 64
-
-    def loss(self, model, batch): ...
-"""
-
-
 def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framework(tmp_path):
     """The submitting command refuses it for any other job: tests/end_to_end/test_bad_input.py."""
-    (tmp_path / "hidden.py").write_text(HIDDEN)
     done = helpers.call(
-        "job._target_=hidden.Hidden", "engine.shard_optimizer=true", "cluster.nodes=1",
-        "cluster.ranks_per_node=1", "tracker=none", "run.dir=run", cwd=tmp_path, code=2,
+        "job._target_=tests.engine.mindspore.jobs.Hidden", "engine.shard_optimizer=true",
+        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "run.dir=run",
+        cwd=tmp_path, code=2,
     )  # fmt: skip
     assert "engine.shard_optimizer=true is not available with mindspore" in done.stderr
     assert "starting 1 rank" in done.stdout, "refused by the worker"

@@ -1,12 +1,44 @@
-"""A small torch job for tests."""
+"""A small torch job for tests, and what they train and compare with."""
 
 import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup
 
 SAMPLES = 29
+
+
+def engine_of(job, group=None, **settings):
+    """Return the engine of a job, by default that of its only rank."""
+    given = {"metric_names": getattr(job, "metric_names", ()), **settings}
+    return TorchEngine(job, EngineSettings(**given), group or TorchGroup.alone())
+
+
+def sgd_accumulator(model, group=None, **options):
+    """Return an accumulator with a plain optimizer, by default that of an only rank."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    return Accumulator(model, optimizer, group or TorchGroup.alone(), **options)
+
+
+def numbers_of(model):
+    """Return a copy of all parameters as one row."""
+    return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+
+
+class Samples:
+    """Six samples, each what a function of its index gives."""
+
+    def __init__(self, of):
+        self.of = of
+
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, index):
+        return self.of(index)
 
 
 class Curve(Job):

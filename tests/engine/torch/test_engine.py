@@ -1,6 +1,5 @@
 """The engine behind the loop: windows of a job become updates, on any split the same."""
 
-import math
 from collections import UserDict
 from typing import NamedTuple
 
@@ -9,38 +8,27 @@ import torch
 from torch import nn
 from torch.nn.utils.rnn import PackedSequence, pack_sequence
 
-from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings
+from orchestrator import Loss
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.consistency_checks import machine_warning, versions
 from orchestrator.engine.torch.model import moved
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.torch.jobs import SAMPLES, Curve, engine_of, numbers_of
 from tests.engine.windows import make_window, run, window_of
 
 
 def _train(split, job=None, **settings):
     def be(group):
-        engine = TorchEngine(
-            job or Curve(), EngineSettings(metric_names=Curve.metric_names, **settings), group
-        )
+        engine = engine_of(job or Curve(), group, **settings)
         reports = run(engine, [window_of(split, group.rank, update) for update in range(3)])
         engine.accumulator.close()
         return engine, reports
 
     return run_in_threads(split.ranks, be)
-
-
-def _weights(engine):
-    return nn.utils.parameters_to_vector(engine.model.parameters()).detach()
-
-
-def _figures(report):
-    return (report.loss, report.weight, report.metrics, report.gradient_norm)
 
 
 @pytest.mark.parametrize("sizes", [[15, 14], [29, 0, 0], [1, 20, 3, 5]])
@@ -49,9 +37,10 @@ def test_updates_do_not_depend_on_the_split(sizes):
     job = Curve(dropout=0.0)
     [(alone, wanted)] = _train(assign([SAMPLES], steps=1), job, **settings)
     for engine, reports in _train(assign(sizes, cap=4), job, **settings):
-        torch.testing.assert_close(_weights(engine), _weights(alone), rtol=1e-12, atol=1e-13)
+        found = numbers_of(engine.model)
+        torch.testing.assert_close(found, numbers_of(alone.model), rtol=1e-12, atol=1e-13)
         for ours, theirs in zip(reports, wanted, strict=True):
-            assert _figures(ours)[0] == pytest.approx(_figures(theirs)[0], rel=1e-12)
+            assert ours.loss == pytest.approx(theirs.loss, rel=1e-12)
             assert ours.metrics["size"] == 1.0
             assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-12)
 
@@ -63,7 +52,8 @@ def test_reproducible_mode_gives_one_digest_with_dropout():
         for engine, reports in _train(
             split, reduction="reproducible", leaf_size=4, optimizer={"name": "adamw"}
         ):
-            results.add((engine.weights_sha256(), str([_figures(r) for r in reports])))
+            figures = [(r.loss, r.weight, r.metrics, r.gradient_norm) for r in reports]
+            results.add((engine.weights_sha256(), str(figures)))
     assert len(results) == 1
 
 
@@ -88,11 +78,9 @@ def test_a_loss_that_leaves_the_model_in_evaluation_mode_is_refused():
 
 
 def test_small_questions_have_plain_answers():
-    [(engine, _)] = _train(assign([SAMPLES], steps=1))
-    assert engine.parameter_count() == 4 * 8 + 8 + 8 + 1
+    engine = engine_of(Curve())
     assert engine.peak_memory_bytes() > 2**20
     assert engine.warnings() == []
-    assert engine.gather([1.5, math.pi]) == [[1.5, math.pi]]
     assert versions()["torch"] == torch.__version__
 
 
@@ -113,10 +101,7 @@ class Sparse(Curve):
 
 
 def test_sparse_gradients_are_warned_about():
-    engine = TorchEngine(
-        Sparse(), EngineSettings(metric_names=Curve.metric_names), TorchGroup.alone()
-    )
-    [sparse] = engine.warnings()
+    [sparse] = engine_of(Sparse()).warnings()
     assert "sparse gradients of 0.rows" in sparse
 
 
@@ -138,8 +123,6 @@ def test_buffers_that_cannot_be_written_or_are_sparse_are_left_alone():
 
 
 class Chatty(Curve):
-    """Talks in mid-window."""
-
     def loss(self, model, batch):
         self.group.barrier()
         return super().loss(model, batch)
@@ -153,11 +136,14 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
     def be(group, kind):
         job = kind()
         job.group = group
-        engine = TorchEngine(job, EngineSettings(metric_names=Curve.metric_names), group)
-        [report] = run(engine, [window_of(assign([15, 14], steps=2), group.rank, 0)])
+        window = window_of(assign([15, 14], steps=2), group.rank, 0)
+        [report] = run(engine_of(job, group), [window])
         return report.collectives
 
-    with pytest.raises(SilenceError, match="talks_in_window = True"):
+    with pytest.raises(
+        SilenceError,
+        match=r"'barrier' was called in mid-window of update 0.*talks_in_window = True",
+    ):
         run_in_threads(2, lambda group: be(group, Chatty))
     assert run_in_threads(2, lambda group: be(group, Declared)) == [3, 3]
 
@@ -167,31 +153,14 @@ def test_a_job_that_talks_in_mid_window_has_to_declare_it():
     [(Declared, "gloo", "talks_in_window"), (Curve, "hccl", "transport=hccl")],
 )
 def test_losses_are_not_survived_where_collectives_cannot_be_interrupted(job, transport, said):
-    settings = EngineSettings(metric_names=Curve.metric_names, survive=True)
     group = TorchGroup.alone(transport=transport, device=torch.device("cpu"))
     with pytest.raises(ConfigError, match=f"run.survive=true is not available with {said}"):
-        TorchEngine(job(), settings, group)
+        engine_of(job(), group, survive=True)
 
 
 class OwnOptimizer(Curve):
-    """Brings an optimizer with groups of its own."""
-
     def optimizer(self, model):
-        first, last = model[0], model[3]
-        return torch.optim.SGD(
-            [{"params": first.parameters(), "lr": 0.1}, {"params": last.parameters()}], lr=1.0
-        )
-
-
-def test_a_jobs_own_optimizer_keeps_its_groups():
-    [(engine, _)] = _train(assign([SAMPLES], steps=1), OwnOptimizer(), optimizer={})
-    rates = [group["lr"] for group in engine.accumulator.optimizer.param_groups]
-    assert rates == pytest.approx([0.1 * 0.1 / 3, 0.1 / 3])
-
-
-class NoModel(Curve):
-    def model(self):
-        return "a model"
+        return torch.optim.SGD(model.parameters(), lr=1.0)
 
 
 class NoTorchOptimizer(Curve):
@@ -210,7 +179,7 @@ def with_edges():
     return model
 
 
-class Unfilled(Curve):
+class Of(Curve):
     def __init__(self, model):
         super().__init__()
         self.model = model
@@ -219,28 +188,12 @@ class Unfilled(Curve):
 @pytest.mark.parametrize(
     ("job", "settings", "kind", "message"),
     [
-        (Unfilled(lambda: Unsaved(4, 1)), {}, JobError, "holds a set, which cannot be saved"),
-        (Unfilled(with_edges), {}, JobError, "edges is stored as torch.sparse_coo, .*=False"),
-        (Unfilled(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet"),
-        (
-            Unfilled(lambda: nn.LazyLinear(1)),
-            {"optimizer": {"name": "adamw"}},
-            ConfigError,
-            "parameter weight has no shape yet, .*: call the model once before",
-        ),
-        (
-            Unfilled(lambda: nn.Linear(4, 1, device="meta")),
-            {},
-            ConfigError,
-            "parameter weight is on the meta device, .*to_empty",
-        ),
-        (NoModel(), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
-        (
-            NoTorchOptimizer(),
-            {"optimizer": {}},
-            ConfigError,
-            r"NoTorchOptimizer\.optimizer gives a str",
-        ),
+        (Of(lambda: Unsaved(4, 1)), {}, JobError, "holds a set, which cannot be saved"),
+        (Of(with_edges), {}, JobError, "edges is stored as torch.sparse_coo, .*=False"),
+        (Of(lambda: nn.LazyLinear(1)), {}, ConfigError, "weight has no shape yet, .*: call the"),
+        (Of(lambda: nn.Linear(4, 1, device="meta")), {}, ConfigError, "weight is on the meta dev"),
+        (Of(lambda: "a model"), {}, JobError, r"must give a torch\.nn\.Module, but gives str"),
+        (NoTorchOptimizer(), {"optimizer": {}}, ConfigError, r"Optimizer\.optimizer gives a str"),
         (OwnOptimizer(), {"optimizer": {"name": "adam"}}, ConfigError, "add optimizer=null"),
         (Curve(), {"optimizer": {}}, ConfigError, "try optimizer=adam"),
         (Curve(), {"reduction": "reproducible"}, ConfigError, "needs accumulation.micro_batch"),
@@ -248,12 +201,10 @@ class Unfilled(Curve):
 )
 def test_jobs_and_settings_that_cannot_be_used_are_refused(job, settings, kind, message):
     with pytest.raises(kind, match=message):
-        TorchEngine(job, EngineSettings(**settings), TorchGroup.alone())
+        engine_of(job, **settings)
 
 
 class Duck:
-    """A job by its methods alone."""
-
     def model(self):
         return nn.Linear(2, 1)
 
@@ -266,50 +217,25 @@ class Duck:
 
 
 def test_a_job_need_not_derive_from_job():
-    engine = TorchEngine(Duck(), EngineSettings(precision="float64"), TorchGroup.alone())
+    engine = engine_of(Duck(), precision="float64")
     [report] = run(engine, [make_window(0, [(0, 2), (2, 2)])])
     assert report.weight == 4.0
     assert engine.evaluate() == {}
 
 
-class Twisted(Job):
-    """A complex parameter, which torch's own double() would leave in single precision."""
-
-    def model(self):
-        model = nn.Linear(4, 2, dtype=torch.complex64)
-        model.register_buffer("count", torch.tensor(1))
-        return model
-
-    def dataset(self):
-        return [(torch.full((4,), 0.5 + 1j), float(i)) for i in range(4)]
-
-    def loss(self, model, batch):
-        x, y = batch
-        return Loss((model(x).abs().sum(1) - y).square().sum(), len(y))
-
-
 def test_float64_reaches_complex_parameters_too():
-    settings = EngineSettings(precision="float64", optimizer={"name": "adam"})
-    engine = TorchEngine(Twisted(), settings, TorchGroup.alone())
-    [report] = run(engine, [make_window(0, [(0, 2), (2, 2)])])
+    """Torch's own double() would leave them in single precision."""
+    model = nn.Linear(4, 2, dtype=torch.complex64)
+    model.register_buffer("count", torch.tensor(1))
+    engine = engine_of(Of(lambda: model), precision="float64")
     assert engine.model.weight.dtype == torch.complex128
     assert engine.model.count.dtype == torch.int64
     assert engine.parameter_count() == 2 * (4 * 2 + 2)
-    assert report.applied
 
 
 class Pair(NamedTuple):
     x: object
     y: object
-
-
-def test_batches_of_any_shape_are_moved():
-    batch = Pair([torch.ones(1)], {"a": (torch.ones(1, dtype=torch.int32), "text")})
-    found = moved(batch, torch.device("cpu"), double=True)
-    assert isinstance(found, Pair)
-    assert found.x[0].dtype == torch.float64
-    assert found.y["a"][0].dtype == torch.int32
-    assert found.y["a"][1] == "text"
 
 
 class Tokens(UserDict):
@@ -319,12 +245,17 @@ class Tokens(UserDict):
         return self.data[name]
 
 
-def test_a_tokenizers_batch_and_packed_sequences_stay_what_they_are():
+def test_batches_of_any_shape_are_moved_and_stay_what_they_are():
     packed = pack_sequence([torch.ones(3, 2), torch.ones(1, 2)])
-    found = moved(Tokens(x=torch.ones(1), packed=packed), torch.device("meta"), double=True)
-    assert (found.x.device.type, found.x.dtype) == ("meta", torch.float64)
-    assert isinstance(found.packed, PackedSequence)
-    assert (found.packed.data.device.type, found.packed.batch_sizes.tolist()) == ("meta", [2, 1, 1])
+    values = torch.tensor(1), torch.tensor(1j), "text", packed
+    batch = Pair([Tokens(x=torch.ones(1))], {"a": values})
+    found = moved(batch, torch.device("meta"), double=True)
+    assert isinstance(found, Pair)
+    [tokens], (whole, turn, text, packed) = found.x, found.y["a"]
+    assert (tokens.x.device.type, tokens.x.dtype) == ("meta", torch.float64)
+    assert (whole.dtype, turn.dtype, text) == (torch.int64, torch.complex128, "text")
+    assert isinstance(packed, PackedSequence)
+    assert (packed.data.device.type, packed.batch_sizes.tolist()) == ("meta", [2, 1, 1])
 
 
 def test_seeds_are_written_down():

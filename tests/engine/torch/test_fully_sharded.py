@@ -21,14 +21,13 @@ from torch.utils.data import TensorDataset
 from orchestrator import Job, Loss
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.run import Run
-from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.torch import Accumulator, form_group
-from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, ReplicasDiffer, SilenceError
 from orchestrator.report.compare import compare
 from orchestrator.rundir.checkpoints import part_name
 from orchestrator.rundir.tensors import SafetensorsFile
 from orchestrator.testing.processes import run_ranks, spec
+from tests.engine.torch.jobs import engine_of
 from tests.engine.windows import make_window, run
 
 SAMPLES, UPDATES = 24, 3
@@ -227,6 +226,36 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_alike(ranks):
     assert "0.0.weight" in said
 
 
+def _disagreeing(group, folder, what):
+    """Return what building an accumulator, or comparing copies later, says on this rank."""
+    net, _ = _sharded((4,) if what == "decay" else (2, 2), group, folder)
+    shard = next(net.parameters()).to_local()
+    optimizer = _optimizer(net)
+    if group.rank == 3 and what == "decay":
+        optimizer.param_groups[0]["weight_decay"] = 0.2
+    if group.rank == 3 and what == "start":
+        shard.detach().add_(1)
+    try:
+        accumulator = Accumulator(net, optimizer, group)
+        if group.rank == 3:
+            shard.detach().add_(1)
+        accumulator.check_replicas()
+    except (JobError, ReplicasDiffer) as error:
+        return str(error), getattr(error, "ranks", None)
+    return None
+
+
+def test_every_rank_is_told_that_copies_or_settings_differ_and_where(ranks):
+    start, decay, later = zip(*(rank["disagreeing"] for rank in ranks), strict=True)
+    for text, _ in start[1::2]:
+        assert "rank 3 differs" in text
+        assert "numbers of 0.0.weight" in text
+    for text, _ in start[::2]:
+        assert "the shards of ranks 1, 3 are not the same in all copies" in text
+    assert all("weight_decay" in text and "rank 3" in text for text, _ in decay)
+    assert [found for _, found in later] == [(3,)] * 4
+
+
 def _all(group, folder):
     return {
         "refusals": _refusals(group, folder),
@@ -234,6 +263,7 @@ def _all(group, folder):
         "idle": _with_idle_copy(group, folder),
         "bfloat16": _in_bfloat16(group, folder),
         "not finite": _not_finite(group, folder),
+        "disagreeing": [_disagreeing(group, folder, what) for what in ("start", "decay", "later")],
     }
 
 
@@ -272,39 +302,24 @@ class _NotSharded(_InParts):
         del model, mesh
 
 
-class _Strided(_InParts):
-    def model(self):
-        return nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)
-
-
-class _Scalar(_InParts):
-    def model(self):
-        model = _net(torch.float32)
-        model.register_parameter("scale", nn.Parameter(torch.tensor(1.0)))
-        return model
-
-
-class _TwoTypes(_InParts):
-    def model(self):
-        model = _net(torch.float32)
-        model[2].double()
-        return model
-
-
-class _Sparse(_InParts):
-    def model(self):
-        return nn.Embedding(4, 2, sparse=True)
+class _Of(_InParts):
+    def __init__(self, model):
+        self.model = model
 
 
 def _engines(group, folder):
     group = form_group(spec(group.rank, group.size, folder))
-    settings = EngineSettings(shard_model="all", metric_names=())
     said = []
-    refused = (_NotSharded(), _Strided(), _Scalar(), _TwoTypes(), _Sparse())
+    refused = (
+        _NotSharded(),
+        _Of(lambda: nn.Conv2d(3, 4, 3).to(memory_format=torch.channels_last)),
+        _Of(lambda: nn.ParameterList([torch.tensor(1.0)])),
+        _Of(lambda: nn.Sequential(_net(torch.float32), _net(torch.float64))),
+        _Of(lambda: nn.Embedding(4, 2, sparse=True)),
+    )
     for job in (_InParts(), *refused, _InPartsOfItsOwn()):
         try:
-            engine = TorchEngine(job, settings, group)
-            [report] = run(engine, [make_window(0, [(0, 4)])])
+            [report] = run(engine_of(job, group, shard_model="all"), [make_window(0, [(0, 4)])])
             said.append(report.applied)
         except (ConfigError, JobError) as error:
             said.append(str(error))
@@ -317,15 +332,13 @@ def test_a_job_may_shard_its_model_itself(tmp_path):
     not_sharded, strided, scalar, two_types, sparse = refused
     assert "_NotSharded.shard() did not call fully_shard()" in not_sharded
     assert "parameter weight has strides (27, 1, 9, 3) (channels_last, perhaps)" in strided
-    assert "parameter scale is a single number" in scalar
+    assert "parameter 0 is a single number" in scalar
     assert "has got torch.float32 and torch.float64" in two_types
     assert "sparse gradients, as of the model itself" in sparse
     assert own is True
 
 
 class _Counting(nn.Linear):
-    """Counts its calls in training, in extra state."""
-
     calls = 0
 
     def forward(self, x):
@@ -340,18 +353,22 @@ class _Counting(nn.Linear):
         self.calls = state["calls"]
 
 
-class _Counted(_InParts):
-    def model(self):
-        torch.manual_seed(0)
-        return _Counting(10, 3)
+class _Whole(_InParts):
+    """Its loss calls the model as a whole."""
 
     def loss(self, model, batch):
         return Loss(model(batch[0]).square().sum(), len(batch[0]))
 
 
+class _Counted(_Whole):
+    def model(self):
+        torch.manual_seed(0)
+        return _Counting(10, 3)
+
+
 def _behind(group, folder):
-    settings = EngineSettings(shard_model="node", metric_names=())
-    engine = TorchEngine(_Counted(), settings, form_group(spec(group.rank, 2, folder / "first")))
+    first = form_group(spec(group.rank, 2, folder / "first"))
+    engine = engine_of(_Counted(), first, shard_model="node")
     before = {name: engine.model.state_dict()[name].clone() for name in ("weight", "bias")}
     run(engine, [make_window(0, [(0, 4)])])
     if group.rank == 1:  # as if it had been built now
@@ -372,22 +389,19 @@ def test_a_rank_behind_gets_shards_and_extra_state_of_another_copy(tmp_path):
     assert one[0] == 2, "each update calls it once"
 
 
-class _Tied(_InParts):
+class _Tied(_Whole):
     def model(self):
         torch.manual_seed(0)
         net = nn.Sequential(nn.Linear(10, 10), nn.Tanh(), nn.Linear(10, 10))
         net[2].weight = net[0].weight
         return net
 
-    def loss(self, model, batch):
-        return Loss(model(batch[0]).square().sum(), len(batch[0]))
-
 
 def _saved_with_ties(group, folder):
     group = form_group(spec(group.rank, group.size, folder))
     found = []
     for over in ("all", "none"):
-        engine = TorchEngine(_Tied(), EngineSettings(shard_model=over, metric_names=()), group)
+        engine = engine_of(_Tied(), group, shard_model=over)
         if over == "all":
             run(engine, [make_window(0, [(0, 4)])])
             extra = engine.save_state(folder)
@@ -477,8 +491,7 @@ def test_windows_keep_a_copy_in_step_and_checkpoints_fit_any_number_of_ranks(tmp
 
 def _saves(group, folder, background):
     """Save after updates 1, 2 and 3; the second time rank 1 cannot write its part."""
-    settings = EngineSettings(shard_model="all", metric_names=())
-    engine = TorchEngine(_InPartsOfItsOwn(), settings, group)
+    engine = engine_of(_InPartsOfItsOwn(), group, shard_model="all")
     checkpoints = Checkpoints(folder, engine, run=None, keep=9, background=background)
     assert checkpoints.restore(group.rank) is None
     limits, found = resource.getrlimit(resource.RLIMIT_FSIZE), []
@@ -528,37 +541,3 @@ def test_a_part_that_cannot_be_written_costs_that_checkpoint_alone(tmp_path, bac
     [sentence] = said
     assert "part-00001.safetensors is damaged" in sentence
     assert "going on from an earlier checkpoint" in sentence
-
-
-def _disagreeing(group, folder, what):
-    """Return what building an accumulator, or comparing copies later, says on this rank."""
-    net, _ = _sharded((4,) if what == "decay" else (2, 2), group, folder)
-    shard = next(net.parameters()).to_local()
-    optimizer = _optimizer(net)
-    if group.rank == 3 and what == "decay":
-        optimizer.param_groups[0]["weight_decay"] = 0.2
-    if group.rank == 3 and what == "start":
-        shard.detach().add_(1)
-    try:
-        accumulator = Accumulator(net, optimizer, group)
-        if group.rank == 3:
-            shard.detach().add_(1)
-        accumulator.check_replicas()
-    except (JobError, ReplicasDiffer) as error:
-        return str(error), getattr(error, "ranks", None)
-    return None
-
-
-@pytest.mark.parametrize("what", ["start", "decay", "later"])
-def test_every_rank_is_told_that_copies_or_settings_differ_and_where(what, tmp_path):
-    said = run_ranks(4, tmp_path, _disagreeing, str(tmp_path), what)
-    if what == "decay":
-        assert all("weight_decay" in text and "rank 3" in text for text, _ in said)
-    if what == "start":
-        for text, _ in said[1::2]:
-            assert "rank 3 differs" in text
-            assert "numbers of 0.0.weight" in text
-        for text, _ in said[::2]:
-            assert "the shards of ranks 1, 3 are not the same in all copies" in text
-    if what == "later":
-        assert [ranks for _, ranks in said] == [(3,)] * 4

@@ -27,8 +27,7 @@ from orchestrator.errors import ConfigError, PeerLost, TransportError
 from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
-
-# ------------------------------------------------------------------ Results that come late
+from tests.engine.torch.jobs import numbers_of
 
 
 class LateGroup(threads.InProcessGroup):
@@ -71,7 +70,7 @@ def _trained(ranks, **options):
                 loss = Loss(model(batch).square().sum(), len(batch))
                 accumulator.backward(loss, last=step == 1)
             accumulator.boundary()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()])
+        return numbers_of(model)
 
     return run_in_threads(ranks, train)
 
@@ -87,9 +86,6 @@ def test_nothing_is_read_before_its_wait_nor_written_while_under_way(options, mo
     monkeypatch.setattr(threads, "InProcessGroup", LateGroup)
     for found, right in zip(_trained(2, **options), wanted, strict=True):
         assert torch.equal(found, right)
-
-
-# ------------------------------------------------------------------ Ranks that come late
 
 
 class Lazy(transports.Gloo):

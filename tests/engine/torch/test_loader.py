@@ -6,18 +6,20 @@ import os
 import random
 import re
 import signal
+from functools import partial
 
 import numpy as np
 import psutil
 import pytest
 import torch
-from torch.utils.data import IterableDataset, get_worker_info
+from torch.utils.data import get_worker_info
 
 from orchestrator import Job
 from orchestrator.engine.api import MicroBatch
 from orchestrator.engine.torch import loader
 from orchestrator.errors import JobError
 from orchestrator.trainer.failure import describe
+from tests.engine.torch.jobs import Samples
 from tests.helpers import alive, until
 
 WORK = [
@@ -27,10 +29,6 @@ WORK = [
 ]
 
 
-class Plain(Job):
-    """Torch's own way to make batches."""
-
-
 class Augmenting(Job):
     """Samples that draw random numbers."""
 
@@ -38,58 +36,44 @@ class Augmenting(Job):
 
 
 class Listing(Job):
-    """Batches that are lists."""
-
     def collate(self, samples):
         return sorted(samples)
 
 
-class Noisy:
-    """Draws from every generator that a data set might use."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return index, random.random(), np.random.random(), torch.rand(()).item()
+def noisy(index):
+    return index, random.random(), np.random.random(), torch.rand(()).item()
 
 
-class Many:
-    """A data set that fetches several samples at once, and never one."""
+def telling(index):
+    return os.getpid()
 
-    def __len__(self):
-        return 6
 
-    def __getitem__(self, index):
-        raise AssertionError("one by one")
+class Many(Samples):
+    """Fetches several samples at once, and never one."""
 
     def __getitems__(self, indices):
-        return [10 * index for index in indices]
+        return [self.of(index) for index in indices]
 
-
-class Telling:
-    """Says which process fetched."""
-
-    def __len__(self):
-        return 6
-
-    def __getitem__(self, index):
-        return os.getpid()
+    __getitem__ = None
 
 
 def _batches(dataset, job=None, workers=0, work=WORK, seed=0):
-    made = loader.batches(work, dataset=dataset, job=job or Plain(), seed=seed, workers=workers)
+    made = loader.batches(work, dataset=dataset, job=job or Job(), seed=seed, workers=workers)
     return list(made)
 
 
 def test_the_jobs_own_collate_and_the_data_sets_getitems_are_used():
     assert _batches(list(range(6)), Listing()) == [[1, 4], [3], [0, 2, 5]]
-    assert [b.tolist() for b in _batches(Many())] == [[40, 10], [30], [0, 20, 50]]
+    assert [b.tolist() for b in _batches(Many(lambda index: 10 * index))] == [
+        [40, 10],
+        [30],
+        [0, 20, 50],
+    ]
 
 
-@pytest.mark.parametrize("job", [Plain, Augmenting])
+@pytest.mark.parametrize("job", [Job, Augmenting])
 def test_batches_are_the_plans_in_order_and_their_random_numbers_those_of_any_process(job):
-    here, there = (_batches(Noisy(), job(), workers) for workers in (0, 1))
+    here, there = (_batches(Samples(noisy), job(), workers) for workers in (0, 1))
     assert [batch[0].tolist() for batch in here] == [list(m.indices) for m in WORK]
     assert [torch.stack(b).tolist() for b in here] == [torch.stack(b).tolist() for b in there]
 
@@ -102,7 +86,7 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
     ]
 
     def numbers(work, **more):
-        batches = _batches(Noisy(), Augmenting(), work=work, **more)
+        batches = _batches(Samples(noisy), Augmenting(), work=work, **more)
         return torch.cat([torch.stack(batch) for batch in batches], dim=1).tolist()
 
     assert numbers(whole) == numbers(cut)
@@ -113,7 +97,7 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
 
 def _fetch_until_killed(connection):
     endless = (MicroBatch(update=update, start=0, indices=(0,)) for update in itertools.count())
-    made = loader.batches(endless, dataset=Telling(), job=Plain(), seed=0, workers=1)
+    made = loader.batches(endless, dataset=Samples(telling), job=Job(), seed=0, workers=1)
     connection.send(int(next(made)[0]))
     signal.pause()
 
@@ -133,44 +117,24 @@ def test_a_worker_ends_with_its_rank_and_leaves_its_signals_to_it():
     until(lambda: not alive(worker.pid), what="the worker's end")
 
 
-class Streaming(IterableDataset):
-    """Cannot be indexed."""
-
-    def __iter__(self):
-        return iter(range(3))
-
-
-@pytest.mark.parametrize("dataset", [Streaming(), iter([1, 2]), None])
+@pytest.mark.parametrize("dataset", [iter([1, 2]), None])
 def test_a_data_set_without_length_or_index_is_refused(dataset):
     with pytest.raises(JobError, match=r"must give something with len\(\) and \[index\]"):
         _batches(dataset)
 
 
-class Unsendable(Noisy):
-    def __init__(self):
-        self.function = lambda: 1
-
-
 def test_a_data_set_that_cannot_be_sent_to_workers_is_refused():
     with pytest.raises(JobError, match=r"cannot be sent to loader workers: .*loader_workers=0"):
-        _batches(Unsendable(), workers=1)
+        _batches(Samples(lambda index: index), workers=1)
 
 
-class Doomed:
-    """Ends the process that reads its last sample."""
-
-    def __init__(self, how):
-        self.how = how
-
-    def __len__(self):
-        return 4
-
-    def __getitem__(self, index):
-        if index == 3 and get_worker_info() is not None:
-            if self.how == "exit":
-                os._exit(3)
-            os.kill(os.getpid(), self.how)
-        return torch.zeros(1)
+def doomed(how, index):
+    """End the worker that reads the fourth sample."""
+    if index == 3 and get_worker_info() is not None:
+        if how == "exit":
+            os._exit(3)
+        os.kill(os.getpid(), how)
+    return torch.zeros(1)
 
 
 def test_a_worker_that_crashed_is_named_with_its_signal():
@@ -189,10 +153,10 @@ def test_a_worker_that_crashed_is_named_with_its_signal():
 )
 def test_a_loader_worker_that_ends_is_named_with_how(how, message):
     work = [MicroBatch(update=0, start=n, indices=(n,)) for n in range(4)]
-    said: list[str] = []
+    dataset, said = Samples(partial(doomed, how)), []
     while len(said) < 4:  # on a starved machine torch may find it gone before it hears how it went
         with pytest.raises(RuntimeError) as error:
-            list(loader.batches(work, dataset=Doomed(how), job=None, seed=0, workers=1))
+            _batches(dataset, workers=1, work=work)
         said.append(describe(error.value))
         if re.search(rf"a loader worker of this rank \(process \d+\) {message}", said[-1]):
             return

@@ -11,19 +11,16 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from orchestrator import Job, Loss
-from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.boundary import FIRST_SCALE
-from orchestrator.engine.torch import Accumulator, TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import FrozenBatchNorm, seed_torch, with_norms
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.testing.threads import run_in_threads
+from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 from tests.jobs.training import train
 from tests.laws.problem import difference
 
 
 class Pictures(Job):
-    """A small convolutional net with batch norms of both kinds."""
-
     def model(self):
         return nn.Sequential(
             nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(),
@@ -40,27 +37,24 @@ class Pictures(Job):
         return Loss(((model(x) - y) ** 2).sum(), weight=len(x))
 
 
-@pytest.mark.parametrize(("norm", "exact"), [("warn", False), ("frozen", True), ("group", True)])
-def test_frozen_and_group_norms_give_one_update_for_any_split(norm, exact):
+@pytest.mark.parametrize(
+    ("norm", "exact", "words"),
+    [
+        ("warn", False, "batch norm in 1, 5 sees one micro-batch at a time"),
+        ("frozen", True, "batch norm in 1, 5 keeps the statistics"),
+        ("group", True, "batch norm in 1, 5 was replaced by group norm"),
+    ],
+)
+def test_frozen_and_group_norms_give_one_update_for_any_split_and_layers_are_named(
+    norm, exact, words
+):
     given = {"samples": 12, "updates": 2, "norm": norm}
-    (alone, *_), *_ = train(Pictures(), 1, cap=12, **given)
+    [(alone, _, engine)] = train(Pictures(), 1, cap=12, **given)
+    [warning] = engine.warnings()
+    assert words in warning
     (found, *_), *_ = train(Pictures(), 2, cap=3, **given)
     trained = {name: value for name, value in alone.items() if value.is_floating_point()}
     assert (difference(found, trained) <= 1e-10) is exact
-
-
-@pytest.mark.parametrize(
-    ("norm", "words"),
-    [
-        ("warn", "batch norm in 1, 5 sees one micro-batch at a time"),
-        ("frozen", "batch norm in 1, 5 keeps the statistics"),
-        ("group", "batch norm in 1, 5 was replaced by group norm"),
-    ],
-)
-def test_the_layers_are_named(norm, words):
-    engine = TorchEngine(Pictures(), EngineSettings(norm=norm), TorchGroup.alone())
-    assert len(engine.warnings()) == 1
-    assert words in engine.warnings()[0]
 
 
 class Spectral(Pictures):
@@ -72,7 +66,7 @@ class Spectral(Pictures):
 def test_layers_whose_forward_changes_their_buffers_are_named():
     def loop():
         model = Spectral().model()
-        ours = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1), TorchGroup.alone())
+        ours = sgd_accumulator(model)
         for update in range(3):
             for _ in range(1 + (update == 0)):
                 ours.backward(Loss(model(torch.ones(3, 1, 8, 8)).sum(), 3))
@@ -122,16 +116,13 @@ def test_impossible_norms_are_refused_with_a_remedy():
         with_norms(nn.Linear(1, 1), "froze")
 
 
-# ------------------------------------------------------------------ Precision
+# ------------------------------------------------------------------ Precision and seeds
 
 
-def _train(group, precision, updates=3, boom=None, policy="stop"):
+def _train(group, precision, updates=3, boom=None, **more):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    ours = Accumulator(
-        model, optimizer, group, precision=precision, clip_norm=1.0, on_non_finite=policy
-    )
+    ours = sgd_accumulator(model, group, precision=precision, clip_norm=1.0, **more)
     x = torch.randn(12, 8, generator=torch.Generator().manual_seed(1))
     y = x.sum(1, keepdim=True).sin()
     reports = []
@@ -145,7 +136,7 @@ def _train(group, precision, updates=3, boom=None, policy="stop"):
             ours.backward(Loss(total, 3), last=step == 1)
         reports.append(ours.boundary())
     ours.close()
-    return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), reports
+    return numbers_of(model), reports
 
 
 @pytest.mark.parametrize(("precision", "tolerance"), [("bfloat16", 0.05), ("float16", 0.01)])
@@ -166,12 +157,7 @@ def test_the_scale_changes_no_bit_of_a_float32_forward():
     def train(scale):
         torch.manual_seed(0)
         model = nn.Linear(4, 1)
-        ours = Accumulator(
-            model,
-            torch.optim.SGD(model.parameters(), lr=0.1),
-            TorchGroup.alone(),
-            precision="float16",
-        )
+        ours = sgd_accumulator(model, precision="float16")
         ours.precision.load({"scale": scale, "calm": 0})
         ours.backward(Loss(model(torch.ones(3, 4)).square().sum(), 3), last=True)
         ours.boundary()
@@ -180,20 +166,24 @@ def test_the_scale_changes_no_bit_of_a_float32_forward():
     assert torch.equal(train(1.0), train(FIRST_SCALE))
 
 
-def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale():
-    results = run_in_threads(2, lambda group: _train(group, "float16", boom=(1, 1)))
-    clean = run_in_threads(2, lambda group: _train(group, "float16", updates=1))
+@pytest.mark.parametrize("shard", [False, True])
+def test_an_overflow_on_one_rank_skips_the_window_on_all_and_halves_the_scale(shard):
+    def trained(**more):
+        given = {"precision": "float16", "shard_optimizer": shard, **more}
+        return run_in_threads(2, lambda group: _train(group, **given))
+
+    clean, _ = trained(updates=1)[0]
+    for found, _ in trained(updates=2, boom=(1, 1)):
+        assert torch.equal(found, clean)
+    results = trained(boom=(1, 1))
     for found, reports in results:
         assert torch.equal(found, results[0][0])
         assert [report.applied for report in reports] == [True, False, True]
         scales = [report.loss_scale for report in reports]
         assert scales == [FIRST_SCALE, FIRST_SCALE, FIRST_SCALE / 2]
         assert math.isfinite(reports[1].loss)
-    skipped = run_in_threads(2, lambda group: _train(group, "float16", updates=2, boom=(1, 1)))
-    assert torch.equal(skipped[0][0], clean[0][0])
-
-
-# ------------------------------------------------------------------ Seeds
+        sent = [report.collectives for report in reports]
+        assert (sent[1] < sent[2]) is shard, "no shards of weights travel"
 
 
 @given(st.integers(0, 2**64 - 1))

@@ -4,18 +4,15 @@ import pytest
 import torch
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import Accumulator, Loss, TorchEngine, TorchGroup
 from orchestrator.engine.torch.model import build_optimizer, learning_rate_of
 from orchestrator.errors import ConfigError, JobError
-from tests.engine.torch.jobs import SAMPLES, Curve
+from tests.engine.torch.jobs import SAMPLES, Curve, engine_of
 from tests.engine.windows import make_window, run
 
 MODEL = nn.Linear(2, 2)
 
 
 def names(parameters, lr):
-    """Not an optimizer."""
     return {"parameters": parameters, "lr": lr}
 
 
@@ -25,7 +22,6 @@ def names(parameters, lr):
         ({"name": "sgd", "momentum": 0.9, "weight_decay": 0.0}, torch.optim.SGD),
         ({"name": "adam", "betas": [0.9, 0.99]}, torch.optim.Adam),
         ({"name": "adamw", "weight_decay": 0.1}, torch.optim.AdamW),
-        ({"_target_": "torch.optim.RMSprop", "alpha": 0.9}, torch.optim.RMSprop),
         ({"name": "mine", "_target_": "torch.optim.Adagrad"}, torch.optim.Adagrad),
     ],
 )
@@ -37,29 +33,6 @@ def test_optimizers_are_built_by_name_or_dotted_name(settings, kind):
             assert optimizer.defaults[key] in (value, tuple(value) if key == "betas" else value)
 
 
-def test_a_parameter_may_be_used_for_the_first_time_in_a_later_update():
-    net = nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 2)])
-    ours = Accumulator(
-        net, build_optimizer(net, {"name": "sgd", "momentum": 0.9}), TorchGroup.alone()
-    )
-    before = net[1].weight.detach().clone()
-    for used in (net[:1], net):
-        total = sum(layer(torch.ones(1, 2)).sum() for layer in used)
-        ours.backward(Loss(total, 1))
-        assert net[1].weight.equal(before), "until its first update"
-        ours.boundary()
-    assert not net[1].weight.equal(before)
-
-
-def test_numbers_between_those_of_a_parameter_are_not_stepped():
-    whole = torch.ones(4, 2)
-    optimizer = build_optimizer(nn.ParameterList([whole[::2]]), {"name": "adam"})
-    [parameter] = optimizer.param_groups[0]["params"]
-    parameter.grad = torch.ones(2, 2)
-    optimizer.step()
-    assert torch.allclose(whole, torch.tensor([0.0, 1.0, 0.0, 1.0])[:, None], atol=1e-6)
-
-
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
@@ -67,9 +40,7 @@ def test_numbers_between_those_of_a_parameter_are_not_stepped():
         ({"name": "adam", "betas": [2.0, 0.9]}, "cannot be built: Invalid beta"),
         ({"_target_": "torch.optim.AdmW"}, "AdmW: module 'torch.optim' has no attribute"),
         ({"_target_": "nowhere.Adam"}, "No module named 'nowhere'"),
-        ({"_target_": "torch.nn.Linear", "bias": False}, "cannot be built"),
         ({"_target_": "builtins.print"}, "cannot be built"),
-        ({"_target_": "types.SimpleNamespace"}, "cannot be built"),
         ({"_target_": "tests.engine.torch.test_optimizers.names"}, "gives a dict, not a torch"),
         ({"_target_": "torch.optim.LBFGS"}, "needs a closure"),
         ({"_target_": "torch.optim.SparseAdam"}, "takes sparse gradients only"),
@@ -87,7 +58,9 @@ def test_adam_by_name_is_fused_by_default():
     assert build_optimizer(MODEL, {"name": "adam", "fused": False}).defaults["fused"] is False
     assert build_optimizer(MODEL, {"_target_": "torch.optim.Adam"}).defaults["fused"] is None
     turned = nn.Linear(2, 2, dtype=torch.complex64)  # torch has no fused kernel for these
-    assert build_optimizer(turned, {"name": "adam"}).defaults["fused"] is None
+    rows = nn.ParameterList([torch.ones(4, 2)[::2]])  # one would step the numbers between, too
+    for model in (turned, rows):
+        assert build_optimizer(model, {"name": "adam"}).defaults["fused"] is None
 
 
 def test_frozen_parameters_are_left_out():
@@ -124,8 +97,6 @@ def test_an_optimizer_without_a_base_rate_is_refused():
 
 
 class Schedules(Curve):
-    """Holds its optimizer, and does something to it at some moment."""
-
     def __init__(self, moment, change, scheduled=False):
         super().__init__()
         self.moment, self.change, self.scheduled = moment, change, scheduled
@@ -179,9 +150,7 @@ MOMENTS = {
 
 
 def _trained(job):
-    engine = TorchEngine(
-        job, EngineSettings(metric_names=Curve.metric_names, optimizer={}), TorchGroup.alone()
-    )
+    engine = engine_of(job, optimizer={})
     run(engine, [make_window(0, [(0, SAMPLES)])])
     engine.evaluate()
     run(engine, [make_window(1, [(0, SAMPLES)])])

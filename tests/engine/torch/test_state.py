@@ -10,8 +10,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch import TorchEngine, TorchGroup
+from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.state import (
     OPTIMIZER,
     SMALL,
@@ -28,12 +27,20 @@ from orchestrator.engine.torch.state import (
 from orchestrator.errors import JobError, RunFolderError
 from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import Curve
+from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
 
+class Counted(nn.Module):
+    def get_extra_state(self):
+        return {"calls": 3, "scale": torch.tensor([1.5])}
+
+    def set_extra_state(self, state):
+        self.restored = state
+
+
 class Everything(nn.Module):
-    """Tied, complex, half, empty, scalar, strided and integer tensors, and a buffer."""
+    """Tied, complex, half, empty, scalar, strided and integer tensors, a buffer, extra state."""
 
     def __init__(self):
         super().__init__()
@@ -47,15 +54,9 @@ class Everything(nn.Module):
         self.strided = nn.Parameter(torch.randn(4, 3).t())
         self.register_buffer("count", torch.tensor(3))
         both = torch.randn(6)
+        self.counted = Counted()
         self.register_buffer("low", both[:3])
         self.register_buffer("high", both[3:])
-
-
-def test_files_have_one_entry_beside_the_tensors_so_their_bytes_repeat(tmp_path):
-    """Of several the library's order is another one in each process."""
-    _save(Everything(), None, tmp_path)
-    with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
-        assert len(opened.metadata()) == 1
 
 
 def _save(model, optimizer, folder):
@@ -85,6 +86,13 @@ def _step(model, optimizer):
     optimizer.step()
 
 
+def test_files_have_one_entry_beside_the_tensors_so_their_bytes_repeat(tmp_path):
+    """Of several the library's order is another one in each process."""
+    _save(Everything(), None, tmp_path)
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
+        assert len(opened.metadata()) == 1
+
+
 KINDS = [
     (torch.optim.SGD, {"momentum": 0.9}),
     (torch.optim.Adam, {"amsgrad": True}),
@@ -106,6 +114,7 @@ def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind
     load_model(other, tmp_path, rest)
     _load(theirs, tmp_path, packed)
     assert other.output.weight is other.embedding.weight
+    assert other.counted.restored == {"calls": 3, "scale": torch.tensor([1.5])}
     assert theirs.param_groups[0]["lr"] == 0.1
     for _ in range(3):
         assert weights_sha256(other) == weights_sha256(model)
@@ -195,25 +204,6 @@ def test_damaged_and_missing_files_are_refused(tmp_path, name):
         load()
 
 
-class Talkative(nn.Linear):
-    """A module with extra state, as some layers have."""
-
-    def get_extra_state(self):
-        return {"calls": 3, "scale": torch.tensor([1.5])}
-
-    def set_extra_state(self, state):
-        self.restored = state
-
-
-def test_extra_state_of_modules_comes_back(tmp_path):
-    model = Talkative(2, 2)
-    rest, _ = _save(model, None, tmp_path)
-    other = Talkative(2, 2)
-    load_model(other, tmp_path, rest)
-    assert other.restored["calls"] == 3
-    assert torch.equal(other.restored["scale"], torch.tensor([1.5]))
-
-
 class Tied(nn.Module):
     def __init__(self):
         super().__init__()
@@ -278,10 +268,7 @@ def files_of(state, folder):
 
 def compare(group, optimizer, folder, **more):
     """Compare a state written at the end of an update with a copy that was completed later."""
-    settings = EngineSettings(
-        optimizer=OPTIMIZERS[optimizer], metric_names=Wide.metric_names, **more
-    )
-    engine = TorchEngine(Wide(), settings, group)
+    engine = engine_of(Wide(), group, optimizer=OPTIMIZERS[optimizer], **more)
     split = split_leaves(28, group.size, 4)
     *before, last = (window_of(split, group.rank, update) for update in range(3))
     run(engine, before)

@@ -1,7 +1,6 @@
 """An engine continues in another group, with the state of the most advanced rank."""
 
 import copy
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -9,18 +8,15 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
-from orchestrator.engine.api import EngineSettings
-from orchestrator.engine.torch.engine import TorchEngine
 from orchestrator.errors import PeerLost, StateLost
 from orchestrator.plan.split import split_leaves
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import Curve
+from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
-SETTINGS = EngineSettings(
-    optimizer={"name": "adam"}, reduction="reproducible", leaf_size=4, survive=True,
-    metric_names=Curve.metric_names,
-)  # fmt: skip
+SETTINGS = {
+    "optimizer": {"name": "adam"}, "reduction": "reproducible", "leaf_size": 4, "survive": True,
+}  # fmt: skip
 
 
 class Normed(Curve):
@@ -43,13 +39,28 @@ def break_off(engine, update):
     compute(engine, *windows(engine, [update]), most=1)
 
 
-def undisturbed():
-    def rank(group):
-        engine = TorchEngine(Curve(), SETTINGS, group)
-        train(engine, range(5))
-        return engine.weights_sha256()
+def begun(ranks, before, job=Curve, settings=SETTINGS):
+    """Return the engines of so many ranks after `before(engine, rank)` on each."""
+    engines = {}
 
-    return run_in_threads(4, rank)[0]
+    def rank(group):
+        engine = engines[group.rank] = engine_of(job(), group, **settings)
+        before(engine, group.rank)
+
+    run_in_threads(ranks, rank)
+    return engines
+
+
+def go_on(engine, group, done, standing="", first=2):
+    """Take the engine, with `done` updates, into another group and train up to five updates."""
+    standing = engine.catch_up(group, done, standing)
+    engine.regroup(group)
+    train(engine, range(first, 5))
+    return standing, engine.weights_sha256()
+
+
+def undisturbed():
+    return begun(4, lambda engine, rank: train(engine, range(5)))[0].weights_sha256()
 
 
 def survivors_of(left, before, job=Curve, ahead=None):
@@ -57,20 +68,12 @@ def survivors_of(left, before, job=Curve, ahead=None):
 
     All have applied two updates, the rank `ahead` three.
     """
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = TorchEngine(job(), SETTINGS, group)
-        before(engine, group.rank)
-
-    run_in_threads(4, first)
+    engines = begun(4, before, job)
 
     def then(group):
-        engine, rank = engines[left[group.rank]], left[group.rank]
-        standing = engine.catch_up(group, 3 if rank == ahead else 2, f"standing of {rank}")
-        engine.regroup(group)
-        train(engine, range(2 if ahead is None else 3, 5))
-        return standing, engine.weights_sha256()
+        rank = left[group.rank]
+        done, first = 3 if rank == ahead else 2, 2 if ahead is None else 3
+        return go_on(engines[rank], group, done, f"standing of {rank}", first)
 
     return run_in_threads(len(left), then)
 
@@ -78,8 +81,8 @@ def survivors_of(left, before, job=Curve, ahead=None):
 @pytest.mark.parametrize("reduction", ["fast", "reproducible"])
 def test_without_a_loss_survival_changes_nothing(reduction):
     def rank(group, survive):
-        settings = replace(SETTINGS, reduction=reduction, survive=survive)
-        engine = TorchEngine(Normed(), settings, group)
+        settings = {**SETTINGS, "reduction": reduction, "survive": survive}
+        engine = engine_of(Normed(), group, **settings)
         train(engine, range(4))
         return engine.weights_sha256(), group.counters
 
@@ -113,28 +116,20 @@ def test_a_rank_behind_by_one_update_gets_its_state_from_one_that_applied_it():
     assert {bits for _, bits in found} == {undisturbed()}
 
 
+def ready_to_grow(engine, rank):
+    train(engine, range(2))
+    engine.before_growth()
+
+
 def joined_by_one(settings, ranks=3):
     """Ranks train two updates, one more, built alone, comes in, and they train three more."""
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), settings, group)
-        train(engine, range(2))
-        engine.before_growth()
-
-    def alone(group):
-        engines[ranks] = TorchEngine(Curve(), settings, group)
+    engines = begun(ranks, ready_to_grow, settings=settings)
+    engines[ranks] = begun(1, lambda engine, rank: None, settings=settings)[0]
 
     def then(group):
-        engine = engines[group.rank]
         done = 0 if group.rank == ranks else 2
-        standing = engine.catch_up(group, done, f"standing of {group.rank}")
-        engine.regroup(group)
-        train(engine, range(2, 5))
-        return standing, engine.weights_sha256()
+        return go_on(engines[group.rank], group, done, f"standing of {group.rank}")
 
-    run_in_threads(ranks, first)
-    run_in_threads(1, alone)
     return run_in_threads(ranks + 1, then)
 
 
@@ -145,20 +140,18 @@ def test_a_new_rank_gets_the_state_and_the_bits_are_those_of_as_many_ranks_from_
 
 
 def test_a_new_rank_takes_the_agreed_order_of_buckets():
-    found = joined_by_one(replace(SETTINGS, reduction="fast", leaf_size=None, bucket_bytes=64))
+    found = joined_by_one({**SHARDED, "shard_optimizer": False, "bucket_bytes": 64})
     assert len({bits for _, bits in found}) == 1
 
 
 def test_the_boundary_reports_waiting_ranks_to_all_ranks():
-    def rank(group):
-        engine = TorchEngine(Curve(), SETTINGS, group)
-        reports = []
+    def be(engine, rank):
         for update, waiting in enumerate((False, True, False)):
-            engine.newcomers_wait(waiting and group.rank == 1)
-            reports += train(engine, [update])
-        return [report.newcomers for report in reports]
+            engine.newcomers_wait(waiting and rank == 1)
+            [report] = train(engine, [update])
+            assert report.newcomers == waiting
 
-    assert run_in_threads(3, rank) == [[False, True, False]] * 3
+    begun(3, be)
 
 
 class Remembering(nn.BatchNorm1d):
@@ -189,8 +182,7 @@ class RemembersAll(Curve):
 
 @pytest.mark.parametrize("job", [Normed, RemembersAll])
 def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
-    def rank(group):
-        engine = TorchEngine(job(), SETTINGS, group)
+    def be(engine, rank):
         train(engine, range(2))
         before = copy.deepcopy(engine.model.state_dict())
         break_off(engine, 2)
@@ -200,22 +192,21 @@ def test_what_a_forward_changes_does_not_count_a_micro_step_twice(job):
         assert after.pop("1._extra_state", None) == before.pop("1._extra_state", None)
         assert {n for n, value in after.items() if not torch.equal(value, before[n])} == set()
 
-    run_in_threads(2, rank)
+    begun(2, be, job)
 
 
 def test_what_is_saved_inside_a_window_is_the_state_at_its_beginning(tmp_path):
-    def rank(group):
-        engine = TorchEngine(Normed(), replace(SETTINGS, survive=False), group)
+    def be(engine, rank):
         train(engine, range(2))
         before = engine.weights_sha256()
         break_off(engine, 2)
-        if group.rank == 0:
+        if rank == 0:
             assert engine.weights_sha256() != before
             engine.save_state(tmp_path)
             assert int(load_file(tmp_path / "weights.safetensors")["1.num_batches_tracked"]) == 8
             assert engine.weights_sha256() == before
 
-    run_in_threads(2, rank)
+    begun(2, be, Normed, {**SETTINGS, "survive": False})
 
 
 class Caching(nn.Linear):
@@ -250,30 +241,33 @@ def test_survivors_go_on_although_their_caches_have_other_sizes():
 
 # ------------------------------------------------------------------ an optimizer in shards
 
-SHARDED = EngineSettings(
-    optimizer={"name": "adam"}, shard_optimizer=True, survive=True,
-    clip_norm=1.0, metric_names=Curve.metric_names,
-)  # fmt: skip
+SHARDED = {
+    "optimizer": {"name": "adam"}, "shard_optimizer": True, "survive": True, "clip_norm": 1.0,
+}  # fmt: skip
+
+
+def saving(folder, saved):
+    """Return what trains two updates and saves their state; the rest of it goes to `saved`."""
+
+    def save(engine, rank):
+        train(engine, range(2))
+        engine.gather_state()
+        if rank == 0:
+            saved.update(engine.save_state(folder))
+
+    return save
 
 
 def of_a_checkpoint(folder, savers, loaders):
     """The weights after five updates: two by `savers`, and three by `loaders` from a checkpoint."""
+    saved = {}
+    begun(savers, saving(folder, saved), settings=SHARDED)
 
-    def save(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
-        train(engine, range(2))
-        engine.gather_state()
-        return engine.save_state(folder) if group.rank == 0 else None
-
-    saved = run_in_threads(savers, save)[0]
-
-    def load(group):
-        engine = TorchEngine(Curve(), SHARDED, group)
+    def go_on(engine, rank):
         engine.load_state(folder, saved)
         train(engine, range(2, 5))
-        return engine.weights_sha256()
 
-    return run_in_threads(loaders, load)[0]
+    return begun(loaders, go_on, settings=SHARDED)[0].weights_sha256()
 
 
 def in_the_window(engine):
@@ -301,14 +295,7 @@ def test_shards_are_cut_anew_for_a_newcomer(tmp_path, ranks):
 
 
 def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(tmp_path):
-    engines = {}
-
-    def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
-        train(engine, range(2))
-        engine.before_growth()
-
-    run_in_threads(4, first)
+    engines = begun(4, ready_to_grow, settings=SHARDED)
 
     def second(group):  # of 1, 2 and 3, where 3 goes away before the end
         engines[1 + group.rank].catch_up(group, 2, "")
@@ -316,15 +303,8 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
             engines[2]._whole_state = None
 
     run_in_threads(3, second)
-
-    def third(group):
-        engine = engines[1 + group.rank]
-        engine.catch_up(group, 2, "")
-        engine.regroup(group)
-        train(engine, range(2, 5))
-        return engine.weights_sha256()
-
-    assert run_in_threads(2, third) == [of_a_checkpoint(tmp_path, 4, 2)] * 2
+    found = run_in_threads(2, lambda group: go_on(engines[1 + group.rank], group, 2)[1])
+    assert found == [of_a_checkpoint(tmp_path, 4, 2)] * 2
 
 
 @pytest.mark.parametrize("left", [(0, 2, 3), (1,)], ids=len)
@@ -332,17 +312,13 @@ def test_a_second_loss_while_regrouping_takes_the_state_from_ranks_that_have_it(
 def test_a_lost_shard_comes_from_a_checkpoint_and_kept_state_is_not_used_before(
     tmp_path, left, breaks_off
 ):
-    engines, saved = {}, {}
+    saved = {}
 
-    def first(group):
-        engine = engines[group.rank] = TorchEngine(Curve(), SHARDED, group)
-        train(engine, range(2))
-        engine.gather_state()
-        if group.rank == 0:
-            saved.update(engine.save_state(tmp_path))
+    def first(engine, rank):
+        saving(tmp_path, saved)(engine, rank)
         breaks_off(engine)
 
-    run_in_threads(4, first)
+    engines = begun(4, first, settings=SHARDED)
 
     def again(group, whole):
         engine = engines[left[group.rank]]
