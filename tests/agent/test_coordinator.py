@@ -94,6 +94,23 @@ def state_of(attempt):
     return attempt.coordinator.outcome and attempt.coordinator.outcome["state"]
 
 
+def culprit_of(attempt, *others):
+    """Kill the others; return who is blamed."""
+    for rank in others:
+        attempt.end(rank, status=-9)
+    attempt.tick()
+    assert state_of(attempt) == "failed"
+    return attempt.coordinator.outcome["culprit"]
+
+
+def lose(attempt, rank, incarnation=0):
+    """Kill a process; return which are started after a while."""
+    attempt.end(rank, -9, incarnation=incarnation)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
+
+
 def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     attempt = Attempt(tmp_path, begin=False)
     for index in range(3):
@@ -177,9 +194,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt.take("exit", 0, status=1, final_state="failed", failure=None, seen=waits, ago_s=0.0)
     attempt.tick(GRACE_S)
     assert attempt.commands_of("die")
-    attempt.end(2, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
+    culprit = culprit_of(attempt, 2)
     assert culprit["rank"] == 1
     assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
@@ -230,11 +245,7 @@ def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
     assert not attempt.commands_of("die")
     attempt.tick(GRACE_S)
     assert attempt.commands_of("die")
-    attempt.end(0, status=-9)
-    attempt.end(2, status=-9)
-    attempt.tick()
-    assert state_of(attempt) == "failed"
-    assert attempt.coordinator.outcome["culprit"]["rank"] == 1
+    assert culprit_of(attempt, 0, 2)["rank"] == 1
 
 
 @pytest.mark.parametrize(
@@ -247,21 +258,14 @@ def test_a_worker_without_a_last_word_is_blamed_unless_the_others_survive_it(
     attempt = Attempt(tmp_path, survive=survive)
     attempt.end(2, status=status)
     attempt.tick(GRACE_S)
-    attempt.end(0, status=-9)
-    attempt.end(1, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
+    culprit = culprit_of(attempt, 0, 1)
     assert culprit["rank"] == 2
     assert culprit["cause"].startswith(cause)
 
 
 def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(1.0)
-    [(agent, start)] = attempt.commands_of("start")
-    assert (agent, start["rank"], start["incarnation"]) == (1, 1, 1)
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1, pid=2)
     attempt.take("joins", 1, 1)
     attempt.commands_of("tell")
@@ -278,9 +282,7 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
 
 def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
     attempt = Attempt(tmp_path, replacements=1)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(1.0)
+    lose(attempt, 1)
     attempt.take("started", 1, 1, pid=2)
     attempt.take("joins", 1, 1)
     attempt.tick(1.0)
@@ -291,20 +293,12 @@ def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [0, 2])
 
 
-def lose(attempt, rank, incarnation):
-    """Kill a process; return which are started after a while."""
-    attempt.end(rank, -9, incarnation=incarnation)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
-    return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
-
-
 @pytest.mark.parametrize("did_an_update", [True, False])
 def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
     tmp_path, did_an_update
 ):
     attempt = Attempt(tmp_path, replacements=16)
-    assert lose(attempt, 1, 0) == [(1, 1)]
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1, pid=2)
     attempt.take("joins", 1, 1)
     for rank in (0, 2):
@@ -319,14 +313,14 @@ def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
     assert lose(attempt, 1, 2 + did_an_update) == []
     warned = attempt.run.warnings(0, 1).read_text()
     assert f"its last {MOST_FRUITLESS} processes did no update" in warned
-    assert lose(attempt, 2, 0) == [(2, 1)], "another one is"
+    assert lose(attempt, 2) == [(2, 1)], "another one is"
 
 
 def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
     attempt = Attempt(tmp_path, nodes=4, replacements=1)
     attempt.end(2, -9)
-    assert lose(attempt, 3, 0) == [(2, 1)], "the other one is promised"
-    assert lose(attempt, 1, 0) == []
+    assert lose(attempt, 3) == [(2, 1)], "the other one is promised"
+    assert lose(attempt, 1) == []
     for index in (1, 3):
         assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
 
@@ -345,9 +339,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
         raise OSError(116, "Stale file handle")
 
     attempt = Attempt(tmp_path, replacements=3)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1)
     monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
@@ -357,7 +349,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     attempt.end(1, status=-9, incarnation=1)
     attempt.tick(REST_S)
     assert {c["rank"] for _, c in attempt.commands_of("kill")} == {1, 2}
-    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1, 2]
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [2]
 
 
 def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
@@ -447,10 +439,7 @@ def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
 
 def test_a_replacement_that_starts_after_a_worker_has_finished_is_ended(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
-    assert [c["rank"] for _, c in attempt.commands_of("start")] == [1]
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.end(0, final_state="finished")
     attempt.take("started", 1, incarnation=1)
     attempt.tick()
@@ -461,10 +450,7 @@ def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     attempt.coordinator.agent_connected(1, [])
     attempt.tick(GRACE_S)
-    attempt.end(0, status=-9)
-    attempt.end(2, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
+    culprit = culprit_of(attempt, 0, 2)
     assert (culprit["rank"], culprit["node"]) == (None, "node1")
     assert "its agent is gone" in culprit["cause"]
 

@@ -22,6 +22,7 @@ def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
         ("error: long ago\nupdate 2\n", 1, "exited with code 1"),
         ("error: then somebody killed it\n", -9, "killed by signal 9 (SIGKILL)"),
         ("", 5, "exited with code 5"),
+        ("", -99, "killed by signal 99"),  # which has no name
     ],
 )
 def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, status, cause):
@@ -139,10 +140,6 @@ def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     begun.node_log("node1").write_text("error: ImportError\n")
     culprit = find_root_cause(begun, [], [ended("node1", 1, 1, log=begun.node_log("node1"))])
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
-
-
-def test_a_signal_without_a_name_is_told_by_its_number(begun):
-    assert find_root_cause(begun, [], [ended("node1", 1, -99)]).cause == "killed by signal 99"
 
 
 def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):

@@ -150,8 +150,6 @@ def test_without_its_contents_a_checkpoint_is_read_by_the_names_of_its_files(tmp
     assert checkpoint.load(folder, contents=False).updates == 2
     assert checkpoint.newest(tmp_path, contents=False)[0].updates == 2
     with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
-        checkpoint.load(folder)
-    with pytest.raises(RunFolderError, match=f"{weights} is damaged: its digest"):
         checkpoint.newest(tmp_path)
     (folder / "more").touch()
     with pytest.raises(RunFolderError, match="more is damaged"):

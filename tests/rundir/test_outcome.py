@@ -25,9 +25,10 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
     return decide_restart(run, attempt, culprit, first=first, most=most)
 
 
-def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
-    decision = ruled(run, KILLED, most=0)
-    assert decision == RestartDecision(restarts=False)
+def test_without_an_allowance_or_once_cancelled_nothing_starts_again_and_nothing_is_said(run):
+    assert ruled(run, KILLED, most=0) == RestartDecision(restarts=False)
+    run.cancel.touch()
+    assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
 
 
 def test_as_many_restarts_as_are_allowed(run):
@@ -63,11 +64,6 @@ def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(ru
     assert all(decision.restarts for decision in before)
     assert last.restarts is again
     assert again or not before or "attempt 0 raised the same" in last.message
-
-
-def test_a_cancelled_run_stays_ended(run):
-    run.cancel.touch()
-    assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
 
 
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
