@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
-from orchestrator.rundir.files import write_json
+from tests.run_folders import write_failure
 
 NOWHERE = Path("/nowhere/node.log")
 
@@ -32,14 +32,6 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, s
     assert culprit.log_tail == tuple(log.splitlines())
 
 
-def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
-    write_json(
-        run.failure(0, rank),
-        {"rank": rank, "node": f"node{rank}", "cause": cause, "time": time, "usage": False,
-         "secondary": secondary},
-    )  # fmt: skip
-
-
 @pytest.mark.parametrize(
     ("failures", "blamed"),
     [
@@ -52,7 +44,7 @@ def test_of_primary_failures_the_first_is_the_cause_unless_the_end_that_was_seen
     begun, failures, blamed
 ):
     for rank, (time, secondary) in failures.items():
-        written(begun, rank, time, secondary=secondary, cause=f"ValueError: {rank}")
+        write_failure(begun, rank, f"ValueError: {rank}", time=time, secondary=secondary)
     culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)])
     assert (culprit.rank, culprit.node) == (blamed, f"node{blamed}")
     assert culprit.cause == f"ValueError: {blamed}"
@@ -70,7 +62,7 @@ def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
 
 
 def test_a_rank_that_was_killed_is_blamed_though_its_logs_last_line_is_an_error(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    write_failure(begun, 0, "PeerLost: rank 0 lost a peer", secondary=True)
     begun.rank_log(1).write_text("update 3\nerror: shard 3 cannot be read; trying another\n")
     for status in (-9, -6):
         ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, 2.0)]
@@ -93,7 +85,7 @@ def test_a_node_that_went_away_is_named_without_a_rank(begun):
 @pytest.mark.parametrize("later", [0, 1, 2])
 def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, later):
     """The one that waited may be seen first, and may have written of it first."""
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    write_failure(begun, 0, "PeerLost: rank 0 lost a peer", secondary=True)
     ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, later)]
     culprit = find_root_cause(begun, begun.failures(0), ends, [straggler(2, 0.5)])
     assert culprit.rank == 1
@@ -108,7 +100,7 @@ def straggler(rank, stood_s):
 
 
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    write_failure(begun, 0, "PeerLost: timed out", secondary=True)
     begun.rank_log(3).write_text(
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so
@@ -153,7 +145,7 @@ def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path
 
 
 def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    write_failure(begun, 0, "PeerLost: timed out", secondary=True)
     begun.rank_log(1).write_text("epoch 1\n")
     seen = RankPosition(at="at update 3, in loss", stood_s=1.0)
     behind = Straggler(rank=1, node="n1", seen=seen)

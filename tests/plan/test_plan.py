@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig
-from orchestrator.errors import PlanError
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.wire import Wire
@@ -60,11 +59,6 @@ def test_the_names_that_scripts_rely_on_are_there():
 def test_a_plan_is_written_as_it_is_shown(**values):
     shown = make_plan(**values).to_json()
     assert json.loads(json.dumps(shown)) == shown
-
-
-def test_a_plan_that_cannot_be_is_refused():
-    with pytest.raises(PlanError, match=r"accumulation\.reduction=reproducible needs"):
-        plan(reduction="reproducible")
 
 
 def test_a_plan_of_ten_thousand_ranks_is_quick_and_its_warnings_short():

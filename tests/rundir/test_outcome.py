@@ -9,6 +9,7 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import RestartDecision, decide_restart, describe_stop
+from tests.run_folders import write_failure
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
 RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
@@ -20,8 +21,7 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
     if update is not None:
         ProgressWriter(run.progress(attempt)).write(update, 0, 4)
     if culprit.cause != KILLED.cause:
-        failure = {"rank": 1, "cause": culprit.cause, "secondary": False}
-        write_json(run.failure(attempt, 1), failure)
+        write_failure(run, 1, culprit.cause, attempt=attempt)
     return decide_restart(run, attempt, culprit, first=first, most=most)
 
 
@@ -85,8 +85,7 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
     for rank, secondary in ((1, True), (0, False)):
         attempt = run.attempts_made()
         run.attempt(attempt).mkdir()
-        failure = {"rank": rank, "cause": "x", "secondary": secondary}
-        write_json(run.failure(attempt, rank), failure)
+        write_failure(run, rank, attempt=attempt, secondary=secondary)
         assert decide_restart(run, attempt, KILLED, first=0, most=9).restarts
         assert read_json(run.departure(attempt))["failed"]["raised"] is None
 

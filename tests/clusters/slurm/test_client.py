@@ -18,8 +18,6 @@ from orchestrator.slurm_client import Job
 from tests.clusters.slurm.queue_lines import queue_line
 from tests.run_folders import make_run
 
-HELD = queue_line(State="PENDING", NodeList="", Reason="launch failed requeued held")
-
 
 @pytest.fixture
 def say(tmp_path, monkeypatch):
@@ -42,11 +40,16 @@ def say(tmp_path, monkeypatch):
     return say
 
 
+def run_of_job(folder, job_id):
+    run = make_run(folder)
+    write_json(run.handle, {"kind": "slurm", "job_id": job_id, "attempt": 0, "slurm_conf": None})
+    return run
+
+
 @pytest.fixture
 def submitted(tmp_path):
     """A run that was submitted as job 7, some time ago."""
-    run = make_run(tmp_path / "run")
-    write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
+    run = run_of_job(tmp_path / "run", "7")
     for path in (run.path, run.attempts):
         os.utime(path, (1.0, 1.0))
     return run
@@ -55,9 +58,7 @@ def submitted(tmp_path):
 def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
     lines = [queue_line(), queue_line(JobArrayID="8", State="PENDING")]
     calls = say("squeue", "\n".join(lines))
-    other = make_run(tmp_path / "other")
-    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
-    found, sentences = statuses([submitted, other])
+    found, sentences = statuses([submitted, run_of_job(tmp_path / "other", "8")])
     assert ([one.state for one in found], sentences) == (["starting", "pending"], [])
     assert len(calls()) == 1
 
@@ -68,9 +69,7 @@ def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "")
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'sacct: error: no' >&2\nexit 1\n")
-    other = make_run(tmp_path / "other")
-    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
-    found, sentences = statuses([submitted, other])
+    found, sentences = statuses([submitted, run_of_job(tmp_path / "other", "8")])
     assert [one.state for one in found] == ["unknown", "starting"]
     assert found[0].reason == "the scheduler gave no answer"
     assert "the accounting gave no answer" in sentences[0]
@@ -152,17 +151,11 @@ def test_a_persons_own_filters_hide_no_job(submitted, say, monkeypatch):
     assert len(calls()) == 1
 
 
-def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, say):
-    say("squeue", HELD)
-    (found,), _ = statuses([submitted])
-    assert found.state == "pending"
-    assert "a node could not start it" in found.reason
-    assert found.reason.endswith("it waits for `scontrol release 7`")
-
-
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
+        ("launch failed requeued held", "a node could not start it"),
+        ("launch failed requeued held", "it waits for `scontrol release 7`"),
         ("JobHeldUser", "`scontrol release 7`"),
         ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
@@ -173,32 +166,31 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
 def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words):
     say("squeue", queue_line(State="PENDING", NodeList="", Reason=reason))
     (found,), _ = statuses([submitted])
+    assert found.state == "pending"
     assert found.reason.startswith(f"{reason}: ")
     assert words in found.reason
 
 
-@pytest.mark.parametrize(("answer", "accepted"), [("7", True), ("7;own", True), ("7;far", False)])
-def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
-    tmp_path, say, answer, accepted
-):
-    calls = say("sbatch", answer)
+@pytest.mark.parametrize(
+    "answer", ["7", "7;own", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n"]
+)
+def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say, answer):
+    say("sbatch", answer)
+    say("scontrol", "ClusterName             = own")
+    run = make_run(tmp_path / "run")
+    assert queue(run, tmp_path / "000.sh", 0, None) == "7"
+    assert run.read_handle()["job_id"] == "7"
+
+
+def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(tmp_path, say):
+    calls = say("sbatch", "7;far")
     say("scontrol", "ClusterName             = own")
     say("scancel", "")
     run = make_run(tmp_path / "run")
-    if accepted:
-        assert queue(run, tmp_path / "000.sh", 0, None) == "7"
-        assert run.read_handle()["job_id"] == "7"
-        return
     with pytest.raises(ClusterError, match="Submit it on a login node of far"):
         queue(run, tmp_path / "000.sh", 0, None)
     assert calls()[-1] == "scancel --clusters=far 7"
     assert not run.may_be_queued
-
-
-def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say):
-    say("sbatch", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n")
-    run = make_run(tmp_path / "run")
-    assert queue(run, tmp_path / "000.sh", 0, None) == "7"
 
 
 def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path, say, monkeypatch):
@@ -235,28 +227,21 @@ def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
     assert run.submitting.exists()
 
 
-@pytest.fixture
-def unwritable_mark(submitted, monkeypatch):
-    """The submitted run, whose mark of a cancelled run finds no space."""
-
+def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
+    submitted, say, monkeypatch
+):
     def refuse(path, value):
         assert path == submitted.cancel
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(followed, "write_json", refuse)
-    return submitted
-
-
-def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
-    unwritable_mark, say
-):
-    script = unwritable_mark.submitit / "000.sh"
+    script = submitted.submitit / "000.sh"
     calls = say("squeue", queue_line(Command=str(script)))
     say("scancel", "")
     with pytest.raises(ClusterError, match=r"No space left.*--now ends it at once"):
-        followed.cancel_all([unwritable_mark], now=False)
+        cancel_all([submitted], now=False)
     assert not any(line.startswith("scancel") for line in calls())
-    assert followed.cancel_all([unwritable_mark], now=True)
+    assert cancel_all([submitted], now=True)
     assert calls()[-1] == "scancel 7"
 
 

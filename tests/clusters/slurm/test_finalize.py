@@ -25,6 +25,7 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.run_folders import write_failure
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Job(id="77", state="RUNNING")
@@ -221,10 +222,9 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, se
     write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, sent) == why
-    failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": True, "usage": False, "time": 1}
-    write_json(run.failure(0, 0), failure)  # a rank that only saw the others end
+    write_failure(run, 0, secondary=True)  # which only saw the others end
     assert _cut_short(run, 0, code, sent) == why
-    write_json(run.failure(0, 0), {**failure, "secondary": False})
+    write_failure(run, 0)
     assert _cut_short(run, 0, code, sent) is None
 
 
