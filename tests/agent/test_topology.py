@@ -68,20 +68,14 @@ def test_a_node_without_a_given_address_is_looked_up():
 
 
 @pytest.mark.parametrize(
-    ("job", "stated", "survive"),
-    [
-        ("tests.light_job.Light", None, False),  # its engine does not say that it can
-        ("tests.tiny_job.Tiny", None, True),
-        ("tests.tiny_job.Tiny", False, False),
-        ("tests.tiny_job.Nobody", None, False),
-    ],
+    ("job", "survive"),
+    [("tests.tiny_job.Tiny", True), ("tests.tiny_job.Nobody", False)],  # which cannot be imported
 )
-def test_agents_survive_losses_where_their_workers_plan_to(tmp_path, job, stated, survive):
+def test_agents_survive_losses_where_their_workers_plan_to(tmp_path, job, survive):
     config = read_config(
         {
             "job": {"_target_": job},
             "cluster": {"kind": "slurm", "nodes": 2, "ranks_per_node": 2},
-            "run": {"survive": stated},
         }
     )
     spec = node_spec(RunDir(tmp_path), 0, config, ENVIRONMENT)

@@ -131,21 +131,6 @@ def test_a_run_that_only_has_to_wait_is_queued_and_can_be_cancelled_and_resumed(
     assert runs.wait_over(mended, run)["state"] == "finished"
 
 
-def test_ones_own_defaults_for_sbatch_decide_what_the_configuration_leaves_open(slurm, tmp_path):
-    own = {"SBATCH_PARTITION": "low,high", "SBATCH_ACCOUNT": "dev", "SBATCH_TIMELIMIT": "5"}
-    held = (HELD, "+cluster.slurm_flags.mail-type=END,FAIL", "+cluster.srun_flags.mem-bind=none")
-    options = runs.overrides(slurm, tmp_path / "run", *held)
-    planned = runs.verb("plan", *options, **own).stdout
-    assert "#SBATCH --partition=low,high" in planned
-    assert "#SBATCH --account=dev" in planned
-    assert "variables without effect here: SBATCH_TIMELIMIT;" in " ".join(planned.split())
-    call(*options, **own, code=0)
-    shown = slurm.command("scontrol", "--oneliner", "show", "job", runs.job_of(tmp_path / "run"))
-    for words in ("Partition=low,high", "Account=dev", "TimeLimit=01:00:00", "MailType=END,FAIL"):
-        assert f" {words} " in shown
-    runs.verb("cancel", tmp_path / "run", "--now")
-
-
 # ------------------------------------------------------------------ a submitter that is killed
 
 POINTS = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.steps=1,2", HELD)

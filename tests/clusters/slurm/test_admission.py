@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 
-from orchestrator.clusters.api import cluster_of
+from orchestrator.clusters.api import Admission, cluster_of
+from orchestrator.clusters.slurm import cluster as slurm_cluster
 from orchestrator.clusters.slurm.admission import (
     check_request,
     misfit,
@@ -117,6 +118,16 @@ def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is
     assert "cannot place the job at present" in check_request(client, {}, 1, "").warnings[0]
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
+
+
+def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    cluster = cluster_of(compose(["+cluster=slurm"]))
+    [warning] = cluster.check(cluster.request(tmp_path / "run", 0)).warnings
+    assert "variables without effect here: SBATCH_TIMELIMIT;" in warning
 
 
 @pytest.mark.parametrize(
