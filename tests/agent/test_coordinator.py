@@ -103,6 +103,11 @@ def culprit_of(attempt, *others):
     return attempt.coordinator.outcome["culprit"]
 
 
+def ask_to_join(attempt, rank, incarnation):
+    attempt.take("started", rank, incarnation)
+    attempt.take("joins", rank, incarnation)
+
+
 def lose(attempt, rank, incarnation=0):
     """Kill a process; return which are started after a while."""
     attempt.end(rank, -9, incarnation=incarnation)
@@ -233,41 +238,39 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
     assert state_of(attempt) == "finished"
 
 
-@pytest.mark.parametrize("survive", [True, False])
-def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
+RAISED = {
+    "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
+    "secondary": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("survive", "ended", "cause"),
+    [
+        (True, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
+        (False, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
+        (True, {"status": 0}, "exited with code 0 before"),
+        (False, {"status": -9}, "killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_an_end_that_the_others_do_not_survive_fails_the_run_after_a_moment(
+    tmp_path, survive, ended, cause
+):
     attempt = Attempt(tmp_path, survive=survive)
-    failure = {
-        "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
-        "secondary": False,
-    }  # fmt: skip
-    attempt.end(1, status=1, final_state="failed", failure=failure)
+    attempt.end(1, **ended)
     attempt.tick()
     assert not attempt.commands_of("die")
     attempt.tick(GRACE_S)
     assert attempt.commands_of("die")
-    assert culprit_of(attempt, 0, 2)["rank"] == 1
-
-
-@pytest.mark.parametrize(
-    ("survive", "status", "cause"),
-    [(False, -9, "killed by signal 9 (SIGKILL)"), (True, 0, "exited with code 0 before")],
-)
-def test_a_worker_without_a_last_word_is_blamed_unless_the_others_survive_it(
-    tmp_path, survive, status, cause
-):
-    attempt = Attempt(tmp_path, survive=survive)
-    attempt.end(2, status=status)
-    attempt.tick(GRACE_S)
-    culprit = culprit_of(attempt, 0, 1)
-    assert culprit["rank"] == 2
+    culprit = culprit_of(attempt, 0, 2)
+    assert culprit["rank"] == 1
     assert culprit["cause"].startswith(cause)
 
 
 def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
     assert lose(attempt, 1) == [(1, 1)]
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    ask_to_join(attempt, 1, 1)
     attempt.commands_of("tell")
     attempt.tick(1.0)
     assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"newcomers": True}]
@@ -283,8 +286,7 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
 def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
     attempt = Attempt(tmp_path, replacements=1)
     lose(attempt, 1)
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    ask_to_join(attempt, 1, 1)
     attempt.tick(1.0)
     attempt.take("ready", 0, generation=1, updates=7)
     attempt.end(1, status=-9, incarnation=1)
@@ -299,17 +301,16 @@ def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
 ):
     attempt = Attempt(tmp_path, replacements=16)
     assert lose(attempt, 1) == [(1, 1)]
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    ask_to_join(attempt, 1, 1)
     for rank in (0, 2):
         attempt.take("ready", rank, generation=1, updates=7)
     attempt.tick()
     ProgressWriter(attempt.run.progress(0)).write(9 if did_an_update else 7, 3, 4)
     assert lose(attempt, 1, 1) == [(1, 2)]
-    attempt.take("started", 1, 2, pid=3)
+    attempt.take("started", 1, 2)
     if did_an_update:
         assert lose(attempt, 1, 2) == [(1, 3)]  # on its way in, as the next one
-        attempt.take("started", 1, 3, pid=4)
+        attempt.take("started", 1, 3)
     assert lose(attempt, 1, 2 + did_an_update) == []
     warned = attempt.run.warnings(0, 1).read_text()
     assert f"its last {MOST_FRUITLESS} processes did no update" in warned

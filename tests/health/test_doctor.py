@@ -13,6 +13,7 @@ from orchestrator.health.exchange import NODES_FILE
 from orchestrator.rundir.files import write_json
 from tests import warm
 from tests.helpers import ROOT, call
+from tests.programs import script
 from tests.run_folders import record, result
 
 KIND = {
@@ -45,10 +46,8 @@ def test_a_machine_without_slurm_gets_one_note(monkeypatch):
 
 def test_a_controller_that_does_not_answer_is_bad_and_said(monkeypatch, tmp_path):
     for name in doctor.COMMANDS:
-        (tmp_path / name).write_text(
-            "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
-        )
-        (tmp_path / name).chmod(0o755)
+        text = "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+        script(tmp_path, text, name, run=True)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     [found] = doctor.slurm()

@@ -1,7 +1,5 @@
 """Ranks and nodes that die, as a whole or in part, whether SLURM notices or not."""
 
-import json
-
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
 from tests.helpers import TINY, name_of, processes_of, records, until
@@ -104,25 +102,6 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     assert {record["attempt"] for record in records(run)} == {0}
     assert [record["update"] for record in records(run)] == list(range(UPDATES))
     assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]
-
-
-# ------------------------------------------------------------------ Ranks that fail
-
-
-def test_a_killed_rank_fails_the_job_and_is_named(slurm, tmp_path):
-    run = tmp_path / "run"
-    killed = ("cluster.ranks_per_node=2", "job.fault=kill", "job.fault_rank=3")
-    job = runs.submit(slurm, run, "train.updates=30", "cluster.requeue=false", *killed)
-    ended = runs.wait_over(slurm, run)
-    culprit = ended["culprit"]
-    assert (ended["state"], culprit["rank"]) == ("failed", 3)
-    assert culprit["cause"].startswith("killed by signal 9 (SIGKILL)")
-    nodes = [json.loads(f.read_text()) for f in (run / "attempts" / "000").glob("node-*.json")]
-    assert [culprit["node"]] == [node["node"] for node in nodes if 3 in node["ranks"]]
-    assert runs.accounted(slurm, job) == "FAILED"
-    until(lambda: not runs.processes_of_job(slurm, job), 20, "the end of every process")
-    found = until(lambda: (now := runs.status(run))["state"] != "ending" and now, 20, "its end")
-    assert (found["state"], found["reason"]) == ("failed", culprit["cause"])
 
 
 def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):

@@ -73,12 +73,14 @@ def swept(slurm, tmp_path_factory):
     return line, sweep, wait_for_end(sweep), jobs_below(slurm, sweep)
 
 
-def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_other(swept):
+def test_a_sweep_is_one_array_and_what_happens_to_one_element_concerns_it_alone(swept, slurm):
     _, sweep, found, submitted = swept
     assert found == {"0": "finished", "1": "failed", "2": "stopped", "3": "finished"}
     assert len({job.split("_")[0] for job in submitted}) == 1
     assert result(sweep / "3")["restarts"], "it was requeued alone"
     assert not result(sweep / "0").get("restarts")
+    assert result(sweep / "1")["culprit"]["cause"].startswith("killed by signal 9 (SIGKILL)")
+    assert runs.accounted(slurm, runs.job_of(sweep / "1")) == "FAILED"
 
 
 def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):

@@ -16,6 +16,7 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.slurm_client import Job
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.programs import script
 from tests.run_folders import make_run
 
 
@@ -29,12 +30,11 @@ def say(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_CONF", raising=False)
 
     def say(command, answer):
-        program = programs / command
-        program.write_text(
+        text = (
             f'#!/bin/sh\necho "{command} $*" >>{calls}\nenv | grep ^SQUEUE_ >>{calls}\n'
             f"cat <<'END'\n{answer}\nEND\n"
         )
-        program.chmod(0o755)
+        script(programs, text, command, run=True)
         return lambda: calls.read_text().splitlines()
 
     return say
@@ -63,6 +63,13 @@ def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
     assert len(calls()) == 1
 
 
+def test_without_squeue_a_run_is_unknown_and_what_is_missing_is_said(submitted, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,), sentences = statuses([submitted])
+    assert (found.state, found.reason) == ("unknown", "the scheduler gave no answer")
+    assert "there is no squeue on this machine" in sentences[0]
+
+
 def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
     submitted, say, tmp_path
 ):
@@ -80,8 +87,8 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     write_json(submitted.plan, plan)
     say("scancel", "")
     say("scontrol", "")
-    script = submitted.submitit / "000.sh"
-    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(script)))
+    batch = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(batch)))
     sentence = cancel_all([submitted], now=False)[submitted.path]
     assert "`scontrol resume 7`" in sentence
     assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
@@ -195,11 +202,11 @@ def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(tmp_p
 
 def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path, say, monkeypatch):
     calls = say("sbatch", "queued, thank you")
-    script = tmp_path / "000.sh"
-    say("squeue", queue_line(Command=str(script)))
+    batch = tmp_path / "000.sh"
+    say("squeue", queue_line(Command=str(batch)))
     monkeypatch.setattr("time.sleep", lambda _: None)
     run = make_run(tmp_path / "run")
-    assert queue(run, script, 0, None) == "7"
+    assert queue(run, batch, 0, None) == "7"
     assert sum(line.startswith("sbatch") for line in calls()) == 1
 
 
@@ -235,8 +242,8 @@ def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(followed, "write_json", refuse)
-    script = submitted.submitit / "000.sh"
-    calls = say("squeue", queue_line(Command=str(script)))
+    batch = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(Command=str(batch)))
     say("scancel", "")
     with pytest.raises(ClusterError, match=r"No space left.*--now ends it at once"):
         cancel_all([submitted], now=False)

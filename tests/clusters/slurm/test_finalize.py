@@ -19,7 +19,6 @@ from orchestrator.clusters.slurm.finalize import (
     _cut_short,
     finalize_in_job,
     restart_or_end,
-    stop_reason,
 )
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
@@ -165,35 +164,25 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
         (Job(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
         (Job(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
         (Job(id="77", state="RUNNING", reason="NodeFail"), None),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S - 1), "near its time limit"),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S), None),
+        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S - 1), "near its time limit"),
+        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S), None),
         (Job(id="77", state="RUNNING"), None),
         (Job(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
 )
-def test_the_schedulers_reason_is_told_where_it_shows(job, why):
-    assert stop_reason(job, now=1000.0, ahead_s=60.0) == why
-
-
-def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
-    attempts(run, 2)
-    preempted = Job(id="77", state="RUNNING", preempted_at=5.0)
-    concluded(run, 0, job=preempted)
-    assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
-    ended(run, 1, "failed", lost="node n7 stopped answering")
-    concluded(run, 1, job=preempted)
-    assert read_json(run.departure(1))["why"] == "told to stop"
-
-
-def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch):
+def test_the_schedulers_reason_replaces_the_ranks_where_it_shows(run, monkeypatch, job, why):
     monkeypatch.setattr("time.time", lambda: 1000.0)
     configure(run, cluster={"signal_ahead_s": 600})
-    attempts(run, 2)
-    for attempt, short in ((0, 1), (1, 0)):
-        ends_at = 1000.0 + 600 + MARGIN_S - short
-        concluded(run, attempt, job=Job(id="77", state="RUNNING", ends_at=ends_at))
-    assert read_json(run.departure(0))["why"] == "near its time limit"
-    assert read_json(run.departure(1))["why"] == "told to stop"
+    attempts(run, 1)
+    concluded(run, 0, job=job)
+    assert read_json(run.departure(0)) == {**LEFT, "why": why or LEFT["why"]}
+
+
+def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
+    attempts(run, 1)
+    ended(run, 0, "failed", lost="node n7 stopped answering")
+    concluded(run, 0, job=Job(id="77", state="RUNNING", preempted_at=5.0))
+    assert read_json(run.departure(0)) == LEFT
 
 
 @pytest.mark.parametrize(

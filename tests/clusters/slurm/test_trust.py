@@ -9,6 +9,7 @@ from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from tests.programs import script
 from tests.run_folders import make_run
 
 
@@ -29,11 +30,9 @@ def test_status_runs_no_command_with_a_slurm_conf_that_only_the_folder_vouches_f
     home, tmp_path, monkeypatch
 ):
     ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
     for name in ("squeue", "sacct", "scontrol"):
-        command = tmp_path / "bin" / name
-        command.parent.mkdir(exist_ok=True)
-        command.write_text(f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n")
-        command.chmod(0o755)
+        script(tmp_path / "bin", f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n", name, run=True)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     run = make_run(tmp_path / "run")
     conf = run.path / "slurm.conf"
