@@ -153,9 +153,7 @@ def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwh
         ("asleep", True, 60), ("asleep", False, 60), ("busy", True, 60), ("busy", False, None),
     ],
 )  # fmt: skip
-def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
-    tmp_path, recwarn, state, survive, limit_s
-):
+def test_an_unresponsive_worker_is_given_up_after_a_limit(tmp_path, state, survive, limit_s):
     attempt = Attempt(tmp_path, survive=survive)
     attempt.take("trains", 1)
     for seconds in range(1, limit_s or 200):
@@ -253,9 +251,7 @@ RAISED = {
         (False, {"status": -9}, "killed by signal 9 (SIGKILL)"),
     ],
 )
-def test_an_end_that_the_others_do_not_survive_fails_the_run_after_a_moment(
-    tmp_path, survive, ended, cause
-):
+def test_an_end_that_the_others_do_not_survive_fails_the_run(tmp_path, survive, ended, cause):
     attempt = Attempt(tmp_path, survive=survive)
     attempt.end(1, **ended)
     attempt.tick()
@@ -296,9 +292,7 @@ def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path
 
 
 @pytest.mark.parametrize("did_an_update", [True, False])
-def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
-    tmp_path, did_an_update
-):
+def test_a_rank_whose_processes_come_to_nothing_is_given_up(tmp_path, did_an_update):
     attempt = Attempt(tmp_path, replacements=16)
     assert lose(attempt, 1) == [(1, 1)]
     ask_to_join(attempt, 1, 1)
@@ -411,9 +405,7 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 
 
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
-def test_the_smaller_half_waits_while_the_others_may_live(
-    tmp_path, monkeypatch, listens, generation
-):
+def test_the_smaller_half_waits_if_others_may_live(tmp_path, monkeypatch, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
     attempt = Attempt(tmp_path)
     monkeypatch.setattr(

@@ -70,9 +70,7 @@ def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
 
 
 @pytest.mark.parametrize("spoke", [True, False])
-def test_an_agent_whose_link_breaks_follows_the_same_coordinator_if_that_has_spoken(
-    agent, senior, spoke
-):
+def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, senior, spoke):
     """One that never spoke was perhaps another agent at its address, which refused this one."""
     if spoke:
         senior.sendall(b"{}\n")

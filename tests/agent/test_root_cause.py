@@ -40,9 +40,7 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, s
         ({0: (5.0, True), 1: (2.0, True)}, 0),
     ],
 )
-def test_of_primary_failures_the_first_is_the_cause_unless_the_end_that_was_seen_is_one(
-    begun, failures, blamed
-):
+def test_the_first_primary_failure_is_blamed_or_that_of_the_end_seen(begun, failures, blamed):
     for rank, (time, secondary) in failures.items():
         write_failure(begun, rank, f"ValueError: {rank}", time=time, secondary=secondary)
     culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)])

@@ -182,9 +182,7 @@ def calls(monkeypatch):
     return seen
 
 
-def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itself(
-    tmp_path, calls, monkeypatch
-):
+def test_new_files_wait_for_the_disk_together_and_replaced_ones_alone(tmp_path, calls, monkeypatch):
     write_json(tmp_path / "old.json", {"a": 1})
     calls.clear()
     real = files._sync_disks

@@ -87,9 +87,7 @@ def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name
     assert note["lost_updates"] <= 6
 
 
-def test_preemption_a_requeue_by_hand_and_a_node_set_down_cost_a_restart_each(
-    mended, tmp_path, digest
-):
+def test_preemption_a_requeue_and_a_node_set_down_cost_a_restart_each(mended, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(mended, run, "cluster.partition=low", "run.survive=false")
     job = runs.job_of(run)

@@ -17,9 +17,7 @@ def rank_of(run, rank):
     return next(p.pid for p in processes_of(run) if name_of(p) == f"rank {rank}")
 
 
-def test_preempted_once_and_a_rank_killed_once_it_ends_with_the_bits_of_one_left_alone(
-    slurm, tmp_path
-):
+def test_preempted_once_and_killed_once_it_ends_with_the_bits_of_one_left_alone(slurm, tmp_path):
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(59)
     job = runs.submit(

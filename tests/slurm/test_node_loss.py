@@ -7,9 +7,7 @@ from tests.hold import Hold
 from tests.slurm import runs
 
 
-def test_a_node_whose_processes_vanish_is_noticed_though_slurm_believes_it_alive(
-    mended, tmp_path, digest
-):
+def test_a_node_without_processes_is_noticed_though_slurm_calls_it_alive(mended, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(mended, run, "cluster.heartbeat_timeout_s=5", "run.survive=false")
     runs.wait_for_update(run, 10)

@@ -195,9 +195,7 @@ def test_a_run_whose_submitter_was_killed_trains_and_is_found_when_it_is_over(sl
     )  # fmt: skip
 
 
-def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued_and_no_more(
-    mended, tmp_path
-):
+def test_a_controller_that_dies_between_two_arrays_leaves_what_was_queued(mended, tmp_path):
     """Ctrl-C follows while the command tries again. One array for each number of nodes."""
     sweep = tmp_path / "sweep"
     points = ("cluster.nodes=1,2", "cluster.ranks_per_node=1", "accumulation.steps=1,2", HELD)

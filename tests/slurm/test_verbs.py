@@ -10,9 +10,7 @@ from tests.slurm import runs
 from tests.slurm.runs import wrapped_sbatch
 
 
-def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
-    slurm, tmp_path, digest
-):
+def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_bits(slurm, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(slurm, run)
     job = runs.job_of(run)

@@ -75,9 +75,7 @@ QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
         (BY_QOS, "REQUEUE", "low", Client(), None),
     ],
 )
-def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
-    kind, mode, qos, client, grace
-):
+def test_the_notice_of_a_preemption_is_the_partitions_or_the_qos(kind, mode, qos, client, grace):
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
     settings = {"PreemptType": kind}
     assert preempt_grace_s(client, settings, qos, [known["low"]]) == grace

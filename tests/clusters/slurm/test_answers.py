@@ -108,9 +108,7 @@ def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(valu
         ("scontrol: fatal: Could not establish a configuration source", 0, 1),
     ],
 )
-def test_a_silent_scheduler_is_told_from_a_refusal_and_from_a_machine_without_one(
-    words, down, no_conf
-):
+def test_a_silent_scheduler_is_told_from_a_refusal_and_from_none(words, down, no_conf):
     assert (Answer(1, "", words).down, Answer(1, "", words).no_slurm_conf) == (down, no_conf)
 
 

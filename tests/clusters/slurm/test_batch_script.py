@@ -102,9 +102,7 @@ def finalize_with(folder: Path, code: int) -> Callable[[RunDir], None]:
 
 
 @pytest.mark.parametrize(("survive", "code"), [(True, 0), (False, 1)])
-def test_srun_ends_no_node_for_another_and_the_jobs_code_is_that_of_its_end(
-    tmp_path, survive, code
-):
+def test_srun_ends_no_node_for_another_and_the_end_gives_the_jobs_code(tmp_path, survive, code):
     config = slurm_config(requeue=True)
     config.run.survive = survive
     script = Script(tmp_path, config, code=137, before=finalize_with(tmp_path, code))
@@ -165,9 +163,7 @@ def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
         (["python() { exit 1; }", "export -f python", "alias srun=false"], 0, True),
     ],
 )
-def test_whatever_a_preamble_does_the_run_is_finalized_and_its_code_comes_first(
-    tmp_path, preamble, code, starts
-):
+def test_after_any_preamble_the_run_is_finalized_with_its_code(tmp_path, preamble, code, starts):
     script = Script(tmp_path, slurm_config(preamble=preamble), PYTHONPATH="/login/python")
     assert script.done.returncode == 0, script.done.stderr
     assert f"<after><{script.run.path}><003><{code}>" in script.words("python")
@@ -182,9 +178,7 @@ SITE = "set -euo pipefail; set -fC"  # as in a BASH_ENV
 @pytest.mark.parametrize(
     "shell", [{"POSIXLY_CORRECT": "1"}, {"SHELLOPTS": "errexit:nounset"}, {"BASH_ENV": "site.sh"}]
 )
-def test_what_bash_was_told_before_the_script_began_costs_it_neither_sruns_code_nor_its_end(
-    tmp_path, shell
-):
+def test_what_bash_was_told_before_the_script_costs_neither_sruns_code_nor_its_end(tmp_path, shell):
     (tmp_path / "site.sh").write_text(SITE)
     script = Script(tmp_path, slurm_config(), code=7, A="1", **shell)
     assert script.done.returncode == 0, script.done.stderr

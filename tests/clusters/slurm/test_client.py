@@ -70,9 +70,7 @@ def test_without_squeue_a_run_is_unknown_and_what_is_missing_is_said(submitted, 
     assert "there is no squeue on this machine" in sentences[0]
 
 
-def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
-    submitted, say, tmp_path
-):
+def test_jobs_of_the_queue_are_known_without_the_accountings_answer(submitted, say, tmp_path):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "")
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'sacct: error: no' >&2\nexit 1\n")
@@ -97,9 +95,7 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
-def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_it_began(
-    submitted, say
-):
+def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "7_3|COMPLETED|0:0|n1")
     write_json(submitted.handle, {**submitted.read_handle(), "job_id": "7_4"})
@@ -210,9 +206,7 @@ def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path
     assert sum(line.startswith("sbatch") for line in calls()) == 1
 
 
-def test_an_sbatch_that_prints_no_number_and_queues_nothing_is_called_once(
-    tmp_path, say, monkeypatch
-):
+def test_an_sbatch_without_a_number_or_a_job_is_called_once(tmp_path, say, monkeypatch):
     calls = say("sbatch", "not today")
     say("squeue", queue_line(Command="/another/script.sh"))
     say("sacct", "")
@@ -234,9 +228,7 @@ def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
     assert run.submitting.exists()
 
 
-def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
-    submitted, say, monkeypatch
-):
+def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):
     def refuse(path, value):
         assert path == submitted.cancel
         raise OSError(errno.ENOSPC, "No space left on device")

@@ -95,9 +95,7 @@ def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
         (FRUITLESS + 1, None, 1, True),  # although no checkpoint holds it
     ],
 )
-def test_ten_starts_in_a_row_without_an_update_end_the_run(
-    run, starts, progress_at, update_of, goes_on
-):
+def test_ten_starts_without_an_update_end_the_run(run, starts, progress_at, update_of, goes_on):
     begun = [4 if progress_at is None or number < progress_at else 5 for number in range(starts)]
     last = attempts(run, starts, resumed_from=begun)
     if update_of is not None:
@@ -340,9 +338,7 @@ def test_a_job_that_was_requeued_meanwhile_is_left_alone_and_its_reason_noted(ru
         ({"RestartCnt": "2"}, "2", REQUEUED),
     ],
 )
-def test_a_job_is_handed_back_unless_the_scheduler_has_taken_it_back(
-    run, finalized, values, restarts, asked
-):
+def test_a_job_is_handed_back_unless_it_was_taken_back(run, finalized, values, restarts, asked):
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
     answer = gone if values is None else job_status(**values)
     assert finalized(answer, restarts=restarts) == (None, asked, [])
@@ -392,8 +388,6 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
     [({}, 3), ({"State": "COMPLETING"}, 1), ({"State": "PENDING"}, 1), ({"RestartCnt": "1"}, 1)],
     ids=["it was not accepted", "it ends", "it is queued", "it has begun again"],
 )
-def test_a_requeue_whose_answer_was_lost_is_repeated_unless_it_was_accepted(
-    finalized, later, calls
-):
+def test_a_requeue_with_a_lost_answer_is_repeated_unless_it_was_accepted(finalized, later, calls):
     _, asked, pauses = finalized(job_status(), job_status(**later), unanswered=2)
     assert (asked, pauses) == (REQUEUED * calls, [1.0, 2.0][: max(1, calls - 1)])
