@@ -6,6 +6,7 @@ import random
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -79,35 +80,29 @@ def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
 def test_of_two_that_start_in_one_folder_one_wins_and_keeps_it(tmp_path):
     """60 pairs, released together; the loser is refused and touches nothing of the winner's."""
     chance = random.Random(7)
-    for pair in range(60):
-        folder = tmp_path / f"{pair}"
-        if pair % 3 == 0:
-            folder.mkdir()
-        gate = threading.Barrier(2)
-        outcomes = []
-        delays = [chance.random() / 5000 for _ in range(2)]
 
-        def start(folder=folder, gate=gate, outcomes=outcomes, delays=delays):
-            run = RunDir(folder)
-            time.sleep(delays[gate.wait()])
-            try:
-                run.create()
-                run.write_config("job: {}\n")
-                outcomes.append("made")
-            except RunFolderError as error:
-                run.withdraw()
-                outcomes.append(str(error))
+    def start(folder, gate, delay_s):
+        run = RunDir(folder)
+        gate.wait()
+        time.sleep(delay_s)
+        try:
+            run.create()
+            run.write_config("job: {}\n")
+        except RunFolderError as error:
+            run.withdraw()
+            return str(error)
+        return "made"
 
-        threads = [threading.Thread(target=start) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(outcome == "made" for outcome in outcomes) == [False, True], outcomes
-        assert RunDir(folder).config.is_file()
-        assert {p.name for p in folder.iterdir()} == {
-            ".lock", "config.yaml", "logs", "checkpoints", "attempts",
-        }  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        for pair in range(60):
+            folder, gate = tmp_path / f"{pair}", threading.Barrier(2)
+            if pair % 3 == 0:
+                folder.mkdir()
+            pair_of = [threads.submit(start, folder, gate, chance.random() / 5000) for _ in "12"]
+            outcomes = [one.result() for one in pair_of]
+            assert sorted(outcome == "made" for outcome in outcomes) == [False, True], outcomes
+            names = {path.name for path in folder.iterdir()}
+            assert names == {".lock", "config.yaml", "logs", "checkpoints", "attempts"}
 
 
 @pytest.mark.parametrize("was_there", [False, True])

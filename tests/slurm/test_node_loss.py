@@ -2,7 +2,7 @@
 
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
-from tests.helpers import TINY, name_of, processes_of, records, until
+from tests.helpers import TINY, node_process, records, until
 from tests.hold import Hold
 from tests.slurm import runs
 
@@ -71,10 +71,6 @@ def ranks_of(run, key, word):
     return [rank for note in notes for rank in note[word]]
 
 
-def process_named(run, name):
-    return next(process for process in processes_of(run) if name_of(process) == name)
-
-
 def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
     """As is the default: run.survive is not stated."""
     run = tmp_path / "run"
@@ -87,9 +83,9 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     digest = runs.reference(tmp_path / "undisturbed", *SURVIVES, *one)
     runs.wait_for_update(run, 3)
     nodes = runs.nodes_of(mended, job)
-    process_named(run, "rank 4").kill()
+    node_process(run, "rank 4").kill()
     until(lambda: ranks_of(run, "joined", "came") == [4], 30, "rank 4 again")
-    process_named(run, nodes[0]).kill()  # the agent that coordinates
+    node_process(run, nodes[0]).kill()  # the agent that coordinates
     until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], 30, "the first node again")
     breaking.set_node_down(mended, nodes[2])
     until(lambda: ranks_of(run, "survived", "gone").count(5), 30, "the loss of the node")

@@ -48,7 +48,8 @@ def slurm_config(**cluster) -> Config:
 
 
 class Script:
-    """One run of a batch script. Its srun ends with `code`, its python says what it is asked.
+    """One run of a batch script. Its srun ends with `code`, its python, which finalizes it, with
+    `finalizes`; both say what they are asked.
 
     `before`: what befalls its folder.
     """
@@ -59,6 +60,7 @@ class Script:
         config: Config,
         *,
         code: int = 0,
+        finalizes: int = 0,
         before: Callable[[RunDir], None] = lambda _: None,
         **environment: str,
     ) -> None:
@@ -68,7 +70,7 @@ class Script:
         self.calls = {"srun": folder / "srun.calls", "python": folder / "python.calls"}
         for name, calls in self.calls.items():
             program = folder / name
-            program.write_text(SAYS.format(calls=calls, code=code if name == "srun" else 0))
+            program.write_text(SAYS.format(calls=calls, code=code if name == "srun" else finalizes))
             program.chmod(0o755)
         self.here = SubmitHost(
             python=str(folder / "python"), folder=folder, package=folder / "code/orchestrator",
@@ -90,22 +92,11 @@ class Script:
         return calls.read_text() if calls.exists() else ""
 
 
-def finalize_with(folder: Path, code: int) -> Callable[[RunDir], None]:
-    """Have what finalizes the run end with `code`."""
-
-    def change(run: RunDir) -> None:
-        program = folder / "python"
-        after = f'[ "$4" != after ] || exit {code}\n'
-        program.write_text(program.read_text().replace("exit 0", f"{after}exit 0"))
-
-    return change
-
-
 @pytest.mark.parametrize(("survive", "code"), [(True, 0), (False, 1)])
 def test_srun_ends_no_node_for_another_and_the_end_gives_the_jobs_code(tmp_path, survive, code):
     config = slurm_config(requeue=True)
     config.run.survive = survive
-    script = Script(tmp_path, config, code=137, before=finalize_with(tmp_path, code))
+    script = Script(tmp_path, config, code=137, finalizes=code)
     assert script.done.returncode == code, script.done.stderr
     assert "<--kill-on-bad-exit=0><--wait=0>" in script.words("srun")
     assert ("<--no-kill>" in script.words("srun")) == survive
@@ -130,14 +121,12 @@ def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_pat
 
 
 OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "PYTHONPATH", "python", "srun",
-             "pid", "status", "signal", "0", "IFS", "BASH_ENV", "PATH", "HOME",
-             "trap")  # fmt: skip
+             "pid", "status", "signal", "IFS", "BASH_ENV", "HOME", "trap")  # fmt: skip
 
 
 def test_no_variable_of_the_persons_reaches_the_scripts_own_part(tmp_path):
-    names = [name for name in OWN_NAMES if name.isidentifier() and name != "PATH"]
-    config = slurm_config(environment=dict.fromkeys(names, "/elsewhere"))
-    config.cluster.preamble = [f"{name}=/elsewhere" for name in names] + ["trap 'exit 5' EXIT"]
+    config = slurm_config(environment=dict.fromkeys(OWN_NAMES, "/elsewhere"))
+    config.cluster.preamble = [f"{name}=/elsewhere" for name in OWN_NAMES] + ["trap 'exit 5' EXIT"]
     script = Script(tmp_path, config, code=7)
     assert script.done.returncode == 0, script.done.stderr
     said = script.words("python")

@@ -24,7 +24,7 @@ from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
-from tests.run_folders import write_failure
+from tests.run_folders import record, write_failure
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Job(id="77", state="RUNNING")
@@ -55,13 +55,6 @@ def attempts(run, starts, *, updates=4, resumed_from=None):
             note = {"attempt": number - 1, "why": "x", "resumed_from": begun, "lost_updates": 0}
             write_json(run.restart(number), note)
     return starts - 1
-
-
-def update_done(run, attempt):
-    with run.metrics.open("a") as file:
-        done = {"update": 7, "attempt": attempt, "samples": 4, "collectives": 1,
-                "bytes_on_wire": 8, "update_s": 0.5}  # fmt: skip
-        print(json.dumps(done), file=file)
 
 
 def ended(run, attempt, state, *, culprit=None, lost=None):
@@ -99,7 +92,7 @@ def test_ten_starts_without_an_update_end_the_run(run, starts, progress_at, upda
     begun = [4 if progress_at is None or number < progress_at else 5 for number in range(starts)]
     last = attempts(run, starts, resumed_from=begun)
     if update_of is not None:
-        update_done(run, update_of)
+        run.metrics.write_text(json.dumps(record(7, attempt=update_of)) + "\n")
     again, handed_back, end = concluded(run, last)
     assert (again, handed_back, FRUITLESS) == (goes_on, int(goes_on), 10)
     if not goes_on:
@@ -257,25 +250,6 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
     assert run.srun_restarts("77").read_text() == "1\n"
 
 
-class Scheduler:
-    """Answers as squeue and scontrol would, in turn; the last answer for ever.
-
-    The answers to the first `unanswered` commands of scontrol are lost.
-    """
-
-    def __init__(self, *answers, unanswered=0):
-        self.answers, self.asked, self.unanswered = list(answers), [], unanswered
-
-    def run(self, *command, **_):
-        if command[0] == "squeue":
-            assert command[command.index("-j") + 1] == "77"
-            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        self.asked.append(command)
-        if len(self.asked) <= self.unanswered:
-            raise SchedulerDown("scontrol did not answer within 60 s")
-        return Answer(0, "", "")
-
-
 def job_status(**values):
     return Answer(0, queue_line(JobArrayID="77", **values), "")
 
@@ -284,19 +258,29 @@ def job_status(**values):
 def finalized(run, monkeypatch):
     """Finishes attempt 0 of job 77: (its end, what scontrol was asked, the pauses).
 
-    Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
+    The answers to squeue are recorded ones, the last for ever. tests/slurm asks a real scheduler.
     """
 
     def call(*answers, code=143, sent="TERM", restarts=None, unanswered=0):
-        scheduler, pauses = Scheduler(*answers, unanswered=unanswered), []
-        monkeypatch.setattr(SlurmClient, "run", lambda _, *command, **more: scheduler.run(*command))
+        left, asked, pauses = list(answers), [], []
+
+        def answer(_, *command, **__):
+            if command[0] == "squeue":
+                assert command[command.index("-j") + 1] == "77"
+                return left.pop(0) if len(left) > 1 else left[0]
+            asked.append(command)
+            if len(asked) <= unanswered:
+                raise SchedulerDown("scontrol did not answer within 60 s")
+            return Answer(0, "", "")
+
+        monkeypatch.setattr(SlurmClient, "run", answer)
         monkeypatch.setattr("time.sleep", pauses.append)
         monkeypatch.setenv("SLURM_JOB_ID", "77")
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         finalize_in_job(run.path, 0, code, sent)
-        return run.read_result(), scheduler.asked, pauses
+        return run.read_result(), asked, pauses
 
     attempts(run, 1)
     return call
