@@ -18,12 +18,15 @@ _RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "resu
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[DevCluster]:
-    # pytest's own temporary folders are too long for the paths of Unix sockets.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as base,
-        dev_cluster("runs", base=Path(base), remove=True) as cluster,
-    ):
+def base() -> Iterator[Path]:
+    """A folder for clusters: pytest's own are too long for the paths of Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def slurm(base: Path) -> Iterator[DevCluster]:
+    with dev_cluster("runs", base=base, remove=True) as cluster:
         yield cluster
 
 

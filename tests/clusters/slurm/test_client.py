@@ -55,7 +55,8 @@ def submitted(tmp_path):
     return run
 
 
-def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
+def test_the_status_of_many_runs_is_one_unfiltered_call(submitted, say, tmp_path, monkeypatch):
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
     lines = [queue_line(), queue_line(JobArrayID="8", State="PENDING")]
     calls = say("squeue", "\n".join(lines))
     found, sentences = statuses([submitted, run_of_job(tmp_path / "other", "8")])
@@ -145,13 +146,6 @@ def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
     for _ in range(20):
         assert handle.poll(0.0) is State.PENDING
     assert time.monotonic() - began < 10
-
-
-def test_a_persons_own_filters_hide_no_job(submitted, say, monkeypatch):
-    calls = say("squeue", queue_line())
-    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
-    statuses([submitted])
-    assert len(calls()) == 1
 
 
 @pytest.mark.parametrize(
