@@ -28,21 +28,12 @@ PARTITIONS = (
 )
 
 
-def test_partitions_are_read_with_their_limits():
-    found = read_partitions(PARTITIONS)
-    assert found["main"].is_default
-    assert found["main"].minutes is None
-    low = found["low"]
-    assert (low.max_nodes, low.minutes, low.grace_s) == (2, 1440, 20)
-    assert found["old"].open
-    assert not found["shut"].open
-
-
 def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     found = read_partitions(PARTITIONS)
     assert misfit(found["low"], 2, None) is None
     assert "gives 2 at most" in misfit(found["low"], 3, None)
     assert "try cluster.time_min=1440" in misfit(found["low"], 1, 1441)
+    assert misfit(found["main"], 4, 10**6) is None
     assert misfit(found["old"], 1, None) is None  # it is down, not closed: a job waits there
     assert "takes no jobs" in misfit(found["shut"], 1, None)
 
@@ -114,6 +105,8 @@ def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_places_it_in
 def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is_not_there():
     client = Scheduler(1, "sbatch: error: no nodes")
     assert "cannot place the job at present" in check_request(client, {}, 1, "").warnings[0]
+    with pytest.raises(ClusterError, match="partition main gives 4 at most"):
+        check_request(client, {}, 5, "")
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
 
