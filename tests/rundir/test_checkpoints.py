@@ -78,13 +78,6 @@ def test_a_damaged_one_is_passed_over_with_a_sentence_and_later_replaced(tmp_pat
     assert checkpoint.newest(tmp_path)[0].updates == 2
 
 
-def test_where_no_checkpoint_is_sound_a_run_does_not_begin_again_in_silence(tmp_path):
-    for updates in (1, 2):
-        (save(tmp_path, updates) / checkpoint.STATE).write_text("7")
-    with pytest.raises(RunFolderError, match=r"no checkpoint .* is sound"):
-        checkpoint.newest(tmp_path)
-
-
 @pytest.mark.parametrize("name", ["../update-000000001/weights.safetensors", "/etc/hostname"])
 def test_a_state_that_names_files_outside_its_folder_is_damage(tmp_path, name):
     folder = save(tmp_path, 2)
