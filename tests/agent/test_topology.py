@@ -200,12 +200,9 @@ def test_nodes_whose_own_names_mean_loopback_meet_under_both_frameworks(tmp_path
             assert json.loads(out.splitlines()[-1]) == [ADDRESSES[index], [3.0] * 3, CABLE]
 
 
-def test_a_nodes_loopback_is_no_way_to_another_node():
+def test_loopback_is_no_way_to_another_node_but_of_nodes_on_one_machine():
     assert source_towards("127.0.1.1") is None
     assert source_towards("not an address") is None
-
-
-def test_simulated_nodes_on_one_machine_meet_on_its_loopback():
     env = {"SLURM_JOB_NODELIST": "localhost,localhost", "SLURM_LAUNCH_NODE_IPADDR": "127.0.0.1"}
     for index in (0, 1):
         assert own_address(env, node="localhost", node_index=index, nodes=2) == "127.0.0.1"
