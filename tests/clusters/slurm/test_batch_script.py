@@ -7,7 +7,6 @@ import re
 import shlex
 import signal
 import subprocess
-from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -54,16 +53,7 @@ class Script:
     `before`: what befalls its folder.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        config: Config,
-        *,
-        code: int = 0,
-        finalizes: int = 0,
-        before: Callable[[RunDir], None] = lambda _: None,
-        **environment: str,
-    ) -> None:
+    def __init__(self, folder, config, *, code=0, finalizes=0, before=lambda _: None, **variables):
         self.run = RunDir(folder / "run")
         self.run.create()
         self.run.submitit.mkdir()
@@ -84,7 +74,7 @@ class Script:
         self.done = subprocess.run(
             ["bash", script], stdin=subprocess.DEVNULL, capture_output=True, text=True,
             cwd=folder, check=False, timeout=20,
-            env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **environment},
+            env={"PATH": f"{folder}:{os.environ['PATH']}", "SLURMD_NODENAME": "n0", **variables},
         )  # fmt: skip
 
     def words(self, program: str) -> str:
