@@ -153,7 +153,7 @@ def preloaded(run):
 
 
 def node_process(run, name):
-    """Return the process of one simulated node of a local run, None before it exists."""
+    """Return the process of a node or a rank of a run by its name, None before it exists."""
     return next((p for p in processes_of(run) if name_of(p) == name), None)
 
 

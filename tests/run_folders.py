@@ -37,6 +37,13 @@ def make_run(path):
     return run
 
 
+def write_failure(run, rank, cause="ValueError: wrong", *, attempt=0, **changes):
+    """Write what a rank leaves that fails by itself."""
+    failure = {"rank": rank, "node": f"node{rank}", "time": 1.0, "cause": cause, "usage": False,
+               "secondary": False}  # fmt: skip
+    write_json(run.failure(attempt, rank), failure | changes)
+
+
 def record(update, attempt=0, **changes):
     """One line of metrics.jsonl: 256 samples in 0.2 s, one update a second."""
     return {

@@ -94,6 +94,28 @@ def state_of(attempt):
     return attempt.coordinator.outcome and attempt.coordinator.outcome["state"]
 
 
+def culprit_of(attempt, *others):
+    """Kill the others; return who is blamed."""
+    for rank in others:
+        attempt.end(rank, status=-9)
+    attempt.tick()
+    assert state_of(attempt) == "failed"
+    return attempt.coordinator.outcome["culprit"]
+
+
+def ask_to_join(attempt, rank, incarnation):
+    attempt.take("started", rank, incarnation)
+    attempt.take("joins", rank, incarnation)
+
+
+def lose(attempt, rank, incarnation=0):
+    """Kill a process; return which are started after a while."""
+    attempt.end(rank, -9, incarnation=incarnation)
+    attempt.tick(MOMENT_S)
+    attempt.tick(REST_S)
+    return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
+
+
 def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     attempt = Attempt(tmp_path, begin=False)
     for index in range(3):
@@ -114,9 +136,8 @@ def _silent(state, seconds, silent_s=None):
     }  # fmt: skip
 
 
-def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwhile(tmp_path):
+def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwhile(attempt):
     """A tick of the kernel's clock is enough: seconds count from it, and silence does not."""
-    attempt = Attempt(tmp_path, survive=True)
     attempt.take("trains", 1)
     attempt.take("unresponsive", 1, **_silent("silent", 2.0, silent_s=5.0))
     assert not attempt.run.warnings(0, 1).exists()
@@ -131,9 +152,7 @@ def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwh
         ("asleep", True, 60), ("asleep", False, 60), ("busy", True, 60), ("busy", False, None),
     ],
 )  # fmt: skip
-def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
-    tmp_path, recwarn, state, survive, limit_s
-):
+def test_an_unresponsive_worker_is_given_up_after_a_limit(tmp_path, state, survive, limit_s):
     attempt = Attempt(tmp_path, survive=survive)
     attempt.take("trains", 1)
     for seconds in range(1, limit_s or 200):
@@ -150,8 +169,7 @@ def test_an_unresponsive_worker_is_given_up_after_the_limit_of_its_state(
     assert (len(killed), len(ended)) == (limit_s is not None, limit_s is not None and not survive)
 
 
-def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(tmp_path):
-    attempt = Attempt(tmp_path)
+def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
     attempt.take("hangs", 1, cause="it hangs: it has been at the start", seen=SEEN)
     attempt.tick(GRACE_S)
     assert [(agent, c["rank"]) for agent, c in attempt.commands_of("kill")] == [(1, 1)]
@@ -177,9 +195,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt.take("exit", 0, status=1, final_state="failed", failure=None, seen=waits, ago_s=0.0)
     attempt.tick(GRACE_S)
     assert attempt.commands_of("die")
-    attempt.end(2, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
+    culprit = culprit_of(attempt, 2)
     assert culprit["rank"] == 1
     assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
@@ -218,52 +234,37 @@ def test_a_killed_worker_is_left_behind_by_a_new_generation(attempt):
     assert state_of(attempt) == "finished"
 
 
-@pytest.mark.parametrize("survive", [True, False])
-def test_an_exception_fails_the_run_after_a_moment(tmp_path, survive):
+RAISED = {
+    "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
+    "secondary": False,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("survive", "ended", "cause"),
+    [
+        (True, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
+        (False, {"status": 1, "final_state": "failed", "failure": RAISED}, "ValueError: no"),
+        (True, {"status": 0}, "exited with code 0 before"),
+        (False, {"status": -9}, "killed by signal 9 (SIGKILL)"),
+    ],
+)
+def test_an_end_that_the_others_do_not_survive_fails_the_run(tmp_path, survive, ended, cause):
     attempt = Attempt(tmp_path, survive=survive)
-    failure = {
-        "rank": 1, "node": "node1", "time": 1.0, "cause": "ValueError: no", "usage": False,
-        "secondary": False,
-    }  # fmt: skip
-    attempt.end(1, status=1, final_state="failed", failure=failure)
+    attempt.end(1, **ended)
     attempt.tick()
     assert not attempt.commands_of("die")
     attempt.tick(GRACE_S)
     assert attempt.commands_of("die")
-    attempt.end(0, status=-9)
-    attempt.end(2, status=-9)
-    attempt.tick()
-    assert state_of(attempt) == "failed"
-    assert attempt.coordinator.outcome["culprit"]["rank"] == 1
-
-
-@pytest.mark.parametrize(
-    ("survive", "status", "cause"),
-    [(False, -9, "killed by signal 9 (SIGKILL)"), (True, 0, "exited with code 0 before")],
-)
-def test_a_worker_without_a_last_word_is_blamed_unless_the_others_survive_it(
-    tmp_path, survive, status, cause
-):
-    attempt = Attempt(tmp_path, survive=survive)
-    attempt.end(2, status=status)
-    attempt.tick(GRACE_S)
-    attempt.end(0, status=-9)
-    attempt.end(1, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
-    assert culprit["rank"] == 2
+    culprit = culprit_of(attempt, 0, 2)
+    assert culprit["rank"] == 1
     assert culprit["cause"].startswith(cause)
 
 
 def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(1.0)
-    [(agent, start)] = attempt.commands_of("start")
-    assert (agent, start["rank"], start["incarnation"]) == (1, 1, 1)
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    assert lose(attempt, 1) == [(1, 1)]
+    ask_to_join(attempt, 1, 1)
     attempt.commands_of("tell")
     attempt.tick(1.0)
     assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"newcomers": True}]
@@ -278,11 +279,8 @@ def test_a_killed_worker_is_started_again_and_let_in_at_a_boundary(tmp_path):
 
 def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path):
     attempt = Attempt(tmp_path, replacements=1)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(1.0)
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    lose(attempt, 1)
+    ask_to_join(attempt, 1, 1)
     attempt.tick(1.0)
     attempt.take("ready", 0, generation=1, updates=7)
     attempt.end(1, status=-9, incarnation=1)
@@ -291,42 +289,31 @@ def test_members_that_wait_for_a_newcomer_that_dies_continue_without_it(tmp_path
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [0, 2])
 
 
-def lose(attempt, rank, incarnation):
-    """Kill a process; return which are started after a while."""
-    attempt.end(rank, -9, incarnation=incarnation)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
-    return [(start["rank"], start["incarnation"]) for _, start in attempt.commands_of("start")]
-
-
 @pytest.mark.parametrize("did_an_update", [True, False])
-def test_a_rank_whose_processes_come_to_nothing_is_given_up_with_a_sentence(
-    tmp_path, did_an_update
-):
+def test_a_rank_whose_processes_come_to_nothing_is_given_up(tmp_path, did_an_update):
     attempt = Attempt(tmp_path, replacements=16)
-    assert lose(attempt, 1, 0) == [(1, 1)]
-    attempt.take("started", 1, 1, pid=2)
-    attempt.take("joins", 1, 1)
+    assert lose(attempt, 1) == [(1, 1)]
+    ask_to_join(attempt, 1, 1)
     for rank in (0, 2):
         attempt.take("ready", rank, generation=1, updates=7)
     attempt.tick()
     ProgressWriter(attempt.run.progress(0)).write(9 if did_an_update else 7, 3, 4)
     assert lose(attempt, 1, 1) == [(1, 2)]
-    attempt.take("started", 1, 2, pid=3)
+    attempt.take("started", 1, 2)
     if did_an_update:
         assert lose(attempt, 1, 2) == [(1, 3)]  # on its way in, as the next one
-        attempt.take("started", 1, 3, pid=4)
+        attempt.take("started", 1, 3)
     assert lose(attempt, 1, 2 + did_an_update) == []
     warned = attempt.run.warnings(0, 1).read_text()
     assert f"its last {MOST_FRUITLESS} processes did no update" in warned
-    assert lose(attempt, 2, 0) == [(2, 1)], "another one is"
+    assert lose(attempt, 2) == [(2, 1)], "another one is"
 
 
 def test_no_more_processes_are_started_than_were_asked_for(tmp_path):
     attempt = Attempt(tmp_path, nodes=4, replacements=1)
     attempt.end(2, -9)
-    assert lose(attempt, 3, 0) == [(2, 1)], "the other one is promised"
-    assert lose(attempt, 1, 0) == []
+    assert lose(attempt, 3) == [(2, 1)], "the other one is promised"
+    assert lose(attempt, 1) == []
     for index in (1, 3):
         assert "run.max_replacements=1 were started" in attempt.run.warnings(0, index).read_text()
 
@@ -345,9 +332,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
         raise OSError(116, "Stale file handle")
 
     attempt = Attempt(tmp_path, replacements=3)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1)
     monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
@@ -357,7 +342,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     attempt.end(1, status=-9, incarnation=1)
     attempt.tick(REST_S)
     assert {c["rank"] for _, c in attempt.commands_of("kill")} == {1, 2}
-    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [1, 2]
+    assert [c["incarnation"] for _, c in attempt.commands_of("start")] == [2]
 
 
 def test_a_restarted_agent_without_workers_ends_the_run_of_its_only_node(tmp_path):
@@ -418,11 +403,8 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 
 
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
-def test_the_smaller_half_waits_while_the_others_may_live(
-    tmp_path, monkeypatch, listens, generation
-):
+def test_the_smaller_half_waits_if_others_may_live(attempt, monkeypatch, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
-    attempt = Attempt(tmp_path)
     monkeypatch.setattr(
         "orchestrator.agent.coordinator.agent_file", lambda *_: Peer("127.0.0.1", 1, 0)
     )
@@ -447,10 +429,7 @@ def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
 
 def test_a_replacement_that_starts_after_a_worker_has_finished_is_ended(tmp_path):
     attempt = Attempt(tmp_path, replacements=2)
-    attempt.end(1, status=-9)
-    attempt.tick(MOMENT_S)
-    attempt.tick(REST_S)
-    assert [c["rank"] for _, c in attempt.commands_of("start")] == [1]
+    assert lose(attempt, 1) == [(1, 1)]
     attempt.end(0, final_state="finished")
     attempt.take("started", 1, incarnation=1)
     attempt.tick()
@@ -461,10 +440,7 @@ def test_a_node_that_comes_back_before_its_loss_was_noticed_is_named(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     attempt.coordinator.agent_connected(1, [])
     attempt.tick(GRACE_S)
-    attempt.end(0, status=-9)
-    attempt.end(2, status=-9)
-    attempt.tick()
-    culprit = attempt.coordinator.outcome["culprit"]
+    culprit = culprit_of(attempt, 0, 2)
     assert (culprit["rank"], culprit["node"]) == (None, "node1")
     assert "its agent is gone" in culprit["cause"]
 
@@ -523,8 +499,7 @@ def test_an_agent_that_was_silent_is_disconnected_and_its_ranks_come_back_after_
     assert attempt.commands_of("start") == [(2, {"command": "start", "rank": 2, "incarnation": 1})]
 
 
-def test_a_generation_that_another_coordinator_has_recorded_is_adopted(tmp_path):
-    attempt = Attempt(tmp_path)
+def test_a_generation_that_another_coordinator_has_recorded_is_adopted(attempt):
     attempt.record.publish(1, [0, 2], gone=[1])
     attempt.tick(1.0)
     [(_, told)] = attempt.commands_of("tell")[-1:]
@@ -548,14 +523,12 @@ def test_no_number_of_a_member_is_given_twice(tmp_path):
     assert attempt.commands_of("start") == [(1, {"command": "start", "rank": 1, "incarnation": 2})]
 
 
-def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(tmp_path):
-    attempt = Attempt(tmp_path, survive=True)
+def test_a_rank_that_is_killed_after_another_has_finished_fails_the_run(attempt):
     attempt.end(0, final_state="finished")
     attempt.end(1, status=-9)
     attempt.end(2, final_state="finished")
     attempt.tick(GRACE_S)
-    assert state_of(attempt) == "failed"
-    assert attempt.outcome["culprit"]["rank"] == 1
+    assert culprit_of(attempt)["rank"] == 1
 
 
 def test_a_new_coordinator_knows_how_many_replacements_were_started(tmp_path):

@@ -23,6 +23,16 @@ def agent(begun):
     agent._close_in_fork()
 
 
+@pytest.fixture
+def senior(agent):
+    """The first node's end of the agent's link to it."""
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
+        agent._follow()
+        with listener.accept()[0] as senior:
+            yield senior
+
+
 def test_an_agent_waits_for_the_first_nodes_agent_even_if_others_are_earlier(agent):
     listeners = {index: listen("127.0.0.1") for index in (1, 0)}
     for index, listener in listeners.items():
@@ -60,19 +70,16 @@ def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
 
 
 @pytest.mark.parametrize("spoke", [True, False])
-def test_an_agent_whose_link_breaks_follows_the_same_coordinator_if_that_has_spoken(agent, spoke):
+def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, senior, spoke):
     """One that never spoke was perhaps another agent at its address, which refused this one."""
-    with listen("127.0.0.1") as listener:
-        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
-        agent._follow()
-        with listener.accept()[0] as senior:
-            if spoke:
-                senior.sendall(b"{}\n")
-                agent._hear_coordinator()
+    if spoke:
+        senior.sendall(b"{}\n")
         agent._hear_coordinator()
-        agent._follow()
-        assert (agent._coordinator_link is not None) is spoke
-        assert (agent._coordinator is not None) is not spoke
+    senior.close()
+    agent._hear_coordinator()
+    agent._follow()
+    assert (agent._coordinator_link is not None) is spoke
+    assert (agent._coordinator is not None) is not spoke
 
 
 def test_of_signals_that_come_together_none_is_forgotten(agent):
@@ -90,17 +97,13 @@ def test_of_signals_that_come_together_none_is_forgotten(agent):
     assert list(agent._workers._stops) == ["SIGTERM", "SIGUSR2"]
 
 
-def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent):
-    with listen("127.0.0.1") as listener:
-        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
-        agent._follow()
-        with listener.accept()[0] as senior:
-            for command in (
-                {"command": "tell", "rank": 1, "message": {"newcomers": True}},
-                {"command": "kill", "rank": 1},
-                {"command": "start", "rank": 1, "incarnation": 1},
-            ):
-                senior.sendall(json.dumps(command).encode() + b"\n")
-                agent._hear_coordinator()
+def test_an_agent_ignores_what_is_relayed_to_it_for_another_node(agent, senior):
+    for command in (
+        {"command": "tell", "rank": 1, "message": {"newcomers": True}},
+        {"command": "kill", "rank": 1},
+        {"command": "start", "rank": 1, "incarnation": 1},
+    ):
+        senior.sendall(json.dumps(command).encode() + b"\n")
+        agent._hear_coordinator()
     assert agent._coordinator_link is not None
     assert not agent._workers.all

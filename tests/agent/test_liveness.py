@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from orchestrator.agent.liveness import AwakeClock, ProgressWatchdog, WorkerLiveness
-from orchestrator.agent.processes import descendants, processor_s, state_of
+from orchestrator.agent.processes import processor_s, state_of
 from tests.helpers import until
 
 
@@ -54,32 +54,22 @@ def test_what_was_usual_counts_up_to_a_limit(usual, told_after):
 
 
 def hung_after(share):
-    """After how many seconds one that uses this share of a processor counts as hung."""
+    """After how many seconds one that uses this share of a processor in a second counts as hung."""
     one, used = Watched(), 0.0
     for second in range(1, 400):
         one.second()
-        used += share
+        used += share(second)
         if one.standstill.due(one.now) and one.standstill.idle.hangs(one.now, used):
             return second
     return None
 
 
-def test_who_uses_a_processor_never_hangs_and_who_uses_none_does():
-    assert hung_after(1.0) is None
-    assert hung_after(0.02) is None
-    assert 60 < hung_after(0.0) < 75
-    assert 60 < hung_after(0.005) < 75  # what looking at itself costs
-
-
-def test_work_that_ends_in_a_hang_is_a_hang():
-    one, used = Watched(), 0.0
-    for second in range(300):
-        one.second()
-        used += second < 200
-        if one.standstill.due(one.now) and one.standstill.idle.hangs(one.now, used):
-            assert 260 <= second < 270
-            return
-    raise AssertionError("it was never noticed")
+def test_who_uses_a_processor_does_not_hang_and_who_uses_none_does():
+    assert hung_after(lambda _: 1.0) is None
+    assert hung_after(lambda _: 0.02) is None
+    assert 60 < hung_after(lambda _: 0.0) < 75
+    assert 60 < hung_after(lambda _: 0.005) < 75  # what looking at itself costs
+    assert 260 < hung_after(lambda second: second < 200) < 275  # work that ends in a hang
 
 
 @pytest.fixture
@@ -88,12 +78,6 @@ def child():
     yield process
     process.kill()
     process.wait()
-
-
-def test_children_are_found_and_what_they_do(child):
-    assert child.pid in descendants(os.getpid())
-    os.kill(child.pid, signal.SIGSTOP)
-    until(lambda: state_of(child.pid) == "T", 30, "the stop")
 
 
 class Node:

@@ -49,15 +49,6 @@ def test_an_interrupt_does_not_wait_for_an_import(tmp_path, hanging):
     assert not helpers.processes_of(run)
 
 
-def test_an_import_does_not_outlive_its_launcher(tmp_path, hanging):
-    run = tmp_path / "run"
-    launcher = importing(run, hanging)
-    until(lambda: helpers.preloaded(run), what="the process that imports")
-    launcher.kill()
-    launcher.communicate()
-    until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
-
-
 def test_nodes_and_ranks_do_not_outlive_the_process_that_they_are_forks_of(tmp_path):
     run = tmp_path / "run"
     launcher = helpers.begin(TINY, SMALL, f"run.dir={run}", "job.pause_s=0.05", "train.updates=400")
@@ -72,16 +63,15 @@ def frozen_node(run, *more):
     """A run in mid-training with one stopped node, whose ranks are not stopped."""
     launcher = helpers.begin(
         LIGHT, SMALL, "cluster.nodes=3", "job.pause_s=0.05", "train.updates=4000",
-        f"run.dir={run}", *more,
+        "run.survive=false", f"run.dir={run}", *more,
     )  # fmt: skip
     until(lambda: helpers.records(run), what="training")
-    node = helpers.node_process(run, "node1")
-    node.suspend()
-    return launcher, node
+    helpers.node_process(run, "node1").suspend()
+    return launcher
 
 
 def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
-    launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
+    launcher = frozen_node(tmp_path / "run")
     launcher.send_signal(signal.SIGINT)
     until(lambda: "once more" in (launcher.stdout.readline() or "once more"), 30, "the word")
     launcher.send_signal(signal.SIGINT)
@@ -89,16 +79,19 @@ def test_a_node_that_is_stopped_obeys_a_second_interrupt(tmp_path):
     assert not helpers.processes_of(tmp_path / "run")
 
 
-def test_a_node_that_is_stopped_does_not_outlive_its_launcher(tmp_path):
-    launcher, _ = frozen_node(tmp_path / "run", "run.survive=false")
+@pytest.mark.parametrize("when", ["it imports", "a node is stopped"])
+def test_no_process_outlives_its_launcher(tmp_path, hanging, when):
+    run = tmp_path / "run"
+    launcher = importing(run, hanging) if when == "it imports" else frozen_node(run)
+    until(lambda: helpers.preloaded(run), what="the process that imports")
     launcher.kill()
     launcher.communicate()
-    until(lambda: not helpers.processes_of(tmp_path / "run"), 20, "the end of all processes")
+    until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
 
 
 def test_a_run_does_not_wait_for_a_node_that_is_stopped(tmp_path):
     run = tmp_path / "run"
-    launcher, _ = frozen_node(run, "run.survive=false", "cluster.heartbeat_timeout_s=1")
+    launcher = frozen_node(run, "cluster.heartbeat_timeout_s=1")
     helpers.await_exit(launcher, 1, timeout=30)
     found = helpers.result(run)["culprit"]
     assert (found["rank"], found["node"]) == (None, "node1")

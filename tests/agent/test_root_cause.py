@@ -6,7 +6,7 @@ import pytest
 
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.root_cause import TAIL_BYTES, AbnormalEnd, Straggler, find_root_cause, tail
-from orchestrator.rundir.files import write_json
+from tests.run_folders import write_failure
 
 NOWHERE = Path("/nowhere/node.log")
 
@@ -22,6 +22,7 @@ def ended(node, rank, status, time=0.0, log=NOWHERE, why=""):
         ("error: long ago\nupdate 2\n", 1, "exited with code 1"),
         ("error: then somebody killed it\n", -9, "killed by signal 9 (SIGKILL)"),
         ("", 5, "exited with code 5"),
+        ("", -99, "killed by signal 99"),  # which has no name
     ],
 )
 def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, status, cause):
@@ -29,14 +30,6 @@ def test_a_rank_that_wrote_no_failure_is_heard_by_its_logs_last_word(run, log, s
     culprit = find_root_cause(run, run.failures(0), [ended("node1", 1, status)])
     assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", cause)
     assert culprit.log_tail == tuple(log.splitlines())
-
-
-def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
-    write_json(
-        run.failure(0, rank),
-        {"rank": rank, "node": f"node{rank}", "cause": cause, "time": time, "usage": False,
-         "secondary": secondary},
-    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -47,11 +40,9 @@ def written(run, rank, time, *, secondary, cause="ValueError: wrong"):
         ({0: (5.0, True), 1: (2.0, True)}, 0),
     ],
 )
-def test_of_primary_failures_the_first_is_the_cause_unless_the_end_that_was_seen_is_one(
-    begun, failures, blamed
-):
+def test_the_first_primary_failure_is_blamed_or_that_of_the_end_seen(begun, failures, blamed):
     for rank, (time, secondary) in failures.items():
-        written(begun, rank, time, secondary=secondary, cause=f"ValueError: {rank}")
+        write_failure(begun, rank, f"ValueError: {rank}", time=time, secondary=secondary)
     culprit = find_root_cause(begun, begun.failures(0), [ended("node0", 0, 1)])
     assert (culprit.rank, culprit.node) == (blamed, f"node{blamed}")
     assert culprit.cause == f"ValueError: {blamed}"
@@ -69,7 +60,7 @@ def test_a_rank_that_a_watchdog_of_nccl_ended_has_only_waited(begun):
 
 
 def test_a_rank_that_was_killed_is_blamed_though_its_logs_last_line_is_an_error(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    write_failure(begun, 0, "PeerLost: rank 0 lost a peer", secondary=True)
     begun.rank_log(1).write_text("update 3\nerror: shard 3 cannot be read; trying another\n")
     for status in (-9, -6):
         ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, 2.0)]
@@ -92,7 +83,7 @@ def test_a_node_that_went_away_is_named_without_a_rank(begun):
 @pytest.mark.parametrize("later", [0, 1, 2])
 def test_who_left_without_a_word_is_named_and_never_who_waited(begun, status, later):
     """The one that waited may be seen first, and may have written of it first."""
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: rank 0 lost a peer")
+    write_failure(begun, 0, "PeerLost: rank 0 lost a peer", secondary=True)
     ends = [ended("node0", 0, 1, 1.0), ended("node1", 1, status, later)]
     culprit = find_root_cause(begun, begun.failures(0), ends, [straggler(2, 0.5)])
     assert culprit.rank == 1
@@ -107,7 +98,7 @@ def straggler(rank, stood_s):
 
 
 def test_where_all_that_ended_only_waited_it_is_who_stood_still_first(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    write_failure(begun, 0, "PeerLost: timed out", secondary=True)
     begun.rank_log(3).write_text(
         "update 1\nerror: rank 1 went away\n"
     )  # stuck in a framework, and told so
@@ -141,10 +132,6 @@ def test_a_rank_without_a_log_of_its_own_is_heard_in_its_nodes(begun):
     assert (culprit.cause, culprit.log_tail) == ("ImportError", ("error: ImportError",))
 
 
-def test_a_signal_without_a_name_is_told_by_its_number(begun):
-    assert find_root_cause(begun, [], [ended("node1", 1, -99)]).cause == "killed by signal 99"
-
-
 def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path):
     log = tmp_path / "log"
     assert tail(log) == ()
@@ -156,7 +143,7 @@ def test_of_a_long_log_the_last_lines_are_told_whatever_bytes_they_hold(tmp_path
 
 
 def test_who_stood_still_without_a_stack_is_told_by_its_log(begun):
-    written(begun, 0, 1.0, secondary=True, cause="PeerLost: timed out")
+    write_failure(begun, 0, "PeerLost: timed out", secondary=True)
     begun.rank_log(1).write_text("epoch 1\n")
     seen = RankPosition(at="at update 3, in loss", stood_s=1.0)
     behind = Straggler(rank=1, node="n1", seen=seen)

@@ -211,9 +211,7 @@ def test_the_end_of_a_program_is_known_although_nothing_can_be_written(tmp_path,
 
 @pytest.mark.parametrize("lacks", ["fork_session", "socket.socketpair"])
 @pytest.mark.parametrize(("incarnation", "state"), [(0, "failed"), (1, "")])
-def test_a_worker_that_cannot_be_forked_is_reported_with_the_reason(
-    tmp_path, monkeypatch, incarnation, state, lacks
-):
+def test_a_fork_that_fails_says_why(tmp_path, monkeypatch, incarnation, state, lacks):
     def fork():
         raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
 

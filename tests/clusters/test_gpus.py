@@ -34,9 +34,7 @@ def test_gpus_are_shared_out_or_their_idleness_is_said(
 
 
 @pytest.mark.parametrize(("visible", "hosts"), [("4", ["node0", "node1"]), ("4,5", [None] * 2)])
-def test_nodes_that_share_a_gpu_are_hosts_of_their_own_for_nccl(
-    visible, hosts, monkeypatch, tmp_path
-):
+def test_nodes_that_share_a_gpu_are_hosts_of_their_own(visible, hosts, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     cluster = cluster_of(compose(["job=digits", "cluster.ranks_per_node=1", "transport=nccl"]))
     request = cluster.request(tmp_path / "run", 0)

@@ -7,36 +7,31 @@ from orchestrator.clusters.local import cluster as local
 from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError
 
-MIB = 1 << 20
 PLAIN = ["job=program", "job.command=[ls]", "job.style=plain"]
 
 
+FEWER = "this machine may stop responding; start fewer (cluster.ranks_per_node="
+
+
 @pytest.mark.parametrize(
-    ("nodes", "width", "free_mib", "job", "expected"),
+    ("nodes", "width", "free_mib", "job", "words"),
     [
-        (2, 8, 1600, ["job=digits"], ""),
-        (3, 6, 1800, ["job=digits"],
-         ("18 ranks on 2 cores: this machine may stop responding; start fewer "
-         "(cluster.ranks_per_node=5), or only look: python -m orchestrator plan")),
+        (2, 8, 1600, ["job=digits"], []),
+        (3, 6, 1800, ["job=digits"], ["18 ranks on 2 cores: ", f"{FEWER}5)"]),
         (3, 6, 1799, ["job=digits"],
-         ("cluster.nodes=3 cluster.ranks_per_node=6: 18 ranks need 1.76 GiB of memory at least "
-         "(100 MiB each), but this machine has 1.76 GiB free; try cluster.ranks_per_node=5")),
-        (1, 1, 0, ["job=digits"], ""),
+         ["18 ranks need 1.76 GiB of memory", "1.76 GiB free", "try cluster.ranks_per_node=5"]),
+        (1, 1, 0, ["job=digits"], []),
         (2, 1, 100, ["job=program", "job.command=[ls]"],
-         ("cluster.nodes=2 cluster.ranks_per_node=1: 2 ranks need 200 MiB of memory at least "
-         "(100 MiB each), but this machine has 100 MiB free; try cluster.nodes=1 "
-         "cluster.ranks_per_node=1")),
-        (2, 1, 100, PLAIN, ""),
-        (2, 9, 100, PLAIN,
-         ("18 ranks on 2 cores: this machine may stop responding; start fewer "
-         "(cluster.ranks_per_node=8), or only look: python -m orchestrator plan")),
+         ["2 ranks need 200 MiB of memory", "100 MiB free", "try cluster.nodes=1 "]),
+        (2, 1, 100, PLAIN, []),
+        (2, 9, 100, PLAIN, ["18 ranks on 2 cores: ", f"{FEWER}8)"]),
     ],
 )  # fmt: skip
 def test_a_run_that_is_too_large_for_this_machine(
-    nodes, width, free_mib, job, expected, monkeypatch, tmp_path
+    nodes, width, free_mib, job, words, monkeypatch, tmp_path
 ):
     monkeypatch.setattr(local, "cores", lambda: 2)
-    monkeypatch.setattr(local, "free_memory_bytes", lambda: free_mib * MIB)
+    monkeypatch.setattr(local, "free_memory_bytes", lambda: free_mib << 20)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     shape = [f"cluster.nodes={nodes}", f"cluster.ranks_per_node={width}"]
     cluster = cluster_of(compose([*job, *shape]))
@@ -45,4 +40,5 @@ def test_a_run_that_is_too_large_for_this_machine(
         answer = "".join(cluster.check(request).warnings)
     except ClusterError as error:
         answer = str(error)
-    assert answer == expected
+    assert bool(answer) == bool(words)
+    assert all(word in answer for word in words), answer

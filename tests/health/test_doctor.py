@@ -13,6 +13,7 @@ from orchestrator.health.exchange import NODES_FILE
 from orchestrator.rundir.files import write_json
 from tests import warm
 from tests.helpers import ROOT, call
+from tests.programs import script
 from tests.run_folders import record, result
 
 KIND = {
@@ -25,12 +26,9 @@ HURTFUL = {
 }  # fmt: skip
 
 
-def test_a_harmless_cluster_needs_no_action():
-    assert [one.do for one in doctor.from_settings(KIND)] == [""]
-
-
 @pytest.mark.parametrize("setting", HURTFUL)
 def test_each_setting_that_hurts_is_told_with_what_to_do(setting):
+    assert [one.do for one in doctor.from_settings(KIND)] == [""], "a harmless one needs no action"
     found = [one for one in doctor.from_settings({**KIND, setting: HURTFUL[setting]}) if one.do]
     assert len(found) == 1
     assert found[0].state in (NOTE, BAD)
@@ -45,10 +43,8 @@ def test_a_machine_without_slurm_gets_one_note(monkeypatch):
 
 def test_a_controller_that_does_not_answer_is_bad_and_said(monkeypatch, tmp_path):
     for name in doctor.COMMANDS:
-        (tmp_path / name).write_text(
-            "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
-        )
-        (tmp_path / name).chmod(0o755)
+        text = "#!/bin/sh\necho 'Unable to contact slurm controller' >&2; exit 1\n"
+        script(tmp_path, text, name, run=True)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.delenv("SLURM_CONF", raising=False)
     [found] = doctor.slurm()

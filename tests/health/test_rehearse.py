@@ -47,9 +47,7 @@ SMALL = (TINY, "accumulation.global_batch=48", "accumulation.micro_batch=4")
     updates=st.integers(LEAST_UPDATES, 500),
     kinds=st.sampled_from([SIMULATED, ON_SLURM, SIMULATED[:1]]),
 )
-def test_a_seed_draws_the_same_faults_of_all_kinds_each_in_its_own_part_of_the_run(
-    seed, count, updates, kinds
-):
+def test_a_seed_draws_the_same_faults_of_all_kinds_in_parts_of_the_run(seed, count, updates, kinds):
     drawn = list(islice(draws(seed, kinds), count))
     assert drawn == list(islice(draws(seed, kinds), count + 7))[:count]
     for start in range(0, count - len(kinds) + 1, len(kinds)):
@@ -87,9 +85,7 @@ def planned(overrides, *more, **flags):
     ],
     ids=lambda value: str(value)[-30:],
 )
-def test_what_cannot_be_rehearsed_is_refused_before_anything_is_written(
-    given, asked, said, tmp_path, monkeypatch
-):
+def test_what_cannot_be_rehearsed_is_refused(given, asked, said, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UsageError, match=said):
         planned(given, *asked)
@@ -135,9 +131,7 @@ def small():
     [({}, "went on"), ({"survived": {"gone": [3], "ranks": 3}}, "survived"), (None, "")],
     ids=["no rank is lost", "one of two is lost", "nothing follows"],
 )
-def test_a_harm_that_the_run_loses_less_by_than_was_meant_is_no_end_of_it(
-    tmp_path, small, more, how
-):
+def test_a_harm_that_costs_less_than_was_meant_is_no_end(tmp_path, small, more, how):
     run = SimulatedRun(tmp_path / "run-001", small)
     run.run.path.mkdir()
     write_json(run.run.result, {"state": "finished", "updates": 20})

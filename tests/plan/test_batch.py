@@ -40,13 +40,6 @@ def test_defaults_fill_in_only_what_the_stated_numbers_leave_open(stated, expect
     assert numbers(resolve(**stated)) == expected
 
 
-@given(positive, few, few)
-def test_the_third_number_agrees_with_the_two_it_came_from(global_batch, micro_batch, ranks):
-    batch = resolve(global_batch=global_batch, micro_batch=micro_batch, ranks=ranks)
-    again = resolve(global_batch, batch.steps, micro_batch, ranks)
-    assert again == batch
-
-
 @given(few, few, few)
 def test_steps_and_micro_batch_give_a_global_batch_that_agrees(steps, micro_batch, ranks):
     batch = resolve(steps=steps, micro_batch=micro_batch, ranks=ranks)

@@ -121,20 +121,19 @@ def test_a_shard_that_ends_early_is_named():
         data[5]
 
 
-@pytest.mark.parametrize("lengths", [(), (0, 0), (3, -1)])
-def test_shards_without_samples_are_refused(lengths):
-    with pytest.raises(PlanError, match="at least one sample"):
-        Shards(lengths)
-
-
-def test_shards_without_a_lane_are_refused():
-    with pytest.raises(PlanError, match="lanes of shards must be 1 or more, but are 0"):
-        Shards((3,), lanes=0)
-
-
-def test_shards_of_another_length_than_the_data_set_are_refused():
-    with pytest.raises(PlanError, match="shards have 5 samples, but the data set has 6"):
-        DataOrder(dataset_samples=6, global_batch=2, shards=Shards((2, 3)))
+@pytest.mark.parametrize(
+    ("lengths", "lanes", "samples", "said"),
+    [
+        ((), 1, 0, "at least one sample"),
+        ((0, 0), 1, 0, "at least one sample"),
+        ((3, -1), 1, 2, "at least one sample"),
+        ((3,), 0, 3, "lanes of shards must be 1 or more, but are 0"),
+        ((2, 3), 1, 6, "shards have 5 samples, but the data set has 6"),
+    ],
+)
+def test_shards_that_cannot_be_are_refused(lengths, lanes, samples, said):
+    with pytest.raises(PlanError, match=said):
+        DataOrder(dataset_samples=samples, global_batch=2, shards=Shards(lengths, lanes))
 
 
 def test_a_token_corpus_takes_no_memory_for_its_order():

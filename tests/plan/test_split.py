@@ -1,7 +1,6 @@
 """Laws of the split of samples over ranks, for any numbers."""
 
 import re
-import time
 from itertools import pairwise
 
 import pytest
@@ -81,21 +80,17 @@ def test_any_table_of_whole_leaves_keeps_the_leaves(counts, leaf_size, data):
     assert leaves_of(split) == leaves_of(split_leaves(samples, 1, leaf_size))
 
 
+STATED = Batch(global_batch=100, steps=4, micro_batch_cap=None)
+
+
 def test_a_ragged_window_under_a_cap_takes_fewer_steps_but_a_stated_k_is_kept():
     capped = Batch(global_batch=64, steps=4, micro_batch_cap=16)
-    stated = Batch(global_batch=64, steps=4, micro_batch_cap=None)
     assert split_for(20, 1, batch=capped).micro_batches == ((10, 10),)
-    assert split_for(20, 1, batch=stated).micro_batches == ((5, 5, 5, 5),)
+    assert split_for(20, 1, batch=STATED).micro_batches == ((5, 5, 5, 5),)
     assert split_for(20, 1, batch=capped, reduction="reproducible").micro_batches == ((16, 4),)
 
 
-def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
-    def seconds() -> float:
-        began = time.process_time()
-        split_window(10**6 + 7, 10_000, cap=3)
-        return time.process_time() - began
-
-    assert min(seconds() for _ in range(5)) < 0.05  # the best of five: the machine may be busy
+def test_ten_thousand_ranks_share_their_tuples():
     split = split_window(10**6 + 7, 10_000, cap=3)
     assert len(set(map(id, split.micro_batches))) == 2
     leaves = split_leaves(10**6 + 7, 10_000, leaf_size=3)
@@ -109,14 +104,9 @@ def test_ten_thousand_ranks_take_less_than_50_ms_and_share_their_tuples():
         (lambda: assign([], steps=1), "it has none"),
         (lambda: assign_leaves([1, 1], samples=9, leaf_size=3), "given 2 leaves, but 9 samples"),
         (lambda: split_window(4, 2, steps=1).pieces(2), "there is no rank 2 among 2"),
+        (lambda: split_for(100, 2, batch=STATED, reduction="reproducible"), "micro_batch=13 would"),
     ],
 )
 def test_what_cannot_be_split_is_refused(call, message):
     with pytest.raises(PlanError, match=re.escape(message)):
         call()
-
-
-def test_reproducible_without_a_micro_batch_says_which_would_do():
-    batch = Batch(global_batch=100, steps=4, micro_batch_cap=None)
-    with pytest.raises(PlanError, match=r"needs accumulation\.micro_batch.*micro_batch=13 would"):
-        split_for(100, 2, batch=batch, reduction="reproducible")

@@ -12,10 +12,6 @@ parameters_ = st.integers(0, 10**10)
 ranks_ = st.integers(2, 10_000)
 
 
-def test_the_trailer_holds_limbs_for_every_sum_and_the_flags():
-    assert [trailer_numbers(metrics) for metrics in range(3)] == [54, 66, 78]
-
-
 @given(parameters_, ranks_, st.integers(1, 2**30))
 def test_buckets_hold_the_payload_and_none_is_empty(parameters, ranks, bucket_bytes):
     each = Wire(**COUNTS, bucket_bytes=bucket_bytes, ranks=ranks).collectives(parameters)

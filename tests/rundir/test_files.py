@@ -1,10 +1,12 @@
 """Files of a run folder: private, durable, and no links followed."""
 
+import errno
 import os
 import random
 import stat
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -78,35 +80,29 @@ def test_a_write_replaces_a_link_and_not_what_it_points_to(tmp_path):
 def test_of_two_that_start_in_one_folder_one_wins_and_keeps_it(tmp_path):
     """60 pairs, released together; the loser is refused and touches nothing of the winner's."""
     chance = random.Random(7)
-    for pair in range(60):
-        folder = tmp_path / f"{pair}"
-        if pair % 3 == 0:
-            folder.mkdir()
-        gate = threading.Barrier(2)
-        outcomes = []
-        delays = [chance.random() / 5000 for _ in range(2)]
 
-        def start(folder=folder, gate=gate, outcomes=outcomes, delays=delays):
-            run = RunDir(folder)
-            time.sleep(delays[gate.wait()])
-            try:
-                run.create()
-                run.write_config("job: {}\n")
-                outcomes.append("made")
-            except RunFolderError as error:
-                run.withdraw()
-                outcomes.append(str(error))
+    def start(folder, gate, delay_s):
+        run = RunDir(folder)
+        gate.wait()
+        time.sleep(delay_s)
+        try:
+            run.create()
+            run.write_config("job: {}\n")
+        except RunFolderError as error:
+            run.withdraw()
+            return str(error)
+        return "made"
 
-        threads = [threading.Thread(target=start) for _ in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert sorted(outcome == "made" for outcome in outcomes) == [False, True], outcomes
-        assert RunDir(folder).config.is_file()
-        assert {p.name for p in folder.iterdir()} == {
-            ".lock", "config.yaml", "logs", "checkpoints", "attempts",
-        }  # fmt: skip
+    with ThreadPoolExecutor(2) as threads:
+        for pair in range(60):
+            folder, gate = tmp_path / f"{pair}", threading.Barrier(2)
+            if pair % 3 == 0:
+                folder.mkdir()
+            pair_of = [threads.submit(start, folder, gate, chance.random() / 5000) for _ in "12"]
+            outcomes = [one.result() for one in pair_of]
+            assert sorted(outcome == "made" for outcome in outcomes) == [False, True], outcomes
+            names = {path.name for path in folder.iterdir()}
+            assert names == {".lock", "config.yaml", "logs", "checkpoints", "attempts"}
 
 
 @pytest.mark.parametrize("was_there", [False, True])
@@ -121,8 +117,11 @@ def test_a_start_that_is_refused_takes_back_what_it_made_and_no_more(tmp_path, w
     assert [p for p in tmp_path.rglob("*") if p != run.path] == []
 
 
-def test_a_folder_is_private_whatever_the_umask(tmp_path):
+@pytest.mark.parametrize("was_there", [False, True])
+def test_a_folder_is_private_whatever_the_umask(tmp_path, was_there):
     before = os.umask(0)
+    if was_there:
+        (tmp_path / "run").mkdir()
     try:
         run = make_run(tmp_path / "run")
         os.umask(0o277)
@@ -178,15 +177,7 @@ def calls(monkeypatch):
     return seen
 
 
-def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, calls):
-    write_json(tmp_path / "x.json", {"a": 1})
-    assert [name for name, _ in calls] == ["fsync", "replace"]
-    assert calls[0][1] == calls[1][1] != "x.json"
-
-
-def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itself(
-    tmp_path, calls, monkeypatch
-):
+def test_new_files_wait_for_the_disk_together_and_replaced_ones_alone(tmp_path, calls, monkeypatch):
     write_json(tmp_path / "old.json", {"a": 1})
     calls.clear()
     real = files._sync_disks
@@ -200,12 +191,8 @@ def test_many_new_files_wait_for_the_disk_together_and_what_is_replaced_for_itse
         write_json(tmp_path / "old.json", {"a": 2})
     assert [name for name, _ in calls] == ["replace"] * 3 + ["fsync", "replace", "disk"]
     write_json(tmp_path / "later.json", {})
-    assert calls[-2][0] == "fsync"
-
-
-def test_a_disk_that_cannot_take_what_was_written_together_is_said(tmp_path):
-    with pytest.raises(FileNotFoundError), written_together([tmp_path / "gone"]):
-        pass
+    assert [name for name, _ in calls[-2:]] == ["fsync", "replace"]
+    assert calls[-2][1] == calls[-1][1] != "later.json"
 
 
 class Engine:
@@ -267,37 +254,21 @@ def test_a_folder_with_a_files_name_is_named(tmp_path):
 # ------------------------------------------------------------------ The folder
 
 
-def test_an_empty_folder_is_taken_and_made_private(tmp_path):
-    tmp_path.chmod(0o755)
-    RunDir(tmp_path).create()
-    assert stat.S_IMODE(tmp_path.stat().st_mode) == 0o700
-
-
-def test_another_runs_folder_is_refused_with_the_way_to_resume_it(tmp_path):
-    (tmp_path / "config.yaml").touch()
-    with pytest.raises(RunFolderError, match="resume"):
-        RunDir(tmp_path).create()
-
-
-def test_a_folder_with_other_things_or_a_file_is_refused(tmp_path):
-    (tmp_path / "thesis.tex").touch()
-    with pytest.raises(RunFolderError, match="not empty"):
-        RunDir(tmp_path).create()
-    with pytest.raises(RunFolderError, match="is a file"):
-        RunDir(tmp_path / "thesis.tex").create()
-
-
-def test_a_place_that_cannot_be_written_is_said_in_words():
-    with pytest.raises(RunFolderError, match="cannot be written"):
-        RunDir(Path("/proc/nowhere/run")).create()
-
-
-def test_a_place_below_a_file_is_refused_by_the_files_name(tmp_path):
-    file = tmp_path / "notes"
-    file.touch()
-    for path in (file / "run", file / "today" / "run"):
-        with pytest.raises(RunFolderError, match=f"cannot be created: {file} is a file"):
-            RunDir(path).create()
+@pytest.mark.parametrize(
+    ("file", "folder", "said"),
+    [
+        ("config.yaml", ".", "resume"),
+        ("thesis.tex", ".", "not empty"),
+        ("notes", "notes", "is a file"),
+        ("notes", "notes/run", "cannot be created: .*/notes is a file"),
+        ("notes", "notes/today/run", "cannot be created: .*/notes is a file"),
+        ("notes", "/proc/nowhere/run", "cannot be written"),
+    ],
+)
+def test_a_place_that_cannot_be_a_new_runs_folder_is_refused(tmp_path, file, folder, said):
+    (tmp_path / file).touch()
+    with pytest.raises(RunFolderError, match=said):
+        RunDir(tmp_path / folder).create()
 
 
 def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monkeypatch):
@@ -309,11 +280,15 @@ def test_an_attempt_that_another_start_began_is_refused_in_words(tmp_path, monke
         run.begin_attempt()
 
 
-def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path):
+def test_a_write_that_fails_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    def full(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
     path = tmp_path / "x.json"
     write_json(path, {"a": 1})
-    with pytest.raises(TypeError):
-        write_json(path, {"a": object()})
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space"):
+        write_json(path, {"a": 2})
     assert read_json(path) == {"a": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["x.json"]
 

@@ -9,6 +9,7 @@ from orchestrator.clusters.api import Culprit
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import RestartDecision, decide_restart, describe_stop
+from tests.run_folders import write_failure
 
 KILLED = Culprit(rank=1, node="node0", cause="killed by signal 9 (SIGKILL)")
 RAISED = Culprit(rank=1, node="node0", cause="ValueError: wrong")
@@ -20,14 +21,14 @@ def ruled(run, culprit, *, most=2, first=0, update=None):
     if update is not None:
         ProgressWriter(run.progress(attempt)).write(update, 0, 4)
     if culprit.cause != KILLED.cause:
-        failure = {"rank": 1, "cause": culprit.cause, "secondary": False}
-        write_json(run.failure(attempt, 1), failure)
+        write_failure(run, 1, culprit.cause, attempt=attempt)
     return decide_restart(run, attempt, culprit, first=first, most=most)
 
 
-def test_without_an_allowance_nothing_starts_again_and_nothing_is_said(run):
-    decision = ruled(run, KILLED, most=0)
-    assert decision == RestartDecision(restarts=False)
+def test_without_an_allowance_or_once_cancelled_nothing_starts_again_and_nothing_is_said(run):
+    assert ruled(run, KILLED, most=0) == RestartDecision(restarts=False)
+    run.cancel.touch()
+    assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
 
 
 def test_as_many_restarts_as_are_allowed(run):
@@ -65,11 +66,6 @@ def test_the_same_exception_without_progress_or_a_wrong_request_ends_it_early(ru
     assert again or not before or "attempt 0 raised the same" in last.message
 
 
-def test_a_cancelled_run_stays_ended(run):
-    run.cancel.touch()
-    assert ruled(run, KILLED, most=9) == RestartDecision(restarts=False)
-
-
 def test_the_note_of_a_restart_says_where_it_failed_and_what_was_raised(run):
     before = time.time()
     assert ruled(run, RAISED, update=5).restarts
@@ -89,8 +85,7 @@ def test_an_exception_that_only_followed_or_was_another_ranks_is_not_the_runs_ow
     for rank, secondary in ((1, True), (0, False)):
         attempt = run.attempts_made()
         run.attempt(attempt).mkdir()
-        failure = {"rank": rank, "cause": "x", "secondary": secondary}
-        write_json(run.failure(attempt, rank), failure)
+        write_failure(run, rank, attempt=attempt, secondary=secondary)
         assert decide_restart(run, attempt, KILLED, first=0, most=9).restarts
         assert read_json(run.departure(attempt))["failed"]["raised"] is None
 

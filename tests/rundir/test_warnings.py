@@ -27,9 +27,7 @@ def test_a_warning_of_many_ranks_is_one_entry_with_its_ranks(as_rank, tmp_path):
     assert warned.text == "ranks 3, 5: slow: 0 s"
 
 
-def test_a_rank_of_which_a_warning_is_has_its_name_though_it_is_0_and_its_log_says_it_once(
-    as_rank, tmp_path, capsys
-):
+def test_a_warning_has_its_ranks_name_and_is_in_its_log_once(as_rank, tmp_path, capsys):
     as_rank(0)
     warn("it was frozen")
     warn("slow")

@@ -3,7 +3,7 @@
 import contextlib
 import getpass
 import tempfile
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,18 +12,21 @@ from slurm.dev_cluster import DevCluster
 from slurm.errors import DevClusterError
 from slurm.testing import dev_cluster
 from tests.helpers import until
-from tests.slurm.runs import LONG, reference
+from tests.slurm.runs import LONG, queued, reference
 
 _RUN_FILES = ("*.log", "departure.json", "restart.json", "failure-*.json", "result.json")
 
 
 @pytest.fixture(scope="session")
-def slurm() -> Iterator[DevCluster]:
-    # pytest's own temporary folders are too long for the paths of Unix sockets.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as base,
-        dev_cluster("runs", base=Path(base), remove=True) as cluster,
-    ):
+def base() -> Iterator[Path]:
+    """A folder for clusters: pytest's own are too long for the paths of Unix sockets."""
+    with tempfile.TemporaryDirectory(prefix="slurm-") as folder:
+        yield Path(folder)
+
+
+@pytest.fixture(scope="session")
+def slurm(base: Path) -> Iterator[DevCluster]:
+    with dev_cluster("runs", base=base, remove=True) as cluster:
         yield cluster
 
 
@@ -49,13 +52,11 @@ def digest(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_runtest_makereport(
-    item: pytest.Item, call: pytest.CallInfo[None]
-) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+def pytest_runtest_makereport(item, call):
     """Add the last lines of runs and daemons to a failure's report."""
     report = yield
     if report.when == "call" and report.failed:
-        found: dict[str, object] = getattr(item, "funcargs", {})
+        found = getattr(item, "funcargs", {})
         cluster, folder = found.get("mended", found.get("slurm")), found.get("tmp_path")
         if isinstance(cluster, DevCluster):  # first what is short: the end of a report may be cut
             report.sections.append(("jobs and nodes", _queue(cluster)))
@@ -81,8 +82,7 @@ def _queue(cluster: DevCluster) -> str:
 
 def _cancel_jobs_below(cluster: DevCluster, folder: Path) -> None:
     with contextlib.suppress(DevClusterError):
-        rows = [r.split("|") for r in cluster.command("squeue", "-ha", "-o", "%A|%o").splitlines()]
-        if jobs := [job for job, script in rows if str(folder) in script]:
+        if jobs := queued(cluster, folder):
             cluster.command("scancel", *jobs)
 
 

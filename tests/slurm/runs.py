@@ -11,7 +11,7 @@ from pathlib import Path
 
 from slurm.dev_cluster import DevCluster
 from slurm.jobs import job_processes
-from tests.helpers import LIGHT, call, records, until
+from tests.helpers import LIGHT, call, records, result, until
 from tests.hold import Hold
 
 SHAPE = ("cluster.nodes=2", "cluster.ranks_per_node=1")
@@ -100,7 +100,7 @@ def wait_for_update(run: Path, update: int, attempt: int = 0, timeout_s: float =
 def wait_over(cluster: DevCluster, run: Path, timeout_s: float = 120) -> dict:
     """Wait for the job's end and return result.json."""
     until(lambda: over(cluster, job_of(run)), timeout_s, f"the end of {run.name}")
-    return json.loads((run / "result.json").read_text())
+    return result(run)
 
 
 def first_records(run: Path) -> dict[int, dict]:
@@ -127,7 +127,7 @@ def reference(folder: Path, *more: str) -> str:
     """Return the digest of the weights that a local run of the same plan ends with."""
     table = {word.split("=", 1)[0]: word for word in (*BATCH, *SHAPE, *more)}
     call(*table.values(), f"run.dir={folder}", "-q", code=0)
-    return json.loads((folder / "result.json").read_text())["weights_sha256"]
+    return result(folder)["weights_sha256"]
 
 
 def wrapped_sbatch(folder, steps):

@@ -38,9 +38,7 @@ if rank == 1 and os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
 """
 
 
-def test_ranks_on_a_part_of_the_allocation_know_that_part_and_a_failed_one_starts_again(
-    shell, tmp_path
-):
+def test_ranks_know_their_part_of_the_allocation_and_a_failed_one_starts_again(shell, tmp_path):
     script(tmp_path, FAILS)
     done = start(shell, tmp_path, "cluster.nodes=1", "run.max_restarts=1")
     assert done.returncode == 0, done.stdout + done.stderr

@@ -2,7 +2,6 @@
 
 import contextlib
 import subprocess
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,14 +16,10 @@ from slurm.testing import dev_cluster
 
 
 @pytest.fixture
-def small() -> Iterator[DevCluster]:
+def small(base: Path) -> Iterator[DevCluster]:
     """One node, no accounting: up in a moment, to be treated roughly."""
-    # pytest's own temporary folders are too long for the paths of Unix sockets.
-    with (
-        tempfile.TemporaryDirectory(prefix="slurm-") as base,
-        dev_cluster("small", nodes=1, accounting=False, base=Path(base), remove=True) as it,
-    ):
-        yield it
+    with dev_cluster("small", nodes=1, accounting=False, base=base, remove=True) as cluster:
+        yield cluster
 
 
 def submit(cluster: DevCluster, script: str, *options: str) -> str:
@@ -46,9 +41,7 @@ def processes_of(cluster: DevCluster) -> list[psutil.Process]:
     return found
 
 
-def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(
-    slurm: DevCluster, small: DevCluster
-) -> None:
+def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(slurm, small):
     assert not {*slurm.spec.ports} & {*small.spec.ports}
     names = [c.command("srun", "printenv", "SLURM_CLUSTER_NAME") for c in (slurm, small)]
     assert names == [f"{slurm.name}\n", "small\n"]
@@ -73,7 +66,7 @@ def test_a_second_cluster_goes_down_without_a_trace_and_comes_up_again(
     assert int(submit(small, "true")) > int(job)
 
 
-def test_a_name_or_folder_that_cannot_be_is_refused_before_anything_starts() -> None:
+def test_a_name_or_folder_that_cannot_be_is_refused_before_anything_starts():
     for name in ("", "Upper", "a/b", "../x", "-x", "x" * 25):
         with pytest.raises(DevClusterError, match="name must be"):
             layout(name)

@@ -10,10 +10,10 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import call, result, until
+from tests.helpers import result, until
 from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
-from tests.slurm.runs import QUIET, SHAPE, log
+from tests.slurm.runs import log
 
 ONE_NODE = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 DISTURBED = {
@@ -87,9 +87,7 @@ def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name
     assert note["lost_updates"] <= 6
 
 
-def test_preemption_a_requeue_by_hand_and_a_node_set_down_cost_a_restart_each(
-    mended, tmp_path, digest
-):
+def test_preemption_a_requeue_and_a_node_set_down_cost_a_restart_each(mended, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(mended, run, "cluster.partition=low", "run.survive=false")
     job = runs.job_of(run)
@@ -132,14 +130,6 @@ def test_a_stop_that_cannot_wait_for_the_boundary_loses_its_window_only(slurm, t
     assert "longer than the 3 s" in (run / "logs" / "rank-00000.log").read_text()
 
 
-def submit_program(slurm, folder, *more, program=("train.py",)):
-    call(
-        "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *SHAPE,
-        f"run.dir={folder / 'run'}", *more, "--", *program,
-        module="orchestrator", cwd=folder, **QUIET, code=0,
-    )  # fmt: skip
-
-
 PREEMPTED = f"""{QUICK}
 import helper
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
@@ -158,7 +148,11 @@ if attempt == "0":
 def test_a_requeued_program_gets_its_signal_and_the_submitted_code_runs_again(slurm, tmp_path):
     script(tmp_path, PREEMPTED)
     helper = script(tmp_path, "VERSION = 'submitted'\n", "helper.py")
-    submit_program(slurm, tmp_path, "+cluster.slurm_flags.begin=now+1hour")
+    runs.verb(
+        "run", "+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *runs.SHAPE,
+        f"run.dir={tmp_path / 'run'}", "+cluster.slurm_flags.begin=now+1hour", "--", "train.py",
+        cwd=tmp_path, code=0,
+    )  # fmt: skip
     helper.write_text("VERSION = 'edited'\n")
     script(tmp_path, "raise SystemExit('edited')\n")
     runs.release(slurm, tmp_path / "run")

@@ -1,10 +1,8 @@
 """MindSpore on SLURM: ranks meet without `msrun`, stop together and come back."""
 
 import json
-import os
-import signal
 
-from tests.helpers import name_of, processes_of, until
+from tests.helpers import node_process, until
 from tests.hold import Hold
 from tests.slurm import runs
 
@@ -12,14 +10,7 @@ LINE = ("job._target_=tests.engine.mindspore.jobs.SlowLine", "train.updates=60",
         "accumulation.global_batch=128", "train.checkpoint_every=25", "optimizer=sgd")  # fmt: skip
 
 
-def rank_of(run, rank):
-    """Return the pid of a rank on any node."""
-    return next(p.pid for p in processes_of(run) if name_of(p) == f"rank {rank}")
-
-
-def test_preempted_once_and_a_rank_killed_once_it_ends_with_the_bits_of_one_left_alone(
-    slurm, tmp_path
-):
+def test_preempted_once_and_killed_once_it_ends_with_the_bits_of_one_left_alone(slurm, tmp_path):
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(59)
     job = runs.submit(
@@ -30,7 +21,7 @@ def test_preempted_once_and_a_rank_killed_once_it_ends_with_the_bits_of_one_left
     other = runs.occupy(slurm, "true", "-p", "high", "-N", "4", "--exclusive")
     until(lambda: runs.over(slurm, other), 60, "the preempting job's end")
     runs.wait_for_update(run, 25, attempt=1)
-    os.kill(rank_of(run, 1), signal.SIGKILL)
+    node_process(run, "rank 1").kill()
     hold.release()
     expected = runs.reference(tmp_path / "local", *LINE)
     ended = runs.wait_over(slurm, run)

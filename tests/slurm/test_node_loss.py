@@ -1,17 +1,13 @@
 """Ranks and nodes that die, as a whole or in part, whether SLURM notices or not."""
 
-import json
-
 from orchestrator.rundir.metrics import read_metrics
 from slurm import breaking
-from tests.helpers import TINY, name_of, processes_of, records, until
+from tests.helpers import TINY, node_process, records, until
 from tests.hold import Hold
 from tests.slurm import runs
 
 
-def test_a_node_whose_processes_vanish_is_noticed_though_slurm_believes_it_alive(
-    mended, tmp_path, digest
-):
+def test_a_node_without_processes_is_noticed_though_slurm_calls_it_alive(mended, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(mended, run, "cluster.heartbeat_timeout_s=5", "run.survive=false")
     runs.wait_for_update(run, 10)
@@ -75,10 +71,6 @@ def ranks_of(run, key, word):
     return [rank for note in notes for rank in note[word]]
 
 
-def process_named(run, name):
-    return next(process for process in processes_of(run) if name_of(process) == name)
-
-
 def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
     """As is the default: run.survive is not stated."""
     run = tmp_path / "run"
@@ -91,9 +83,9 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     digest = runs.reference(tmp_path / "undisturbed", *SURVIVES, *one)
     runs.wait_for_update(run, 3)
     nodes = runs.nodes_of(mended, job)
-    process_named(run, "rank 4").kill()
+    node_process(run, "rank 4").kill()
     until(lambda: ranks_of(run, "joined", "came") == [4], 30, "rank 4 again")
-    process_named(run, nodes[0]).kill()  # the agent that coordinates
+    node_process(run, nodes[0]).kill()  # the agent that coordinates
     until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], 30, "the first node again")
     breaking.set_node_down(mended, nodes[2])
     until(lambda: ranks_of(run, "survived", "gone").count(5), 30, "the loss of the node")
@@ -104,25 +96,6 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     assert {record["attempt"] for record in records(run)} == {0}
     assert [record["update"] for record in records(run)] == list(range(UPDATES))
     assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]
-
-
-# ------------------------------------------------------------------ Ranks that fail
-
-
-def test_a_killed_rank_fails_the_job_and_is_named(slurm, tmp_path):
-    run = tmp_path / "run"
-    killed = ("cluster.ranks_per_node=2", "job.fault=kill", "job.fault_rank=3")
-    job = runs.submit(slurm, run, "train.updates=30", "cluster.requeue=false", *killed)
-    ended = runs.wait_over(slurm, run)
-    culprit = ended["culprit"]
-    assert (ended["state"], culprit["rank"]) == ("failed", 3)
-    assert culprit["cause"].startswith("killed by signal 9 (SIGKILL)")
-    nodes = [json.loads(f.read_text()) for f in (run / "attempts" / "000").glob("node-*.json")]
-    assert [culprit["node"]] == [node["node"] for node in nodes if 3 in node["ranks"]]
-    assert runs.accounted(slurm, job) == "FAILED"
-    until(lambda: not runs.processes_of_job(slurm, job), 20, "the end of every process")
-    found = until(lambda: (now := runs.status(run))["state"] != "ending" and now, 20, "its end")
-    assert (found["state"], found["reason"]) == ("failed", culprit["cause"])
 
 
 def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):

@@ -8,7 +8,7 @@ import signal
 
 import pytest
 
-from tests.helpers import begin, call, name_of, processes_of, result, until
+from tests.helpers import begin, call, node_process, result, until
 from tests.hold import Hold
 from tests.slurm import runs
 from tests.slurm.runs import queued
@@ -37,12 +37,6 @@ def wait_for_end(sweep):
     return until(all_over, 150, f"the end of all points in {sweep}")
 
 
-def rank_process(run):
-    """Return the process of a point's only rank."""
-    [rank] = [p for p in processes_of(run) if name_of(p) == "rank 0"]
-    return rank
-
-
 @pytest.fixture(scope="module")
 def swept(slurm, tmp_path_factory):
     """A sweep of four points whose terminal was closed. One rank was killed, one point cancelled,
@@ -65,7 +59,7 @@ def swept(slurm, tmp_path_factory):
     show = slurm.command("scontrol", "show", "job", f"{array}_3")
     assert f"JobId={array} " in show, "the last element has the array's own number"
     slurm.command("scontrol", "requeue", f"{array}_3")
-    rank_process(sweep / "1").kill()
+    node_process(sweep / "1", "rank 0").kill()
     runs.verb("cancel", sweep / "2", code=0)
     until(lambda: runs.over(slurm, f"{array}_2"), 60, "the end of the cancelled point")
     runs.wait_for_update(sweep / "3", 2, attempt=1)
@@ -73,12 +67,14 @@ def swept(slurm, tmp_path_factory):
     return line, sweep, wait_for_end(sweep), jobs_below(slurm, sweep)
 
 
-def test_a_sweep_is_one_array_and_what_happens_to_one_element_happens_to_no_other(swept):
+def test_a_sweep_is_one_array_and_what_happens_to_one_element_concerns_it_alone(swept, slurm):
     _, sweep, found, submitted = swept
     assert found == {"0": "finished", "1": "failed", "2": "stopped", "3": "finished"}
     assert len({job.split("_")[0] for job in submitted}) == 1
     assert result(sweep / "3")["restarts"], "it was requeued alone"
     assert not result(sweep / "0").get("restarts")
+    assert result(sweep / "1")["culprit"]["cause"].startswith("killed by signal 9 (SIGKILL)")
+    assert runs.accounted(slurm, runs.job_of(sweep / "1")) == "FAILED"
 
 
 def test_the_same_line_again_runs_exactly_what_has_not_finished(swept, slurm):

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import signal
 
 from slurm import breaking
@@ -11,9 +10,7 @@ from tests.slurm import runs
 from tests.slurm.runs import wrapped_sbatch
 
 
-def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_the_same_weights(
-    slurm, tmp_path, digest
-):
+def test_cancel_stops_at_a_boundary_and_resume_ends_with_the_same_bits(slurm, tmp_path, digest):
     run = tmp_path / "run"
     hold = runs.submit_long(slurm, run)
     job = runs.job_of(run)
@@ -27,12 +24,7 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     assert f"running job {job} on {found['nodes']}" in " ".join(table.split())
     for label in ("updates", "loss", "learning rate", "speed", "last boundary", "job's time left"):
         assert label in table
-    without = runs.verb("status", run, "--json", PATH=path_without_slurm(tmp_path))
-    [row] = json.loads(without.stdout)
-    assert (row["state"], row["reason"]) == ("unknown", "the scheduler gave no answer")
-    assert row["boundary_age_s"] >= 0
-    assert "there is no squeue on this machine" in without.stderr
-
+    assert found["boundary_age_s"] >= 0
     runs.verb("resume", run, code=2)
     done = runs.verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
@@ -49,13 +41,6 @@ def test_status_shows_a_run_cancel_stops_it_at_a_boundary_and_resume_ends_with_t
     no_sbatch = wrapped_sbatch(tmp_path / "refusing", ["exit 1"]).parent
     runs.verb("resume", run, "train.updates=700", PATH=f"{no_sbatch}:/usr/bin:/bin", code=2)
     assert result(run)["weights_sha256"] == digest, "what it had is left as it was"
-
-
-def path_without_slurm(folder):
-    path = folder / "bin"
-    path.mkdir()
-    (path / "git").symlink_to(shutil.which("git"))
-    return str(path)
 
 
 def test_a_run_moves_to_slurm_and_back_and_is_watched_meanwhile(slurm, tmp_path):

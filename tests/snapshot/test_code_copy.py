@@ -105,9 +105,7 @@ def test_a_file_that_is_too_large_is_refused_before_it_is_read(project, tmp_path
         taken(tmp_path)
 
 
-def test_a_copy_is_private_cannot_be_written_and_replaces_that_of_a_refused_start(
-    project, tmp_path
-):
+def test_a_copy_is_private_cannot_be_written_and_replaces_a_refused_starts(project, tmp_path):
     (project / "tool.sh").write_text("#!/bin/sh\n")
     (project / "tool.sh").chmod(0o777)
     snapshot.copy_code("mine.Mine", tmp_path / "run", tmp_path / "run" / "code" / "000")

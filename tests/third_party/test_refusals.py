@@ -150,9 +150,7 @@ def test_a_framework_or_tracker_that_fails_at_its_start_is_named(registered, tmp
     assert str(caught.value).startswith(f"tracker.kind=theirs: theirs:Theirs of theirs 1.2 {FAILS}")
 
 
-def test_a_cluster_that_says_finished_where_nothing_was_trained_is_not_believed(
-    registered, tmp_path
-):
+def test_a_cluster_that_calls_an_untrained_run_finished_is_not_believed(registered, tmp_path):
     folder = registered(
         CLUSTERS,
         "from orchestrator.clusters.api import Handle, State\n"

@@ -31,33 +31,21 @@ class TestLines(TrackerSuite):
         return lines_of(run.path / "mine.jsonl")
 
 
-@pytest.fixture(scope="module")
-def trained(target, tmp_path_factory):
-    """A run that is placed, connected and tracked by all three."""
-    run = tmp_path_factory.mktemp("together") / "run"
+def test_a_run_that_is_placed_connected_and_tracked_by_all_three(target, tmp_path):
+    run = tmp_path / "run"
     call(
         TINY, f"run.dir={run}", "cluster.kind=listed", "cluster.options.names=[ann,bob]",
         "cluster.ranks_per_node=1", "transport=mailbox", "tracker.kind=lines", "train.updates=4",
         "accumulation.global_batch=40", "accumulation.steps=2",
         PYTHONPATH=f"{target}{os.pathsep}{ROOT}", code=0,
     )  # fmt: skip
-    return run
-
-
-def test_a_run_on_all_three_finishes(trained):
-    assert (result(trained)["state"], result(trained)["updates"]) == ("finished", 4)
-    assert json.loads((trained / "environment.json").read_text())["transport"] == "mailbox"
-
-
-def test_its_updates_cost_the_collectives_that_were_planned(trained):
-    planned = json.loads((trained / "plan.json").read_text())["collectives_per_update"]
-    assert [record["collectives"] for record in records(trained)] == [planned] * 4
-
-
-def test_its_tracker_has_the_losses_of_its_metrics(trained):
-    tracked = [(n, one["train/loss"]) for n, one in lines_of(trained / "scalars.jsonl")
+    assert (result(run)["state"], result(run)["updates"]) == ("finished", 4)
+    assert json.loads((run / "environment.json").read_text())["transport"] == "mailbox"
+    planned = json.loads((run / "plan.json").read_text())["collectives_per_update"]
+    assert [record["collectives"] for record in records(run)] == [planned] * 4
+    tracked = [(n, one["train/loss"]) for n, one in lines_of(run / "scalars.jsonl")
                if "train/loss" in one]  # fmt: skip
-    assert tracked == [(record["update"], record["loss"]) for record in records(trained)]
+    assert tracked == [(record["update"], record["loss"]) for record in records(run)]
 
 
 def test_the_page_shows_what_is_here():

@@ -4,7 +4,8 @@ import contextlib
 
 import pytest
 
-from orchestrator.clusters.api import cluster_of
+from orchestrator.clusters.api import Admission, cluster_of
+from orchestrator.clusters.slurm import cluster as slurm_cluster
 from orchestrator.clusters.slurm.admission import (
     check_request,
     misfit,
@@ -27,21 +28,12 @@ PARTITIONS = (
 )
 
 
-def test_partitions_are_read_with_their_limits():
-    found = read_partitions(PARTITIONS)
-    assert found["main"].is_default
-    assert found["main"].minutes is None
-    low = found["low"]
-    assert (low.max_nodes, low.minutes, low.grace_s) == (2, 1440, 20)
-    assert found["old"].open
-    assert not found["shut"].open
-
-
 def test_what_a_partition_never_gives_is_found_although_slurm_would_take_it():
     found = read_partitions(PARTITIONS)
     assert misfit(found["low"], 2, None) is None
     assert "gives 2 at most" in misfit(found["low"], 3, None)
     assert "try cluster.time_min=1440" in misfit(found["low"], 1, 1441)
+    assert misfit(found["main"], 4, 10**6) is None
     assert misfit(found["old"], 1, None) is None  # it is down, not closed: a job waits there
     assert "takes no jobs" in misfit(found["shut"], 1, None)
 
@@ -74,9 +66,7 @@ QUALITIES = ("normal|00:00:00|", "low|00:00:15|", "high|00:00:00|low,scavenge")
         (BY_QOS, "REQUEUE", "low", Client(), None),
     ],
 )
-def test_the_notice_of_a_preemption_is_that_of_the_partition_or_of_the_qos(
-    kind, mode, qos, client, grace
-):
+def test_the_notice_of_a_preemption_is_the_partitions_or_the_qos(kind, mode, qos, client, grace):
     known = read_partitions(PARTITIONS.replace("PreemptMode=REQUEUE", f"PreemptMode={mode}"))
     settings = {"PreemptType": kind}
     assert preempt_grace_s(client, settings, qos, [known["low"]]) == grace
@@ -115,8 +105,20 @@ def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_places_it_in
 def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is_not_there():
     client = Scheduler(1, "sbatch: error: no nodes")
     assert "cannot place the job at present" in check_request(client, {}, 1, "").warnings[0]
+    with pytest.raises(ClusterError, match="partition main gives 4 at most"):
+        check_request(client, {}, 5, "")
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
+
+
+def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setenv("SBATCH_TIMELIMIT", "5")
+    cluster = cluster_of(compose(["+cluster=slurm"]))
+    [warning] = cluster.check(cluster.request(tmp_path / "run", 0)).warnings
+    assert "variables without effect here: SBATCH_TIMELIMIT;" in warning
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,6 @@ from orchestrator.slurm_client import (
     NoClient,
     SchedulerDown,
     SlurmClient,
-    TaskExit,
     accounted,
     explained,
     queued,
@@ -108,9 +107,7 @@ def test_a_job_that_a_person_ends_is_told_from_one_that_the_scheduler_takes(valu
         ("scontrol: fatal: Could not establish a configuration source", 0, 1),
     ],
 )
-def test_a_silent_scheduler_is_told_from_a_refusal_and_from_a_machine_without_one(
-    words, down, no_conf
-):
+def test_a_silent_scheduler_is_told_from_a_refusal_and_from_none(words, down, no_conf):
     assert (Answer(1, "", words).down, Answer(1, "", words).no_slurm_conf) == (down, no_conf)
 
 
@@ -145,27 +142,18 @@ def test_a_slurm_conf_that_is_not_there_is_said_at_once(monkeypatch, tmp_path):
         SlurmClient()
 
 
-def test_tasks_are_read_in_srun_s_order_and_each_with_its_node():
+def test_tasks_are_read_in_srun_s_order_each_with_its_node_and_how_it_ended():
     log = (
         "before\n"
-        "srun: error: gpu-7: tasks 0,2-4: Exited with exit code 1 \n"
+        "srun: error: gpu-7: tasks 0,2-3: Exited with exit code 137 \n"
         "srun: error: vm: task 9: Segmentation fault (core dumped)\n"
+        "srun: error: vm: task 10: Terminated\n"
+        "srun: error: vm: task 11: Out Of Memory\n"
         "slurmstepd: error: task 5: nothing of srun's\n"
     )
-    exited = [TaskExit(rank=n, node="gpu-7", what="Exited with exit code 1") for n in (0, 2, 3, 4)]
-    crashed = TaskExit(rank=9, node="vm", what="Segmentation fault (core dumped)")
-    assert task_exits(log) == [*exited, crashed]
-
-
-@pytest.mark.parametrize(
-    ("what", "words"),
-    [
-        ("Exited with exit code 5", "exited with code 5"),
-        ("Exited with exit code 137", "exited with code 137"),
-        ("Terminated", "killed by signal 15 (SIGTERM)"),
-        ("Segmentation fault (core dumped)", "killed by signal 11 (SIGSEGV)"),
-        ("Out Of Memory", "ended: Out Of Memory"),
-    ],
-)
-def test_the_end_of_a_task_is_described_by_its_code_or_signal(what, words):
-    assert TaskExit(rank=0, node="vm", what=what).description == words
+    assert [(one.rank, one.node, one.description) for one in task_exits(log)] == [
+        *((rank, "gpu-7", "exited with code 137") for rank in (0, 2, 3)),
+        (9, "vm", "killed by signal 11 (SIGSEGV)"),
+        (10, "vm", "killed by signal 15 (SIGTERM)"),
+        (11, "vm", "ended: Out Of Memory"),
+    ]

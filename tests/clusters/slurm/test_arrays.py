@@ -67,10 +67,7 @@ def test_what_the_allocation_does_not_have_is_refused(monkeypatch, shell, asked,
         monkeypatch.delenv(name, raising=False)
     for name, value in shell.items():
         monkeypatch.setenv(name, value)
-    base = (
-        "+cluster=slurm", "cluster.allocation=current", "cluster.nodes=2",
-        "cluster.cpus_per_rank=2",
-    )  # fmt: skip
+    base = ("+cluster=slurm", "cluster.allocation=current", "cluster.cpus_per_rank=2")
     cluster = cluster_of(compose([*base, "cluster.ranks_per_node=3", f"cluster.{asked}"]))
     if said is None:
         assert cluster.check(None).message == "starts at once in job 7"

@@ -16,9 +16,8 @@ from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.slurm_client import Job
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.programs import script
 from tests.run_folders import make_run
-
-HELD = queue_line(State="PENDING", NodeList="", Reason="launch failed requeued held")
 
 
 @pytest.fixture
@@ -31,46 +30,52 @@ def say(tmp_path, monkeypatch):
     monkeypatch.delenv("SLURM_CONF", raising=False)
 
     def say(command, answer):
-        program = programs / command
-        program.write_text(
+        text = (
             f'#!/bin/sh\necho "{command} $*" >>{calls}\nenv | grep ^SQUEUE_ >>{calls}\n'
             f"cat <<'END'\n{answer}\nEND\n"
         )
-        program.chmod(0o755)
+        script(programs, text, command, run=True)
         return lambda: calls.read_text().splitlines()
 
     return say
 
 
+def run_of_job(folder, job_id):
+    run = make_run(folder)
+    write_json(run.handle, {"kind": "slurm", "job_id": job_id, "attempt": 0, "slurm_conf": None})
+    return run
+
+
 @pytest.fixture
 def submitted(tmp_path):
     """A run that was submitted as job 7, some time ago."""
-    run = make_run(tmp_path / "run")
-    write_json(run.handle, {"kind": "slurm", "job_id": "7", "attempt": 0, "slurm_conf": None})
+    run = run_of_job(tmp_path / "run", "7")
     for path in (run.path, run.attempts):
         os.utime(path, (1.0, 1.0))
     return run
 
 
-def test_the_status_of_many_runs_is_one_call(submitted, say, tmp_path):
+def test_the_status_of_many_runs_is_one_unfiltered_call(submitted, say, tmp_path, monkeypatch):
+    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
     lines = [queue_line(), queue_line(JobArrayID="8", State="PENDING")]
     calls = say("squeue", "\n".join(lines))
-    other = make_run(tmp_path / "other")
-    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
-    found, sentences = statuses([submitted, other])
+    found, sentences = statuses([submitted, run_of_job(tmp_path / "other", "8")])
     assert ([one.state for one in found], sentences) == (["starting", "pending"], [])
     assert len(calls()) == 1
 
 
-def test_without_an_answer_of_the_accounting_the_jobs_of_the_queue_are_known(
-    submitted, say, tmp_path
-):
+def test_without_squeue_a_run_is_unknown_and_what_is_missing_is_said(submitted, monkeypatch):
+    monkeypatch.setenv("PATH", "/nowhere")
+    (found,), sentences = statuses([submitted])
+    assert (found.state, found.reason) == ("unknown", "the scheduler gave no answer")
+    assert "there is no squeue on this machine" in sentences[0]
+
+
+def test_jobs_of_the_queue_are_known_without_the_accountings_answer(submitted, say, tmp_path):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "")
     (tmp_path / "bin" / "sacct").write_text("#!/bin/sh\necho 'sacct: error: no' >&2\nexit 1\n")
-    other = make_run(tmp_path / "other")
-    write_json(other.handle, {"kind": "slurm", "job_id": "8", "attempt": 0, "slurm_conf": None})
-    found, sentences = statuses([submitted, other])
+    found, sentences = statuses([submitted, run_of_job(tmp_path / "other", "8")])
     assert [one.state for one in found] == ["unknown", "starting"]
     assert found[0].reason == "the scheduler gave no answer"
     assert "the accounting gave no answer" in sentences[0]
@@ -81,8 +86,8 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     write_json(submitted.plan, plan)
     say("scancel", "")
     say("scontrol", "")
-    script = submitted.submitit / "000.sh"
-    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(script)))
+    batch = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(State="SUSPENDED", Command=str(batch)))
     sentence = cancel_all([submitted], now=False)[submitted.path]
     assert "`scontrol resume 7`" in sentence
     assert (submitted.cancel.exists(), "nothing was sent" in sentence) == (marked, not marked)
@@ -91,9 +96,7 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
-def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_it_began(
-    submitted, say
-):
+def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "7_3|COMPLETED|0:0|n1")
     write_json(submitted.handle, {**submitted.read_handle(), "job_id": "7_4"})
@@ -107,14 +110,12 @@ def test_a_forgotten_element_of_an_array_is_said_to_have_been_cancelled_before_i
 class Clock:
     """Time that passes by sleeping only."""
 
-    def __init__(self):
-        self.now = 1000.0
-
-    def monotonic(self):
-        return self.now
+    now = 1000.0
 
     def time(self):
         return self.now
+
+    monotonic = time
 
     def sleep(self, seconds):
         self.now += seconds
@@ -145,24 +146,11 @@ def test_a_silent_squeue_holds_up_no_follower(submitted, say, tmp_path):
     assert time.monotonic() - began < 10
 
 
-def test_a_persons_own_filters_hide_no_job(submitted, say, monkeypatch):
-    calls = say("squeue", queue_line())
-    monkeypatch.setenv("SQUEUE_PARTITION", "debug")
-    statuses([submitted])
-    assert len(calls()) == 1
-
-
-def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, say):
-    say("squeue", HELD)
-    (found,), _ = statuses([submitted])
-    assert found.state == "pending"
-    assert "a node could not start it" in found.reason
-    assert found.reason.endswith("it waits for `scontrol release 7`")
-
-
 @pytest.mark.parametrize(
     ("reason", "words"),
     [
+        ("launch failed requeued held", "a node could not start it"),
+        ("launch failed requeued held", "it waits for `scontrol release 7`"),
         ("JobHeldUser", "`scontrol release 7`"),
         ("JobHeldAdmin", "only one can release it; it waits for `scontrol release 7`"),
         ("job_requeued_in_held_state", "`scontrol release 7`"),
@@ -173,47 +161,44 @@ def test_a_job_that_no_node_could_start_is_said_to_wait_for_a_person(submitted, 
 def test_a_job_that_waits_in_vain_says_what_to_do(submitted, say, reason, words):
     say("squeue", queue_line(State="PENDING", NodeList="", Reason=reason))
     (found,), _ = statuses([submitted])
+    assert found.state == "pending"
     assert found.reason.startswith(f"{reason}: ")
     assert words in found.reason
 
 
-@pytest.mark.parametrize(("answer", "accepted"), [("7", True), ("7;own", True), ("7;far", False)])
-def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(
-    tmp_path, say, answer, accepted
-):
-    calls = say("sbatch", answer)
+@pytest.mark.parametrize(
+    "answer", ["7", "7;own", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n"]
+)
+def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say, answer):
+    say("sbatch", answer)
+    say("scontrol", "ClusterName             = own")
+    run = make_run(tmp_path / "run")
+    assert queue(run, tmp_path / "000.sh", 0, None) == "7"
+    assert run.read_handle()["job_id"] == "7"
+
+
+def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(tmp_path, say):
+    calls = say("sbatch", "7;far")
     say("scontrol", "ClusterName             = own")
     say("scancel", "")
     run = make_run(tmp_path / "run")
-    if accepted:
-        assert queue(run, tmp_path / "000.sh", 0, None) == "7"
-        assert run.read_handle()["job_id"] == "7"
-        return
     with pytest.raises(ClusterError, match="Submit it on a login node of far"):
         queue(run, tmp_path / "000.sh", 0, None)
     assert calls()[-1] == "scancel --clusters=far 7"
     assert not run.may_be_queued
 
 
-def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say):
-    say("sbatch", "--- Welcome to the 2 clusters ---\nCharging to 77\n7\n")
-    run = make_run(tmp_path / "run")
-    assert queue(run, tmp_path / "000.sh", 0, None) == "7"
-
-
 def test_a_job_whose_number_sbatch_does_not_print_is_found_in_the_queue(tmp_path, say, monkeypatch):
     calls = say("sbatch", "queued, thank you")
-    script = tmp_path / "000.sh"
-    say("squeue", queue_line(Command=str(script)))
+    batch = tmp_path / "000.sh"
+    say("squeue", queue_line(Command=str(batch)))
     monkeypatch.setattr("time.sleep", lambda _: None)
     run = make_run(tmp_path / "run")
-    assert queue(run, script, 0, None) == "7"
+    assert queue(run, batch, 0, None) == "7"
     assert sum(line.startswith("sbatch") for line in calls()) == 1
 
 
-def test_an_sbatch_that_prints_no_number_and_queues_nothing_is_called_once(
-    tmp_path, say, monkeypatch
-):
+def test_an_sbatch_without_a_number_or_a_job_is_called_once(tmp_path, say, monkeypatch):
     calls = say("sbatch", "not today")
     say("squeue", queue_line(Command="/another/script.sh"))
     say("sacct", "")
@@ -235,28 +220,19 @@ def test_another_user_completes_no_submission(tmp_path, say, monkeypatch):
     assert run.submitting.exists()
 
 
-@pytest.fixture
-def unwritable_mark(submitted, monkeypatch):
-    """The submitted run, whose mark of a cancelled run finds no space."""
-
+def test_a_full_disk_says_why_no_job_is_stopped_and_lets_it_be_ended(submitted, say, monkeypatch):
     def refuse(path, value):
         assert path == submitted.cancel
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(followed, "write_json", refuse)
-    return submitted
-
-
-def test_a_full_disk_keeps_no_job_from_being_ended_but_says_why_none_is_stopped(
-    unwritable_mark, say
-):
-    script = unwritable_mark.submitit / "000.sh"
-    calls = say("squeue", queue_line(Command=str(script)))
+    batch = submitted.submitit / "000.sh"
+    calls = say("squeue", queue_line(Command=str(batch)))
     say("scancel", "")
     with pytest.raises(ClusterError, match=r"No space left.*--now ends it at once"):
-        followed.cancel_all([unwritable_mark], now=False)
+        cancel_all([submitted], now=False)
     assert not any(line.startswith("scancel") for line in calls())
-    assert followed.cancel_all([unwritable_mark], now=True)
+    assert cancel_all([submitted], now=True)
     assert calls()[-1] == "scancel 7"
 
 

@@ -8,6 +8,7 @@ from orchestrator.report.status_tables import remark
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
 from orchestrator.slurm_client import Job
+from tests.run_folders import write_failure
 
 
 @pytest.fixture
@@ -15,23 +16,15 @@ def run(begun):
     return begun
 
 
-def failure(run, rank, cause, *, secondary, time):
-    write_json(
-        run.failure(0, rank),
-        {"rank": rank, "node": f"n{rank // 2}", "time": time, "cause": cause, "usage": False,
-         "secondary": secondary, "exit_code": 1, "traceback": ""},
-    )  # fmt: skip
-
-
 def test_of_the_failures_the_first_that_is_its_own_is_blamed(run):
     run.srun_log(0).write_text("srun: error: vm: task 0: Killed\n")
-    failure(run, 0, "PeerLost: z", secondary=True, time=0.5)
+    write_failure(run, 0, "PeerLost: z", secondary=True, time=0.5)
     assert culprit_of(run, 0, 137).cause == "PeerLost: z"
-    failure(run, 3, "ValueError: x", secondary=False, time=2.0)
-    failure(run, 1, "ValueError: y", secondary=False, time=1.0)
+    write_failure(run, 3, "ValueError: x", time=2.0)
+    write_failure(run, 1, "ValueError: y", time=1.0)
     run.rank_log(1).write_text("one\ntwo\n")
     culprit = culprit_of(run, 0, 1)
-    assert (culprit.rank, culprit.node, culprit.cause) == (1, "n0", "ValueError: y")
+    assert (culprit.rank, culprit.node, culprit.cause) == (1, "node1", "ValueError: y")
     assert culprit.log_tail == ("one", "two")
 
 
@@ -92,10 +85,9 @@ def test_a_step_that_was_ended_from_outside_is_the_fault_of_no_rank(run, first, 
     run.srun_log(0).write_text(f"{first}srun: Job step aborted\nsrun: error: n1: task 1: Killed\n")
     run.node_log("node1").write_text("INFO: the last line\n")
     assert culprit_of(run, 0, 137).cause == cause
-    saw = {"rank": 0, "node": "n0", "cause": "y", "secondary": True, "usage": False, "time": 1}
-    write_json(run.failure(0, 0), saw)
+    write_failure(run, 0, "y", secondary=True)
     assert culprit_of(run, 0, 137).cause == cause
-    write_json(run.failure(0, 0), {**saw, "secondary": False})
+    write_failure(run, 0, "y")
     assert culprit_of(run, 0, 137).cause == "y"
 
 
@@ -105,13 +97,6 @@ def test_an_agent_that_left_no_log_is_told_by_srun(run):
     culprit = culprit_of(run, 0, 127)
     assert culprit.cause == "srun ended with code 127: exec: python: not found"
     assert culprit.log_tail == ("exec: python: not found", words)
-
-
-def test_the_rank_and_node_that_failed_are_in_the_status(run):
-    write_json(run.plan, {})
-    culprit = {"rank": 3, "node": "n1", "cause": "ValueError: x"}
-    write_json(run.result, {"state": "failed", "updates": 3, "culprit": culprit})
-    assert remark(from_folder(run)) == "rank 3 on n1: ValueError: x"
 
 
 def test_the_end_of_a_job_whose_batch_script_died_is_explained_by_what_its_ranks_left(run):

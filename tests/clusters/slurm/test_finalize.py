@@ -19,12 +19,12 @@ from orchestrator.clusters.slurm.finalize import (
     _cut_short,
     finalize_in_job,
     restart_or_end,
-    stop_reason,
 )
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
+from tests.run_folders import record, write_failure
 
 BEYOND = Culprit(rank=3, node="n1", cause="exited with code 5")
 JOB = Job(id="77", state="RUNNING")
@@ -55,13 +55,6 @@ def attempts(run, starts, *, updates=4, resumed_from=None):
             note = {"attempt": number - 1, "why": "x", "resumed_from": begun, "lost_updates": 0}
             write_json(run.restart(number), note)
     return starts - 1
-
-
-def update_done(run, attempt):
-    with run.metrics.open("a") as file:
-        done = {"update": 7, "attempt": attempt, "samples": 4, "collectives": 1,
-                "bytes_on_wire": 8, "update_s": 0.5}  # fmt: skip
-        print(json.dumps(done), file=file)
 
 
 def ended(run, attempt, state, *, culprit=None, lost=None):
@@ -95,13 +88,11 @@ def test_an_attempt_that_left_in_order_is_handed_back_with_its_reason(run):
         (FRUITLESS + 1, None, 1, True),  # although no checkpoint holds it
     ],
 )
-def test_ten_starts_in_a_row_without_an_update_end_the_run(
-    run, starts, progress_at, update_of, goes_on
-):
+def test_ten_starts_without_an_update_end_the_run(run, starts, progress_at, update_of, goes_on):
     begun = [4 if progress_at is None or number < progress_at else 5 for number in range(starts)]
     last = attempts(run, starts, resumed_from=begun)
     if update_of is not None:
-        update_done(run, update_of)
+        run.metrics.write_text(json.dumps(record(7, attempt=update_of)) + "\n")
     again, handed_back, end = concluded(run, last)
     assert (again, handed_back, FRUITLESS) == (goes_on, int(goes_on), 10)
     if not goes_on:
@@ -164,36 +155,25 @@ def test_a_failure_is_handed_back_as_often_as_is_allowed_since_a_person_asked(ru
         (Job(id="77", state="RUNNING", preempted_at=5.0), "preempted"),
         (Job(id="77", state="RUNNING", reason="TimeLimit"), "near its time limit"),
         (Job(id="77", state="RUNNING", reason="NodeFail"), None),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S - 1), "near its time limit"),
-        (Job(id="77", state="RUNNING", ends_at=1000.0 + 60 + MARGIN_S), None),
+        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S - 1), "near its time limit"),
+        (Job(id="77", state="RUNNING", ends_at=1600.0 + MARGIN_S), None),
         (Job(id="77", state="RUNNING"), None),
         (Job(id="77", state="FAILED", ends_at=990.0), None),  # that is when it ended
     ],
 )
-def test_the_schedulers_reason_is_told_where_it_shows(job, why):
-    assert stop_reason(job, now=1000.0, ahead_s=60.0) == why
-
-
-def test_the_schedulers_reason_replaces_the_ranks_but_not_that_of_a_silent_node(run):
-    attempts(run, 2)
-    preempted = Job(id="77", state="RUNNING", preempted_at=5.0)
-    concluded(run, 0, job=preempted)
-    assert read_json(run.departure(0)) == {**LEFT, "why": "preempted"}
-    ended(run, 1, "failed", lost="node n7 stopped answering")
-    concluded(run, 1, job=preempted)
-    assert read_json(run.departure(1))["why"] == "told to stop"
-
-
-@pytest.mark.parametrize("stated", [60, 600])
-def test_a_time_limit_is_told_by_the_notice_that_was_asked_for(run, monkeypatch, stated):
+def test_the_schedulers_reason_replaces_the_ranks_where_it_shows(run, monkeypatch, job, why):
     monkeypatch.setattr("time.time", lambda: 1000.0)
-    configure(run, cluster={"signal_ahead_s": stated})
-    attempts(run, 2)
-    for attempt, short in ((0, 1), (1, 0)):
-        ends_at = 1000.0 + stated + MARGIN_S - short
-        concluded(run, attempt, job=Job(id="77", state="RUNNING", ends_at=ends_at))
-    assert read_json(run.departure(0))["why"] == "near its time limit"
-    assert read_json(run.departure(1))["why"] == "told to stop"
+    configure(run, cluster={"signal_ahead_s": 600})
+    attempts(run, 1)
+    concluded(run, 0, job=job)
+    assert read_json(run.departure(0)) == {**LEFT, "why": why or LEFT["why"]}
+
+
+def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
+    attempts(run, 1)
+    ended(run, 0, "failed", lost="node n7 stopped answering")
+    concluded(run, 0, job=Job(id="77", state="RUNNING", preempted_at=5.0))
+    assert read_json(run.departure(0)) == LEFT
 
 
 @pytest.mark.parametrize(
@@ -221,10 +201,9 @@ def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, se
     write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, sent) == why
-    failure = {"rank": 0, "node": "n1", "cause": "x", "secondary": True, "usage": False, "time": 1}
-    write_json(run.failure(0, 0), failure)  # a rank that only saw the others end
+    write_failure(run, 0, secondary=True)  # which only saw the others end
     assert _cut_short(run, 0, code, sent) == why
-    write_json(run.failure(0, 0), {**failure, "secondary": False})
+    write_failure(run, 0)
     assert _cut_short(run, 0, code, sent) is None
 
 
@@ -271,25 +250,6 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
     assert run.srun_restarts("77").read_text() == "1\n"
 
 
-class Scheduler:
-    """Answers as squeue and scontrol would, in turn; the last answer for ever.
-
-    The answers to the first `unanswered` commands of scontrol are lost.
-    """
-
-    def __init__(self, *answers, unanswered=0):
-        self.answers, self.asked, self.unanswered = list(answers), [], unanswered
-
-    def run(self, *command, **_):
-        if command[0] == "squeue":
-            assert command[command.index("-j") + 1] == "77"
-            return self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        self.asked.append(command)
-        if len(self.asked) <= self.unanswered:
-            raise SchedulerDown("scontrol did not answer within 60 s")
-        return Answer(0, "", "")
-
-
 def job_status(**values):
     return Answer(0, queue_line(JobArrayID="77", **values), "")
 
@@ -298,19 +258,29 @@ def job_status(**values):
 def finalized(run, monkeypatch):
     """Finishes attempt 0 of job 77: (its end, what scontrol was asked, the pauses).
 
-    Answers are recorded ones: tests of mutants start nothing. tests/slurm asks a real scheduler.
+    The answers to squeue are recorded ones, the last for ever. tests/slurm asks a real scheduler.
     """
 
     def call(*answers, code=143, sent="TERM", restarts=None, unanswered=0):
-        scheduler, pauses = Scheduler(*answers, unanswered=unanswered), []
-        monkeypatch.setattr(SlurmClient, "run", lambda _, *command, **more: scheduler.run(*command))
+        left, asked, pauses = list(answers), [], []
+
+        def answer(_, *command, **__):
+            if command[0] == "squeue":
+                assert command[command.index("-j") + 1] == "77"
+                return left.pop(0) if len(left) > 1 else left[0]
+            asked.append(command)
+            if len(asked) <= unanswered:
+                raise SchedulerDown("scontrol did not answer within 60 s")
+            return Answer(0, "", "")
+
+        monkeypatch.setattr(SlurmClient, "run", answer)
         monkeypatch.setattr("time.sleep", pauses.append)
         monkeypatch.setenv("SLURM_JOB_ID", "77")
         monkeypatch.delenv("SLURM_RESTART_COUNT", raising=False)
         if restarts is not None:
             monkeypatch.setenv("SLURM_RESTART_COUNT", restarts)
         finalize_in_job(run.path, 0, code, sent)
-        return run.read_result(), scheduler.asked, pauses
+        return run.read_result(), asked, pauses
 
     attempts(run, 1)
     return call
@@ -332,9 +302,7 @@ def test_what_the_ranks_noted_of_their_leaving_stands(run, finalized):
     assert read_json(run.departure(0)) == LEFT
 
 
-def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_reason_is_noted(
-    run, finalized
-):
+def test_a_job_that_was_requeued_meanwhile_is_left_alone_and_its_reason_noted(run, finalized):
     write_json(run.departure(0), LEFT)
     taken_back = job_status(State="COMPLETING", RestartCnt="1")
     assert finalized(taken_back) == (None, [], [])
@@ -354,9 +322,7 @@ def test_a_job_that_was_requeued_while_its_ranks_left_is_not_touched_but_its_rea
         ({"RestartCnt": "2"}, "2", REQUEUED),
     ],
 )
-def test_a_job_is_handed_back_unless_the_scheduler_has_taken_it_back(
-    run, finalized, values, restarts, asked
-):
+def test_a_job_is_handed_back_unless_it_was_taken_back(run, finalized, values, restarts, asked):
     gone = Answer(1, "", "slurm_load_jobs error: Invalid job id specified")
     answer = gone if values is None else job_status(**values)
     assert finalized(answer, restarts=restarts) == (None, asked, [])
@@ -406,8 +372,6 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
     [({}, 3), ({"State": "COMPLETING"}, 1), ({"State": "PENDING"}, 1), ({"RestartCnt": "1"}, 1)],
     ids=["it was not accepted", "it ends", "it is queued", "it has begun again"],
 )
-def test_a_requeue_whose_answer_was_lost_is_repeated_unless_it_was_accepted(
-    finalized, later, calls
-):
+def test_a_requeue_with_a_lost_answer_is_repeated_unless_it_was_accepted(finalized, later, calls):
     _, asked, pauses = finalized(job_status(), job_status(**later), unanswered=2)
     assert (asked, pauses) == (REQUEUED * calls, [1.0, 2.0][: max(1, calls - 1)])

@@ -9,6 +9,7 @@ from orchestrator.config.composer import compose
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from tests.programs import script
 from tests.run_folders import make_run
 
 
@@ -25,15 +26,11 @@ def placed(run, conf, job_id="7"):
     return run
 
 
-def test_status_runs_no_command_with_a_slurm_conf_that_only_the_folder_vouches_for(
-    home, tmp_path, monkeypatch
-):
+def test_status_runs_nothing_with_a_slurm_conf_that_only_a_run_names(home, tmp_path, monkeypatch):
     ran = tmp_path / "ran"
+    (tmp_path / "bin").mkdir()
     for name in ("squeue", "sacct", "scontrol"):
-        command = tmp_path / "bin" / name
-        command.parent.mkdir(exist_ok=True)
-        command.write_text(f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n")
-        command.chmod(0o755)
+        script(tmp_path / "bin", f"#!/bin/sh\necho $SLURM_CONF >> {ran}\n", name, run=True)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:/usr/bin:/bin")
     run = make_run(tmp_path / "run")
     conf = run.path / "slurm.conf"
@@ -70,9 +67,7 @@ def test_a_job_id_that_is_none_never_becomes_a_word_for_scancel(home, tmp_path, 
         RunDir(run.path).read_handle()
 
 
-def test_a_resume_remembers_the_slurm_conf_that_was_typed_and_uses_none_of_the_folders(
-    home, tmp_path
-):
+def test_a_resume_remembers_a_typed_slurm_conf_and_uses_none_of_the_folders(home, tmp_path):
     conf = tmp_path / "slurm.conf"
     conf.write_text("ClusterName=x\n")
     config = compose(["+cluster=slurm", f"cluster.slurm_conf={conf}"])
