@@ -21,7 +21,7 @@ from orchestrator import (
 )
 from orchestrator.callbacks import Callback
 from orchestrator.client.run import Run
-from orchestrator.errors import RunFolderError
+from orchestrator.errors import NonFiniteError, RunFolderError
 from orchestrator.plan.order import DataOrder
 from orchestrator.rundir.program_link import RUN
 from orchestrator.testing.processes import run_ranks
@@ -205,6 +205,14 @@ def test_state_that_does_not_fit_or_that_no_checkpoint_can_hold_is_refused(tmp_p
     with pytest.raises(RunFolderError, match=r"state\['ema'\] does not take .*update-000000001"):
         train(ema=nn.Linear(3, 1))
 
+    def differ(group):
+        own = SimpleNamespace(state_dict=lambda: {"seed": group.rank}, load_state_dict=print)
+        how = {"global_batch": 9, "checkpoints": tmp_path / "other", "state": {"own": own}}
+        Run({}).windows(SAMPLES, sgd_accumulator(net(), group), **how)
+
+    with pytest.raises(JobError, match=r"state= \(own\) differs between ranks"):
+        run_in_threads(2, differ)
+
 
 def test_a_loop_that_keeps_its_own_checkpoints_stops_and_says_what_it_saved(tmp_path, monkeypatch):
     monkeypatch.setattr("orchestrator.rundir.warnings._destination", None)
@@ -241,15 +249,110 @@ def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_
 def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
     ours = sgd_accumulator(model := net())
     windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, epochs=2)
-    data = torch.utils.data.TensorDataset(X, Y)
-    batches = iter(torch.utils.data.DataLoader(data, batch_sampler=windows.indices()))
+    data, indices = torch.utils.data.TensorDataset(X, Y), windows.indices()
+    batches = iter(torch.utils.data.DataLoader(data, batch_sampler=indices))
     for window in windows:
         for piece in window:
             x, _ = next(batches)
             assert x.equal(X[piece])
             backward(ours, model, piece)
         ours.boundary()
+        with pytest.raises(JobError, match="were gone through before"):
+            iter(indices)  # would lose what was read ahead
     assert next(batches, None) is None
+    with pytest.raises(JobError, match="came after the loop had begun"):
+        windows.indices()
+
+
+class Noisy(torch.utils.data.Dataset):
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, index):
+        return X[index], torch.randn(())
+
+
+def test_batches_are_those_of_the_windows_and_draw_alike_in_workers_and_after_a_resume(tmp_path):
+    def train(workers, updates, name):
+        ours, drawn = sgd_accumulator(model := net()), []
+        how = {"global_batch": 16, "micro_batch": 5, "checkpoints": tmp_path / name}
+        windows = Run({}).windows(SAMPLES, ours, updates=updates, **how)
+        batches = windows.batches(Noisy(), workers=workers, augments=True)
+        for window in windows:
+            for piece in window:
+                x, noise = next(batches)
+                assert x.equal(X[piece])
+                drawn += noise.tolist()
+                backward(ours, model, piece)
+            ours.boundary()
+        batches.close()
+        return drawn
+
+    whole = train(0, 6, "whole")
+    assert len({*whole}) == len(whole)
+    assert train(2, 3, "parts") + train(0, 6, "parts") == whole
+
+
+def test_what_a_loop_draws_once_an_update_is_equal_on_all_ranks_and_after_a_resume(tmp_path):
+    def train(group, updates, name):
+        ours, drawn = sgd_accumulator(model := net(), group), []
+        torch.manual_seed(group.rank)
+        how = {"global_batch": 16, "micro_batch": 5, "checkpoints": tmp_path / name}
+        for window in Run({}).windows(SAMPLES, ours, updates=updates, **how):
+            drawn.append(torch.rand(()).item())
+            for piece in window:
+                backward(ours, model, piece)
+            drawn.append(torch.rand(()).item())
+            ours.boundary()
+        return drawn
+
+    [whole] = run_in_threads(1, lambda group: train(group, 4, "whole"))
+    begun = run_in_threads(2, lambda group: train(group, 2, "parts"))
+    [rest] = run_in_threads(1, lambda group: train(group, 4, "parts"))
+    assert len({*whole}) == len(whole)
+    assert [one + rest for one in begun] == [whole, whole]
+
+
+def test_what_a_loop_changes_in_place_after_its_backward_does_not_count():
+    found = []
+    for reused in (torch.zeros(()), None):
+        ours = sgd_accumulator(model := net())
+        for piece in ([0, 1], [2, 3, 4]):
+            weight = torch.zeros(()) if reused is None else reused
+            total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+            ours.backward(Loss(total, weight.fill_(len(piece))))
+            total.detach().zero_()
+        report = ours.boundary()
+        found.append((report.weight, report.loss, numbers_of(model).tolist()))
+    assert found[0] == found[1]
+    assert found[0][0] == 5
+
+
+def test_after_a_backward_or_a_boundary_that_failed_the_way_out_is_one_that_exists():
+    def windows():
+        return Run({}).windows(SAMPLES, ours, global_batch=9, micro_batch=9)
+
+    ours = sgd_accumulator(model := net())
+    going = iter(windows())
+    piece = next(iter(next(going)))
+    total = cross_entropy(model(X[piece]), Y[piece], reduction="sum")
+    total.register_hook(lambda _: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ours.backward(Loss(total, 9))
+    with pytest.raises(JobError, match="the next start goes on from the newest checkpoint"):
+        backward(ours, model, piece)
+    with pytest.warns(UserWarning, match="was left after 0 of"):
+        going.close()
+    ours.close()
+    ours = sgd_accumulator(model := net())
+    going = iter(windows())
+    for piece in next(going):
+        total = cross_entropy(model(X[piece]), Y[piece], reduction="sum") * float("nan")
+        ours.backward(Loss(total, 9))
+    with pytest.raises(NonFiniteError):
+        ours.boundary()
+    with pytest.raises(JobError, match=r"were computed, and boundary\(\) failed"):
+        next(going)
 
 
 def _two_models(group, folder, batch):

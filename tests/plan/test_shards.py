@@ -78,6 +78,9 @@ def test_a_shard_is_opened_where_a_resumed_run_stands():
     data = ShardedDataset([100, 100], read)
     assert [data[150], data[151], data[153]] == [50, 51, 53]
     assert opened == [(1, 50)]
+    assert data[-1] == data[199]
+    with pytest.raises(IndexError):
+        data[200]
 
 
 def test_what_a_sample_draws_does_not_depend_on_which_were_skipped():

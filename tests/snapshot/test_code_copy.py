@@ -74,6 +74,15 @@ def test_a_repository_within_the_repository_is_copied_like_any_folder(project, t
     assert b"hunter2" not in text
 
 
+def test_a_folder_of_runs_is_left_out_and_a_package_of_that_name_is_not(project, tmp_path):
+    (project / "runs").mkdir()
+    (project / "runs" / "mine.py").write_text("code\n")
+    for name, copied in (("before", False), ("after", True)):
+        (tmp_path / name).mkdir()
+        assert ("runs/mine.py" in taken(tmp_path / name)[0]) is copied
+        (project / "runs" / "__init__.py").write_text("")
+
+
 def test_links_stay_links_and_those_that_lead_out_are_left_out(project, tmp_path):
     outside = tmp_path / "outside.py"
     outside.write_text("hunter2")
