@@ -13,6 +13,7 @@ from orchestrator.launch import run_app
 from orchestrator.sweep.points import check_points
 
 TINY = "job._target_=tests.tiny_job.Tiny"
+SHARDED = ["engine.shard_optimizer=true"]
 
 
 def folder(tmp_path, **files):
@@ -213,6 +214,17 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["train.seed=1,2"], "add -m"),
         (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
         (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
+        (["+clutser=slurm"], "did you mean 'cluster'"),
+        (["-m", "train.seed=1,1"], "all points: they are equal; leave all but one of them out"),
+        ([*SHARDED, "job=line"], "not available with mindspore"),
+        (
+            [*SHARDED, "accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+            "try accumulation.reduction=fast",
+        ),
+        (
+            [*SHARDED, "~optimizer", "+optimizer._target_=torch.optim.Adagrad"],
+            "there are SGD, Adam",
+        ),
     ],
 )
 def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words):

@@ -155,6 +155,7 @@ def test_two_lengths_of_a_run_are_refused():
         ("+experiment=jepa_240", "on the line write experiment=… without +"),
         ('train.seed="', "a quote or a bracket is not closed"),
         ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
+        ("optimizer=3", "a group (cluster, experiment, job, optimizer or tracker) takes"),
         ("transport=null", "transport: field 'transport' is not Optional"),
     ],
 )
