@@ -72,13 +72,6 @@ class Threads(Tiny):
         return super().model()
 
 
-class OwnRate(Tiny):
-    """Has learning rates of its own."""
-
-    def learning_rate(self, update):
-        return 0.01 / (1 + update)
-
-
 class Talking(Tiny):
     """Its loss may call collectives."""
 

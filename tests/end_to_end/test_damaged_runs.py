@@ -1,6 +1,5 @@
 """Damaged runs are resumed from intact files, or refused."""
 
-import json
 import shutil
 
 import pytest
@@ -60,25 +59,6 @@ def test_without_its_checkpoints_folder_a_run_begins_again_says_so_and_saves(
     assert "could not be written" not in said
     assert result(run)["weights_sha256"] == undisturbed
     assert len(list(run.glob("checkpoints/update-*"))) == 2
-
-
-def test_checkpoints_of_the_background_have_the_bytes_of_others_and_cost_no_bit(
-    broken_off, undisturbed, tmp_path
-):
-    run, whole = tmp_path / "run", broken_off.with_name("whole")
-    background = "train.checkpoint_in_background=true"
-    call(*SHAPE, "job.fault=kill", "job.fault_after=19", background, f"run.dir={run}")
-    verb("resume", run, background, code=0)
-    assert result(run)["weights_sha256"] == undisturbed
-    kept = sorted(path.name for path in (run / "checkpoints").iterdir())
-    assert kept == ["update-000000009", "update-000000012"]
-    for name in kept:
-        ours, theirs = run / "checkpoints" / name, whole / "checkpoints" / name
-        for file in ("weights.safetensors", "optimizer.safetensors"):
-            assert (ours / file).read_bytes() == (theirs / file).read_bytes()
-        states = [json.loads((folder / "state.json").read_text()) for folder in (ours, theirs)]
-        assert states[0]["files"] == states[1]["files"]
-        assert states[0]["extra"] == states[1]["extra"]
 
 
 def test_where_every_checkpoint_is_damaged_nothing_starts_and_nothing_is_touched(

@@ -142,8 +142,9 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(run, 
 def test_sharded_ranks_and_a_node_come_back_though_one_newcomer_dies_on_its_way(run, undisturbed):
     # A lost shard comes from the newest checkpoint.
     shards = ("accumulation.reduction=fast", "engine.shard_optimizer=true")
-    more = (*shards, "train.checkpoint_every=1")
-    kill_one_after_another(run, [2, "node0", 1], *more, kill_newcomer=True)
+    more = (*shards, "train.checkpoint_every=2")
+    output = kill_one_after_another(run, [2, "node0", 1], *more, kill_newcomer=True)
+    assert "so the run goes back to its newest checkpoint, after update" in " ".join(output.split())
     check_whole(run, undisturbed, same_bits=False)
     assert [note["gone"] for note in notes(run, "survived")] == [[2], [0, 1], [1]]
     assert [came(run)[0], sorted(came(run)[1:3]), came(run)[3]] == [2, [0, 1], 1]

@@ -93,28 +93,6 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     assert status["survived"] == notes[-1]["generation"]
 
 
-def test_a_lost_optimizer_shard_comes_from_the_newest_checkpoint(run, undisturbed):
-    process, hold = begin_held(
-        run, 7, *RUN, *SHAPE, "accumulation.reduction=fast", "engine.shard_optimizer=true",
-        "train.checkpoint_every=5", ranks=EVERY_RANK,
-    )  # fmt: skip
-    for rank in (2, 3, 4):
-        os.kill(helpers.rank_pid(run, rank), signal.SIGKILL)
-    hold.release()
-    output = helpers.await_exit(process, 0, timeout=90)
-    said = " ".join(output.split())
-    assert "so the run goes back to its newest checkpoint, after update 5" in said
-    found, records = helpers.result(run), helpers.records(run)
-    assert found["samples"] == undisturbed["samples"]
-    assert abs(found["loss"] / undisturbed["loss"] - 1) < 1e-5
-    changes = read_metrics(run / "metrics.jsonl").changes
-    assert sorted(r for n in changes for r in n["survived"]["gone"]) == [2, 3, 4]
-    assert sum(n["survived"].get("lost_updates", 0) for n in changes) == 2
-    assert [r["update"] for r in records] == [*range(7), *range(5, 12)]
-    assert {record["attempt"] for record in records} == {0}
-    assert not helpers.processes_of(run)
-
-
 def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
     more = (
         "job.dropout=0", "accumulation.reduction=fast", "train.precision=float64",
