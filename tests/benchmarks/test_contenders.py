@@ -82,9 +82,3 @@ def test_a_check_that_fails_says_why_and_the_others_go_on(monkeypatch):
     assert (failed["result"], failed["words"]) == ("fail", "ValueError: on 2 ranks")
     assert "Traceback" in failed["details"]
     assert passed["result"] == "pass"
-
-
-@pytest.mark.parametrize("off", [0.0, 1e-3])
-def test_distances_are_relative_and_in_float64(off):
-    found = gpu_check._farthest([[1.0, 2.0], [3.0]], [[1.0, 2.0], [3.0 - 3 * off]])
-    assert found == pytest.approx(off / (1 - off), abs=1e-15)

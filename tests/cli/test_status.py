@@ -95,6 +95,9 @@ def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_show
         list(read_log(run, 7, follow=follow))
     run.batch_log.write_text("no such partition\n")
     assert "".join(read_log(run, None, follow=follow)) == "no such partition\n"
+    run.rank_log(0).symlink_to("/etc/passwd")
+    with pytest.raises(RunFolderError, match="is a link"):
+        list(read_log(run, None, follow=follow))
 
 
 def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, monkeypatch):

@@ -151,12 +151,3 @@ def test_a_programs_output_is_shown_on_request_and_its_folder_at_once(tmp_path):
     shown = verb("run", "-v", *line, cwd=tmp_path).stdout
     assert "rank 0 \n" in shown
     assert "rank 1 \n" not in shown
-
-
-def test_a_log_that_is_a_link_is_refused_in_one_sentence(tmp_path):
-    run = make_run(tmp_path / "run")
-    run.rank_log(0).symlink_to("/etc/passwd")
-    done = verb("logs", run.path, timeout=20)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert "is a link" in done.stderr
-    assert "Traceback" not in done.stderr
