@@ -123,33 +123,27 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
 
 
 @pytest.mark.parametrize(
-    ("number", "cause"),
-    [(signal.SIGKILL, "killed by signal 9 (SIGKILL)"), (signal.SIGSTOP, "it was frozen (SIGSTOP)")],
+    ("target", "number", "said"),
+    [
+        ("rank", signal.SIGKILL, "rank 3 on node1 failed first: killed by signal 9 (SIGKILL)"),
+        ("rank", signal.SIGSTOP, "rank 3 on node1 failed first: it was frozen (SIGSTOP)"),
+        ("agent", signal.SIGKILL, "the run failed on node1: the node went away: its agent"),
+        ("launcher", signal.SIGKILL, ""),
+    ],
 )
-def test_a_killed_or_frozen_rank_is_named_within_ten_seconds_and_nothing_is_left(
-    tmp_path, number, cause
+def test_who_is_killed_or_frozen_is_named_within_ten_seconds_and_nothing_is_left(
+    tmp_path, target, number, said
 ):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
-    victim = program_of(tmp_path, 1)
+    rank = program_of(tmp_path, 3)
     began = time.monotonic()
-    victim.send_signal(number)
-    output = helpers.await_exit(process, 1, timeout=30)
-    assert time.monotonic() - began < 10
-    assert f"rank 1 on node0 failed first: {cause}" in " ".join(output.split())
-    assert not programs_of(tmp_path)
-
-
-@pytest.mark.parametrize("target", ["launcher", "agent"])
-def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
-    script(tmp_path, QUICK + WAITS)
-    process = begin(tmp_path)
-    agent = program_of(tmp_path, 3).ppid()
-    os.kill(process.pid if target == "launcher" else agent, signal.SIGKILL)
-    process.communicate(timeout=30)
+    os.kill({"rank": rank.pid, "agent": rank.ppid(), "launcher": process.pid}[target], number)
+    output, _ = process.communicate(timeout=30)
     helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
-    if target == "agent":
-        assert culprit(tmp_path)["node"] == "node1"
+    assert time.monotonic() - began < 10
+    assert said in " ".join(output.split())
+    assert process.returncode == (1 if said else -signal.SIGKILL)
 
 
 STOPS = f"""{QUICK}

@@ -51,12 +51,6 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
         (7, 0),
         (10, 4),
     ]
-    assert "restarts" in output
-    listed = helpers.verb("status", run)
-    assert "finished" in listed.stdout
-    assert "last restart: rank 0 on node0 failed first: killed by signal 9" in " ".join(
-        listed.stdout.split()
-    )
     helpers.call(*more, f"run.dir={undisturbed}", code=0)
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
 

@@ -94,12 +94,6 @@ def test_a_reader_that_ends_as_tee_does_at_ctrl_c_lets_a_run_save(run, sweep):
     assert list((point / "checkpoints").iterdir())
 
 
-def test_status_without_a_run_says_so(tmp_path):
-    assert "no runs" in verb("status", cwd=tmp_path).stdout
-    missing = verb("status", tmp_path / "nothing", code=2)
-    assert "there is no run folder" in missing.stderr
-
-
 NASTY = (
     b"plain\n\x1b]0;title\x07\x1b[2J\x1b[31mred\x1b[0m \x9b31m\xc2\x9b0m\xff\n"
     b"\x1b]52;c;ZXZpbA==\x07end"

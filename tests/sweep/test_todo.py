@@ -5,9 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from orchestrator.cli.follow import OutputOptions
 from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
@@ -26,6 +24,7 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
+from tests.sweep.search.helpers import QUIET
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
@@ -39,7 +38,6 @@ class Mine(Job):
     def dataset(self): ...
     def loss(self, model, batch): return Loss(0.0, weight=1)
 """
-QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 
 
 class Sweep:
