@@ -111,7 +111,7 @@ def test_a_range_of_too_many_points_is_refused_before_they_are_made(values):
 
 def test_a_file_in_another_encoding_is_named(tmp_path):
     (tmp_path / "mine.yaml").write_bytes(b"train: {seed: \xff}\n")
-    with pytest.raises(ConfigError, match="is no YAML: .*decode"):
+    with pytest.raises(ConfigError, match=r"is no YAML: .*decode"):
         compose([], str(tmp_path), "mine")
 
 

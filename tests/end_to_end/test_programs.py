@@ -290,8 +290,8 @@ def swept(tmp_path_factory):
     script(tmp_path, SWEPT)
     done = helpers.call(
         "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
-        "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
-        cwd=tmp_path, code=0,
+        "job.arguments.out=${run.dir}/weights", "hydra.sweep.dir=sweep", "--", "train.py",
+        "--log", "{run.dir}/log", "it's ${HOME}, [a]", cwd=tmp_path, code=0,
     )  # fmt: skip
     return tmp_path / "sweep", done.stdout
 
@@ -307,7 +307,9 @@ def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
     assert "Weights" not in printed, "a program has no weights that we know"
     for number, rate in enumerate(("0.1", "0.01")):
         text = (sweep / f"{number}/logs/rank-00000.log").read_text()
-        assert f"given {['--name', 'it' + chr(39) + 's ${HOME}, [a]', f'--lr={rate}']}" in text
+        run = sweep / str(number)
+        words = ["--log", f"{run}/log", "it's ${HOME}, [a]", f"--lr={rate}", f"--out={run}/weights"]
+        assert f"given {words}" in text
 
 
 def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_not(swept):

@@ -29,9 +29,10 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     assert (done.returncode, result(run)["updates"]) == (2, 4)
     assert "train.initial_weights=" in done.stderr
 
-    environment = read_json(run / "environment.json")
-    environment["framework"]["threads"] = "99"
-    write_json(run / "environment.json", environment)
+    for other in (whole, run):
+        environment = read_json(other / "environment.json")
+        environment["framework"]["threads"] = "99"
+        write_json(other / "environment.json", environment)
     done = verb(
         "resume", run, "train.updates=12", "cluster.nodes=2", "cluster.ranks_per_node=1", code=0
     )
@@ -39,6 +40,7 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     first = done.stdout.splitlines()[0]
     assert first.startswith("going on after update 4 of 12, 2 ranks on 2 nodes")
     assert result(run)["weights_sha256"] == result(whole)["weights_sha256"]
+    assert "computed with another threads: 99 against 1" in verb("compare", whole, run).stdout
     assert result(run)["updates"] == 12
     assert not list(run.glob("attempts/*/generation-*")), "run.survive=false is kept"
     [note] = RunDir(run).read_resumes()

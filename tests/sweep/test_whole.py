@@ -15,7 +15,6 @@ from orchestrator.report.page_data import data_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from tests.helpers import LIGHT, call, result, verb
-from tests.programs import script
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
 
@@ -56,20 +55,6 @@ def test_a_sweep_goes_on_from_any_folder_also_where_its_job_cannot_be_imported(t
     done = verb("resume", "../sweep", cwd=tmp_path / "sweep", code=0)
     assert "2 of 2 points finished" in done.stdout
     assert done.stderr == ""
-
-
-PROGRAM = "import sys\nprint('WORDS', *sys.argv[1:])\n"
-
-
-def test_each_point_writes_to_its_own_run_folder(tmp_path):
-    script(tmp_path, PROGRAM)
-    line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
-    words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
-    call(*line, *words, cwd=tmp_path, code=0)
-    for point in "01":
-        run = tmp_path / "sweep" / point
-        log = (run / "logs" / "rank-00000.log").read_text()
-        assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
 
 
 @pytest.mark.parametrize(
