@@ -1,6 +1,7 @@
 """A run goes on with other settings, to the bits that it would have had; a new one starts warm."""
 
 import json
+import shutil
 
 import numpy as np
 from safetensors.numpy import save_file
@@ -50,12 +51,14 @@ def test_more_updates_on_other_ranks_end_with_the_bits_of_a_run_that_was_never_s
     assert (status["attempts"], status["restarts"]) == (2, 0)
 
 
-def test_a_run_starts_from_anothers_weights_and_refuses_those_of_another_model(tmp_path):
+def test_a_run_starts_from_anothers_weights_goes_on_without_it_and_refuses_another_models(tmp_path):
     first, second = tmp_path / "first", tmp_path / "second"
     started(first, "train.updates=3", "cluster.nodes=1", "cluster.ranks_per_node=1")
     warm = (f"train.initial_weights={first}",)
     started(second, "train.updates=1", "schedule.base_lr=1e-30", *warm, "cluster.ranks_per_node=1")
     assert result(second)["weights_sha256"] == result(first)["weights_sha256"]
+    verb("resume", first, "train.updates=4", code=0)
+    verb("resume", second, "train.updates=2", code=0)
 
     other = call(TINY, "job.width=3", "train.updates=1", f"run.dir={tmp_path / 'o'}", *warm, code=2)
     assert " ".join(other.stderr.split()).startswith(
@@ -63,6 +66,8 @@ def test_a_run_starts_from_anothers_weights_and_refuses_those_of_another_model(t
         "float32[16], but must be float32[3]; 0.weight is float32[16, 8], but must be float32[3, 8]"
     )
     assert not (tmp_path / "o").exists()
+    shutil.rmtree(first)
+    verb("resume", second, "train.updates=3", code=0)
 
 
 def test_weights_that_are_none_are_refused_before_anything_starts(tmp_path):
