@@ -98,14 +98,11 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
         assert f"point {number}: " in words
 
 
+def test_a_plan_without_a_sweep_is_one():
+    assert json.loads(planned("train.updates=5", "--json"))["updates"] == 5
+    assert "point 0" not in planned("train.updates=5")
+
+
 def test_swept_keys_that_end_alike_keep_their_names():
     values = ("+cluster.environment.seed=a,b", "train.seed=1,2", "train.clip_norm=1,2")
     assert "cluster.environment.seed=b train.seed=1 clip_norm=2" in planned("-m", *values)
-
-
-def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():
-    assert json.loads(planned("train.updates=5", "--json"))["updates"] == 5
-    assert "point 0" not in planned("train.updates=5")
-    done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,0"])
-    assert done.exit_code == 2
-    assert "point 1: cluster.nodes must be at least 1" in done.output
