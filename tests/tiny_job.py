@@ -62,6 +62,13 @@ class Lively(Acting, Tiny):
     """Ends or hangs at a chosen place in chosen ranks; see `Acting`."""
 
 
+class OwnRate(Tiny):
+    """Has learning rates of its own."""
+
+    def learning_rate(self, update):
+        return 0.01 / (1 + update)
+
+
 class Talking(Tiny):
     """Its loss may call collectives."""
 

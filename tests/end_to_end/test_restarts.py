@@ -1,5 +1,6 @@
 """`run.max_restarts`: a failed run restarts by itself and ends with the undisturbed bits."""
 
+import json
 import os
 import signal
 
@@ -27,7 +28,7 @@ def notes(run):
 
 def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     run, undisturbed = tmp_path / "run", tmp_path / "undisturbed"
-    more = (*FEW, "train.updates=40", "job.dropout=0.5")
+    more = (*FEW[1:], "job._target_=tests.tiny_job.OwnRate", "train.updates=40", "job.dropout=0.5")
     process, hold = begin_held(run, 7, *more, "run.max_restarts=2")
     for update, rank in ((7, 1), (14, 0)):
         hold.hold_before(update)
@@ -43,6 +44,9 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     assert found["seconds"] > helpers.records(run)[-1]["update_s"] + sum(
         record["update_s"] for record in helpers.records(run) if record["attempt"] < 2
     )
+    for record in helpers.records(run):
+        assert record["learning_rate"] == 0.01 / (1 + record["update"])
+    assert json.loads((run / "plan.json").read_text())["learning_rate_first"] is None
     assert all("SIGKILL" in note["why"] for note in notes(run))
     assert "rank 1 on node1" in notes(run)[0]["why"]
     assert "rank 0 on node0" in notes(run)[1]["why"]
