@@ -118,6 +118,12 @@ def test_a_job_that_builds_its_optimizer_is_given_no_other(tmp_path):
         prepare(compose(["optimizer=null"]))
 
 
+def test_a_schedule_beside_a_jobs_own_rates_is_refused():
+    words = r"OwnRate\.learning_rate\(update\) gives the rate of each update"
+    with pytest.raises(ConfigError, match=words):
+        prepare(compose(["job._target_=tests.tiny_job.OwnRate", "schedule.decay=cosine"]))
+
+
 def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
     found = compose(["job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]"]).job
     home = str(Path.home())

@@ -150,3 +150,4 @@ def test_sharded_ranks_and_a_node_come_back_though_one_newcomer_dies_on_its_way(
     assert [note["gone"] for note in notes(run, "survived")] == [[2], [0, 1], [1]]
     assert [came(run)[0], sorted(came(run)[1:3]), came(run)[3]] == [2, [0, 1], 1]
     assert notes(run, "joined")[-1]["ranks"] == 4
+    assert all("lost_updates" in note for note in notes(run, "survived"))
