@@ -124,21 +124,17 @@ def test_a_schedule_beside_a_jobs_own_rates_is_refused():
         prepare(compose(["job._target_=tests.tiny_job.OwnRate", "schedule.decay=cosine"]))
 
 
-def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
-    found = compose(["job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]"]).job
-    home = str(Path.home())
-    assert (found["data_dir"], found["more"]) == (
-        f"{home}/mnist",
-        [f"{home}/a", {"b": f"{home}/c"}],
-    )
-
-
 def test_the_users_home_is_meant_by_a_tilde_where_no_shell_reads_it():
-    stated = ["cluster=slurm", "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}"]
-    found = compose([*stated, "cluster.preamble=['cd ~/x']"]).cluster
-    home = str(Path.home())
-    assert (found.container, found.preamble) == (f"{home}/x.sif", ["cd ~/x"])
-    assert found.environment == {"A": f"{home}/a", "B": "b"}
+    found = compose([
+        "job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]", "cluster=slurm",
+        "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}",
+        "cluster.preamble=['cd ~/x']",
+    ])  # fmt: skip
+    home, cluster = str(Path.home()), found.cluster
+    assert found.job["data_dir"] == f"{home}/mnist"
+    assert found.job["more"] == [f"{home}/a", {"b": f"{home}/c"}]
+    assert (cluster.container, cluster.preamble) == (f"{home}/x.sif", ["cd ~/x"])
+    assert cluster.environment == {"A": f"{home}/a", "B": "b"}
 
 
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):

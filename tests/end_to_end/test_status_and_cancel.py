@@ -114,24 +114,16 @@ def test_nothing_that_steers_a_terminal_gets_through(tmp_path):
     assert "ZXZpbA" not in text
 
 
-def test_the_end_of_a_long_log_can_be_had_alone(tmp_path):
+@pytest.mark.parametrize("follow", [(), ("-f",)])
+def test_the_end_of_a_log_can_be_had_alone_and_that_of_who_failed_is_named(tmp_path, follow):
     run = make_run(tmp_path / "run")
     run.rank_log(0).write_bytes(b"early\n" * 10_000 + b"late\nlast\n")
-    write_result(run, State.FINISHED)
-    for more in ((), ("-f",)):
-        assert verb("logs", run.path, "-n", "2", *more).stdout == "late\nlast\n"
-
-
-def test_the_log_of_the_rank_that_failed_first_is_named_after_that_of_another(tmp_path):
-    run = make_run(tmp_path / "run")
-    for rank in range(2):
-        run.rank_log(rank).write_text(f"of rank {rank}\n")
+    run.rank_log(1).write_text("of rank 1\n")
     write_result(run, State.FAILED, Culprit(rank=1, node="node0", cause="killed"))
+    done = verb("logs", run.path, "-n", "2", *follow)
     way = f"rank 1 failed first; its log: python -m orchestrator logs {run.path} --rank 1\n"
-    for more in ((), ("-f",)):
-        done = verb("logs", run.path, *more)
-        assert (done.stdout, done.stderr) == ("of rank 0\n", way)
-    done = verb("logs", run.path, "--rank", "1")
+    assert (done.stdout, done.stderr) == ("late\nlast\n", way)
+    done = verb("logs", run.path, "--rank", "1", *follow)
     assert (done.stdout, done.stderr) == ("of rank 1\n", "")
 
 
