@@ -223,12 +223,7 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
     assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
 
 
-@pytest.mark.parametrize("stuck", [3, 0])
-def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
-    """It hangs in an import; the others wait at the port, as torch's store has them do."""
-    script(
-        tmp_path,
-        f"""{QUICK}
+JOINS = f"""{QUICK}
 from orchestrator import current_run
 rendezvous = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == int(what):
@@ -244,20 +239,24 @@ while time.monotonic() < until:
     except OSError:
         time.sleep(0.05)
 raise ConnectionRefusedError("Connection refused")
-""",
-    )
-    done = call(
-        tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)), code=1
-    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "cause", "warning"),
+    [
+        (3, r"has not joined the others.*is in <module> \(.*train.py, line 10\)", ""),
+        (0, "has not opened the port where the ranks meet", "warning: .*rank 0 has not opened"),
+    ],
+)
+def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck, cause, warning):
+    """It hangs in an import; the others wait at the port, as torch's store has them do."""
+    script(tmp_path, JOINS)
+    program = ("train.py", str(stuck))
+    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=program, code=1)
     assert culprit(tmp_path)["rank"] == stuck
-    if stuck:
-        cause = culprit(tmp_path)["cause"]
-        assert re.search(
-            r"has not joined the others.*is in <module> \(.*train.py, line 10\)", cause
-        )
-    else:
-        assert "has not opened the port where the ranks meet" in culprit(tmp_path)["cause"]
-        assert re.search(r"warning: .*rank 0 has not opened", done.stdout + done.stderr)
+    assert re.search(cause, culprit(tmp_path)["cause"])
+    assert re.search(warning, done.stdout + done.stderr)
 
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
