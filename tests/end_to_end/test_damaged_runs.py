@@ -32,7 +32,7 @@ def flip(path, find):
 
 def test_a_damaged_newest_checkpoint_is_said_on_the_terminal_and_costs_no_bit(broken_off, tmp_path):
     whole = shutil.copytree(broken_off, tmp_path / "whole")
-    verb("resume", whole, "-q", code=0)
+    assert verb("resume", whole, "-q", code=0).stdout == "", "-q"
     run = shutil.copytree(broken_off, tmp_path / "run")
     flip(run / "checkpoints" / "update-000000009" / "state.json", b"0.999")
     done = verb("resume", run, code=0)

@@ -52,7 +52,6 @@ ELSEWHERE = {
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_whole.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_whole.py plans the like",
-    r"schedule\.base_lr=0\.05": "tests/end_to_end/test_runs.py executes it",
     r"ranks_per_node=8": "eight ranks of the job that others execute",
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",

@@ -8,7 +8,7 @@ import sys
 
 from orchestrator import launch
 from tests import helpers
-from tests.helpers import ROOT, TINY
+from tests.helpers import TINY
 
 
 def test_a_run_does_as_planned_and_says_so(run, capsys):
@@ -40,24 +40,6 @@ def test_a_run_does_as_planned_and_says_so(run, capsys):
     assert environment["transport"] == "gloo"
     assert list((run / "tensorboard").iterdir())
     assert len(list((run / "logs").glob("rank-*.log"))) == 4
-
-
-def test_the_documented_job_runs_as_it_stands_in_the_docs(tmp_path):
-    page = (ROOT / "docs" / "tutorial" / "your-own-job.md").read_text()
-    text = page.partition("## Without any configuration\n")[2]
-    source = re.search(r"```python\n(.*?)```", text, re.DOTALL).group(1)
-    assert len(source.splitlines()) < 40
-    typed = re.search(r"```bash\n(.*?)```", text, re.DOTALL).group(1)
-    overrides = typed.replace("\\\n", " ").split()[4:]
-    package = tmp_path / "my_jobs"
-    package.mkdir()
-    (package / "__init__.py").touch()
-    (package / "line.py").write_text(source)
-    done = helpers.call(*overrides, "run.dir=run", "-q", cwd=tmp_path, code=0)
-    assert done.stdout == "", "-q"
-    metrics = helpers.result(tmp_path / "run")["metrics"]
-    assert abs(metrics["slope"] - 2) < 0.05
-    assert abs(metrics["intercept"] - 3) < 0.05
 
 
 def test_no_verb_and_no_launch_imports_a_framework(tmp_path):
