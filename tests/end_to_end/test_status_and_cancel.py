@@ -18,21 +18,10 @@ def found(run):
     return json.loads(verb("status", run, "--json").stdout)[0]
 
 
-def start(run, *more):
-    process = begin(
-        LIGHT, f"run.dir={run}", "tracker=none", "train.updates=2000", "job.pause_s=0.02", *more
-    )
-    until((run / "metrics.jsonl").exists, 60, "the first update")
-    return process
-
-
-def ended(process):
-    process.communicate(timeout=30)
-    return process.returncode
-
-
 def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
-    process = start(run)
+    line = (LIGHT, f"run.dir={run}", "tracker=none", "train.updates=2000", "job.pause_s=0.02")
+    process = begin(*line)
+    until((run / "metrics.jsonl").exists, 60, "the first update")
     seen = found(run)
     assert (seen["state"], seen["cluster"], seen["total"]) == ("running", "local", 2000)
 
@@ -53,7 +42,8 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
 
     done = verb("cancel", run, code=0)
     assert "next update boundary" in done.stdout
-    assert ended(process) == 3
+    process.communicate(timeout=30)
+    assert process.returncode == 3
     assert "to go on from here" in stays.communicate(timeout=30)[0]
     assert stays.returncode == 3
     assert found(run)["state"] == "stopped"
