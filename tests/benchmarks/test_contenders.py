@@ -10,16 +10,12 @@ from benchmarks.ranks import on_ranks
 PARAMETERS = 784 * 512 + 512 * 256 + 256 * 128 + 128 * 10 + 512 + 256 + 128 + 10
 
 
-def _names():
-    return [name for name in ALL if missing(name) is None]
-
-
 def test_all_contenders_make_the_same_updates():
     with loopback(2) as link:
         found = on_ranks(
             link,
-            {"kind": "losses", "net": "digits", "contenders": _names(), "leaves": [6],
-             "updates": 4},
+            {"kind": "losses", "net": "digits", "leaves": [6], "updates": 4,
+             "contenders": [name for name in ALL if missing(name) is None]},
             timeout_s=120,
         )  # fmt: skip
     curves = {row["name"]: row["losses"] for row in found["rows"]}

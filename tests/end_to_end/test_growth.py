@@ -32,11 +32,6 @@ def undisturbed(tmp_path_factory):
     return helpers.result(run)
 
 
-def counted(run):
-    """Return the lines of updates that were not done again: those after a checkpoint may be."""
-    return read_metrics(run / "metrics.jsonl").updates
-
-
 def notes(run, key):
     changes = read_metrics(run / "metrics.jsonl").changes
     return [line[key] for line in changes if key in line]
@@ -115,7 +110,7 @@ def check_whole(run, undisturbed, *, same_bits):
         assert found["weights_sha256"] == undisturbed["weights_sha256"]
         assert found["metrics"] == undisturbed["metrics"]
     assert abs(found["loss"] / undisturbed["loss"] - 1) < (1e-12 if same_bits else 1e-5)
-    records = counted(run)
+    records = read_metrics(run / "metrics.jsonl").updates  # those after a checkpoint were redone
     assert [record["update"] for record in records] == list(range(UPDATES))
     assert {record["attempt"] for record in records} == {0}
     assert not helpers.processes_of(run)

@@ -31,20 +31,6 @@ def undisturbed(tmp_path_factory):
     return helpers.result(run)
 
 
-def survived(run):
-    return [line["survived"] for line in read_metrics(run / "metrics.jsonl").changes]
-
-
-def check_whole(run, undisturbed):
-    found = helpers.result(run)
-    for key in ("state", "updates", "samples", "weights_sha256", "loss", "metrics", "restarts"):
-        assert found[key] == undisturbed[key], key
-    updates = [record["update"] for record in helpers.records(run)]
-    assert updates == list(range(12))
-    assert {record["attempt"] for record in helpers.records(run)} == {0}
-    assert not helpers.processes_of(run)
-
-
 def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(run, undisturbed):
     process, hold = begin_held(
         run, 3, *RUN, *SHAPE, "cluster.heartbeat_timeout_s=4", ranks=EVERY_RANK
@@ -68,8 +54,13 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "goes on without a lost rank or node (run.survive)" in said
-    check_whole(run, undisturbed)
-    notes = survived(run)
+    found, records = helpers.result(run), helpers.records(run)
+    for key in ("state", "updates", "samples", "weights_sha256", "loss", "metrics", "restarts"):
+        assert found[key] == undisturbed[key], key
+    assert [record["update"] for record in records] == list(range(12))
+    assert {record["attempt"] for record in records} == {0}
+    assert not helpers.processes_of(run)
+    notes = [line["survived"] for line in read_metrics(run / "metrics.jsonl").changes]
     left = [rank for rank in members if rank != frozen]
     assert {rank for note in notes for rank in note["gone"]} == {*EVERY_RANK} - {*left}
     assert notes[-1]["ranks"] == len(left)
@@ -81,7 +72,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     assert f"rank {frozen} went away in update 9, on node2: it was frozen (SIGSTOP)" in log
     rest = "1 rank redoes it, alone" if len(left) == 1 else f"{len(left)} ranks redo it and go on"
     assert rest in log
-    assert helpers.result(run)["survived"] == notes  # which the end's table tells
+    assert found["survived"] == notes  # which the end's table tells
 
 
 def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
