@@ -119,7 +119,7 @@ class Hidden(Job):
 
 
 def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framework(tmp_path):
-    """The submitting command refuses it for any other job: tests/end_to_end/test_bad_input.py."""
+    """The submitting command refuses it for any other job: tests/config/test_composer.py."""
     (tmp_path / "hidden.py").write_text(HIDDEN)
     done = helpers.call(
         "job._target_=hidden.Hidden", "engine.shard_optimizer=true", "cluster.nodes=1",
