@@ -1,7 +1,5 @@
 """A small job for tests: quick, exact, and able to fail in many ways at a chosen moment."""
 
-import os
-
 import torch
 from torch.utils.data import TensorDataset
 
@@ -62,14 +60,6 @@ class Tiny(Faulty, Job):
 
 class Lively(Acting, Tiny):
     """Ends or hangs at a chosen place in chosen ranks; see `Acting`."""
-
-
-class Threads(Tiny):
-    """Computes with other threads on rank 1, as a badly configured node would."""
-
-    def model(self):
-        torch.set_num_threads(1 + (os.environ["SLURM_PROCID"] == "1"))
-        return super().model()
 
 
 class OwnRate(Tiny):

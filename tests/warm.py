@@ -138,9 +138,6 @@ class Begun:
         if self.poll() is None:
             os.kill(self.pid, number)
 
-    def terminate(self):
-        self.send_signal(signal.SIGTERM)
-
     def kill(self):
         self.send_signal(signal.SIGKILL)
 

@@ -49,14 +49,8 @@ def test_a_loss_costs_from_the_beginning_of_the_broken_window_to_the_next_group(
 
 def test_a_contender_that_is_not_installed_says_so_in_its_row():
     spread = Spread.of([1.0]).rounded()
-    row = {
-        "name": "ours",
-        "kills": 3,
-        "useful": 0.9,
-        "lost": 0.3,
-        "equal": "1 of 1 runs",
-        "why": "",
-    }
+    row = {"name": "ours", "kills": 3, "useful": 0.9, "lost": 0.3, "equal": "1 of 1 runs"}
+    row |= {"why": ""}
     absent = {"name": "torchft", "kills": 0, "useful": None, "equal": "-", "why": "not installed"}
     cost = {"name": survive.WITH, "ratio": spread}
     text = survive.body({

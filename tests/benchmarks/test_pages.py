@@ -46,18 +46,6 @@ def test_a_cell_that_was_not_measured_says_so():
     assert text.count("not measured") == 2
 
 
-def test_bytes_are_told_as_a_ratio_to_the_floor():
-    assert "| ours | 1.025, 1 |" in peers_tables.traffic(_peers([_row("ours", 1.0)]))
-
-
-def test_every_loss_is_told_and_which_of_them_may_be_noise():
-    slow, noisy = _row("ours", 1.30, steps=4), _row("ours", 1.40, steps=8, q1=0.9)
-    said = peers_page.verdict(_peers([_row("ours", 0.9), slow, noisy]))
-    assert "In 2 it is slower by more than 2% (1 of them within the spread of the rounds)" in said
-    assert "at worst 1.40 times (mlp, R = 2, K = 8, loopback)" in said
-    assert "in none more than 1.02 times" in peers_page.verdict(_peers([_row("ours", 0.9)]))
-
-
 @given(ratios=st.lists(st.floats(0.5, 2.0), min_size=1, max_size=12), data=st.data())
 def test_the_verdict_is_that_of_the_data_whatever_the_spread(ratios, data):
     """No cell may be left out of the count, nor out of the worst (peers.json once had more)."""

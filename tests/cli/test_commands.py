@@ -107,18 +107,12 @@ def test_what_is_no_terminal_gets_no_colours(here, made, words):
     [
         ([], 0), (["status"], 0), (["compare", "runs/one", "runs/one"], 2), (["status", "x"], 2),
         (["plan", "accumulation.steps=0"], 2), (["logs"], 2), (["nonsense"], 2),
+        (["plan", f"--config-dir={'x' * 300}"], 2),
     ],
 )  # fmt: skip
 def test_exit_codes_are_as_documented(here, made, words, code):
     made("runs/one")
     assert here.invoke(app, words).exit_code == code
-
-
-@pytest.mark.parametrize("verb", ["plan", "audit"])
-def test_the_advice_on_a_program_without_dashes_names_the_verb_that_was_typed(here, verb):
-    done = here.invoke(app, [verb, "cluster.nodes=1", "ddp.py"])
-    assert done.exit_code == 2
-    assert f"python -m orchestrator {verb} cluster.nodes=1 -- ddp.py\n" in done.output
 
 
 def test_a_verb_after_launch_is_known_as_one():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import time
 from pathlib import Path
 
@@ -143,15 +142,6 @@ def test_a_resume_refuses_what_has_changed_unless_that_is_accepted(own):
     output = helpers.verb("compare", "first", "second", cwd=own).stdout
     assert "scale.py differs" in output
     assert "mine.py" not in output
-
-
-def test_a_run_goes_on_whatever_becomes_of_the_run_that_it_has_its_weights_from(own):
-    launch("first")
-    launch("second", "train.initial_weights=first")
-    helpers.verb("resume", "first", "train.updates=4", cwd=own, code=0)
-    helpers.verb("resume", "second", "train.updates=4", cwd=own, code=0)
-    shutil.rmtree(own / "first")
-    helpers.verb("resume", "second", "train.updates=6", cwd=own, code=0)
 
 
 def test_a_sweep_replaces_finished_points_only_if_what_has_changed_is_accepted(own):

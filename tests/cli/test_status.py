@@ -1,6 +1,5 @@
 """`status` of folders that are damaged or another user's: a row each, and none hides another."""
 
-import io
 import json
 import os
 import random
@@ -11,13 +10,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions, resolve_submissions
 from orchestrator.cli.status import cancel_sweep, expand, read_log, statuses
 from orchestrator.clusters.api import State
-from orchestrator.config.reading import to_yaml
-from orchestrator.config.schema import Config
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.report.page_data import data_of
 from orchestrator.report.run_tables import print_closing
@@ -28,52 +24,40 @@ from orchestrator.rundir.metrics import read_metrics
 from orchestrator.rundir.outcome import result_from_records
 from orchestrator.rundir.status import from_folder
 from orchestrator.sweep.sweep import resume_sweep
+from tests.run_folders import Screen, maker, record, result
 
 NOBODY = 65534
 WRONG = (None, True, -1, 2.5, "text", [], {}, [1], {"a": 1}, "x" * 5000)
 
 
-def make_run(path, updates=12, cluster="local"):
-    """A finished run's folder, as far as `status` reads it."""
-    run = RunDir(path)
-    run.create()
-    run.write_config(to_yaml(Config(job={"_target_": "a.B"}, optimizer={"name": "sgd"})))
-    write_json(run.plan, {"updates": updates, "ranks": 2, "nodes": 1, "warnings": []})
-    write_json(run.submission, {"cluster": cluster, "time": 1.0})
-    run.begin_attempt()
-    run.begin_attempt()
+def make_run(path, **more):
+    """A finished run of two attempts and a warning."""
     note = {
         "attempt": 1, "why": "a node was lost", "resumed_from": 4, "lost_updates": 2,
         "lost_micro_steps": 1, "restarts": 0,
     }  # fmt: skip
+    ended = result(updates=12, restarts=[note])
+    lines = [record(n, attempt=1) for n in range(12)]
+    run = maker(path.parent)(path.name, "train.updates=12", records=lines, ended=ended, **more)
+    run.begin_attempt()
     write_json(run.restart(1), note)
-    lines = [
-        {"update": n, "attempt": 1, "time": float(n), "loss": 1 / (n + 1), "learning_rate": 0.1,
-         "samples": 8, "update_s": 0.5}
-        for n in range(updates)
-    ]  # fmt: skip
-    run.metrics.write_text("".join(json.dumps(line) + "\n" for line in lines))
     warned = {"sentence": "slow", "kind": "slow", "rank": 1, "time": 1.0}
     run.warnings(1, 0).write_text(json.dumps(warned) + "\n")
-    write_json(run.result,
-        {"state": "finished", "updates": updates, "samples": 96, "loss": 0.1, "restarts": [note],
-         "culprit": None},
-    )  # fmt: skip
     return run
 
 
-def shown(found, width=100, here=Path("/")):
-    console = Console(file=io.StringIO(), width=width, force_terminal=width < 100)
-    print_status(found, console, here)
+def shown(found):
+    screen = Screen(width=100)
+    print_status(found, screen, Path("/"))
     for status in found:
-        print_run(status, console)
-    return console.file.getvalue()
+        print_run(status, screen)
+    return screen.text
 
 
 def test_a_sound_run_is_told_in_full(tmp_path):
     [status], _ = statuses([make_run(tmp_path / "a")])
     assert (status.state, status.updates, status.total) == ("finished", 12, 12)
-    assert (status.loss, status.learning_rate) == (1 / 12, 0.1)
+    assert (status.loss, status.learning_rate) == (1 / 12, 0.001)
     assert (status.attempts, status.restarts, status.lost_updates) == (2, 1, 2)
     assert status.warnings == ["rank 1: slow"]
     text = shown([status])
@@ -95,6 +79,9 @@ def test_a_rank_without_a_log_is_refused_and_what_the_batch_script_wrote_is_show
         list(read_log(run, 7, follow=follow))
     run.batch_log.write_text("no such partition\n")
     assert "".join(read_log(run, None, follow=follow)) == "no such partition\n"
+    run.rank_log(0).symlink_to("/etc/passwd")
+    with pytest.raises(RunFolderError, match="is a link"):
+        list(read_log(run, None, follow=follow))
 
 
 def test_a_point_that_ends_while_its_sweep_is_cancelled_hides_nothing(tmp_path, monkeypatch):
@@ -110,21 +97,20 @@ def test_a_lost_run_that_a_person_resumed_was_resumed_not_restarted(tmp_path):
     assert from_folder(run).restarts == 1
     write_json(run.resumes, {"resumes": [{"attempt": 1}]})
     assert from_folder(run).restarts == 0
-    console = Console(file=io.StringIO(), width=100)
+    screen = Screen(width=100)
     ended = result_from_records(run, State.FINISHED)
-    print_closing(ended, read_metrics(run.metrics), run.path, console)
-    text = console.file.getvalue()
-    assert re.search(r"resumed +1 time; 2 updates done again", text)
-    assert "restarts" not in text
+    print_closing(ended, read_metrics(run.metrics), run.path, screen)
+    assert re.search(r"resumed +1 time; 2 updates done again", screen.text)
+    assert "restarts" not in screen.text
 
 
 def test_of_a_cause_of_many_lines_a_list_has_the_first(tmp_path):
     run = make_run(tmp_path / "a")
     culprit = {"rank": 1, "node": "n", "cause": "one\ntwo", "log_tail": []}
     write_json(run.result, {**run.read_result(), "state": "failed", "culprit": culprit})
-    console = Console(file=io.StringIO(), width=100)
-    print_status(statuses([run])[0], console, tmp_path)
-    assert console.file.getvalue().endswith("a: rank 1 on n: one\n")
+    screen = Screen(width=100)
+    print_status(statuses([run])[0], screen, tmp_path)
+    assert screen.text.endswith("a: rank 1 on n: one\n")
 
 
 def files_of(run):
@@ -262,7 +248,7 @@ def test_a_point_that_lost_its_configuration_is_not_hidden(tmp_path):
     assert (found[0].state, "no config.yaml" in found[0].reason) == ("damaged", True)
     assert any("no config.yaml" in text for text in data_of(tmp_path / "sweep")["sentences"])
     with pytest.raises(RunFolderError, match=r"nothing was started: .*no config\.yaml"):
-        resume_sweep(tmp_path / "sweep", runs, OutputOptions(console=Console()))
+        resume_sweep(tmp_path / "sweep", runs, OutputOptions(console=Screen()))
 
 
 def test_the_points_of_a_sweep_come_in_the_order_of_their_numbers(tmp_path):

@@ -13,6 +13,7 @@ from orchestrator.launch import run_app
 from orchestrator.sweep.points import check_points
 
 TINY = "job._target_=tests.tiny_job.Tiny"
+SHARDED = ["engine.shard_optimizer=true"]
 
 
 def folder(tmp_path, **files):
@@ -56,54 +57,34 @@ def test_a_primary_of_ones_own_is_taken_by_its_name(tmp_path, name):
     assert found.facts.parameters is None, "digits' are not meant for it"
 
 
-@pytest.mark.parametrize(
-    ("file", "text", "words"),
-    [
-        ("cluster__site", "partion: gpu\n",
-         "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
-        ("cluster__site", "defaults: [slurm]\nranks_per_node: many\n",
-         "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
-        ("experiment__more", "train: {updates: 3}\n",
-         "experiment/more.yaml has to begin with the line # @package _global_;"),
-        ("mine", "defaults: [base, _self_]\ntrain: {updats: 3}\n",
-         "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
-    ],
-)  # fmt: skip
-def test_a_wrong_key_or_value_in_a_file_is_refused_with_its_name(tmp_path, file, text, words):
-    conf = folder(tmp_path, **{"mine": "defaults: [base, _self_]\n", file: text})
-    group, _, name = file.partition("__")
-    with pytest.raises(ConfigError) as caught:
-        compose([f"{group}={name}"] if name else [], conf, "mine")
-    assert str(caught.value).startswith(words)
+OWN = "defaults: [base, _self_]\n"
+WRONG_FILES = [  # the files, what is chosen, and the message
+    ({"mine": OWN, "cluster__site": "partion: gpu\n"}, ["cluster=site"],
+     "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
+    ({"mine": OWN, "cluster__site": "defaults: [slurm]\nranks_per_node: many\n"}, ["cluster=site"],
+     "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
+    ({"mine": OWN, "experiment__more": "train: {updates: 3}\n"}, ["experiment=more"],
+     "experiment/more.yaml has to begin with the line # @package _global_;"),
+    ({"mine": OWN + "train: {updats: 3}\n"}, [],
+     "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
+    ({"mine": "a: {\n"}, [], "mine.yaml, line 2: "),
+    ({"mine": "job: {_target_: *nobody}\n"}, [], "mine.yaml, line 1: found undefined alias"),
+    ({"mine": "defaults: [base, mine, _self_]\n"}, [], "defaults of mine.yaml include itself"),
+    ({"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"}, [],
+     "the defaults of mine.yaml and more.yaml include each other"),
+    ({"mine": "defaults: [base, override cluster: slurm, _self_]\n",
+      "cluster__slurm": "defaults: [slurm]\n"}, [],
+     "the defaults of cluster/slurm.yaml include itself"),
+    *(({"mine": "train: {updates: 3}\n"}, chosen, "'mine.yaml' does not extend base")
+      for chosen in ([], ["job=digits"], ["cluster.nodes=3"])),
+    ({"mine": OWN, "base": "model: x\n"}, [], "/base.yaml hides the shipped base"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("files", "words"),
-    [
-        ({"mine": "defaults: [base, mine, _self_]\n"}, "mine.yaml include itself"),
-        ({"mine": "defaults: [base, more, _self_]\n", "more": "defaults: [mine]\n"},
-         "mine.yaml and more.yaml include each other"),
-        ({"mine": "defaults: [base, override cluster: slurm, _self_]\n",
-          "cluster__slurm": "defaults: [slurm]\n"}, "cluster/slurm.yaml include itself"),
-    ],
-)  # fmt: skip
-def test_files_that_include_each_other_are_named(tmp_path, files, words):
-    with pytest.raises(ConfigError, match=re.escape(f"the defaults of {words}")):
-        compose([], folder(tmp_path, **files), "mine")
-
-
-@pytest.mark.parametrize("overrides", [[], ["job=digits"], ["cluster.nodes=3"]])
-def test_a_primary_that_does_not_extend_base_is_refused(tmp_path, overrides):
-    conf = folder(tmp_path, mine="train: {updates: 3}\n")
-    with pytest.raises(ConfigError, match=r"'mine\.yaml' does not extend base.*\[base, _self_\]"):
-        compose(overrides, conf, "mine")
-
-
-def test_a_file_that_hides_the_shipped_base_is_named(tmp_path):
-    conf = folder(tmp_path, base="model: x\n", mine="defaults: [base, _self_]\n")
-    for primary in ("config", "mine"):
-        with pytest.raises(ConfigError, match=r"/base\.yaml hides the shipped base.*; rename it"):
-            compose([], conf, primary)
+@pytest.mark.parametrize(("files", "chosen", "words"), WRONG_FILES)
+def test_a_file_that_cannot_be_used_is_refused_with_its_name(tmp_path, files, chosen, words):
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compose(chosen, folder(tmp_path, **files), "mine")
 
 
 def test_a_primary_that_lists_a_cluster_takes_both_spellings(tmp_path):
@@ -137,21 +118,23 @@ def test_a_job_that_builds_its_optimizer_is_given_no_other(tmp_path):
         prepare(compose(["optimizer=null"]))
 
 
-def test_the_users_home_is_meant_by_a_tilde_in_a_jobs_paths():
-    found = compose(["job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]"]).job
-    home = str(Path.home())
-    assert (found["data_dir"], found["more"]) == (
-        f"{home}/mnist",
-        [f"{home}/a", {"b": f"{home}/c"}],
-    )
+def test_a_schedule_beside_a_jobs_own_rates_is_refused():
+    words = r"OwnRate\.learning_rate\(update\) gives the rate of each update"
+    with pytest.raises(ConfigError, match=words):
+        prepare(compose(["job._target_=tests.tiny_job.OwnRate", "schedule.decay=cosine"]))
 
 
 def test_the_users_home_is_meant_by_a_tilde_where_no_shell_reads_it():
-    stated = ["cluster=slurm", "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}"]
-    found = compose([*stated, "cluster.preamble=['cd ~/x']"]).cluster
-    home = str(Path.home())
-    assert (found.container, found.preamble) == (f"{home}/x.sif", ["cd ~/x"])
-    assert found.environment == {"A": f"{home}/a", "B": "b"}
+    found = compose([
+        "job.data_dir=~/mnist", "+job.more=[~/a,{b: ~/c}]", "cluster=slurm",
+        "cluster.container=~/x.sif", "cluster.environment={A: ~/a, B: b}",
+        "cluster.preamble=['cd ~/x']",
+    ])  # fmt: skip
+    home, cluster = str(Path.home()), found.cluster
+    assert found.job["data_dir"] == f"{home}/mnist"
+    assert found.job["more"] == [f"{home}/a", {"b": f"{home}/c"}]
+    assert (cluster.container, cluster.preamble) == (f"{home}/x.sif", ["cd ~/x"])
+    assert cluster.environment == {"A": f"{home}/a", "B": "b"}
 
 
 def test_an_experiments_own_sweep_honours_run_dir_and_all_points_are_checked(tmp_path):
@@ -213,6 +196,17 @@ def test_a_sweep_with_a_wrong_point_starts_none_and_says_all_that_is_wrong(tmp_p
         (["train.seed=1,2"], "add -m"),
         (["schedule.base_lr=interval(0.1,1)"], "is for a sweep: add -m"),
         (["-m", "schedule.base_lr=interval(0.1,1)"], "add sweep.search=tpe"),
+        (["+clutser=slurm"], "did you mean 'cluster'"),
+        (["-m", "train.seed=1,1"], "all points: they are equal; leave all but one of them out"),
+        ([*SHARDED, "job=line"], "not available with mindspore"),
+        (
+            [*SHARDED, "accumulation.reduction=reproducible", "accumulation.micro_batch=8"],
+            "try accumulation.reduction=fast",
+        ),
+        (
+            [*SHARDED, "~optimizer", "+optimizer._target_=torch.optim.Adagrad"],
+            "there are SGD, Adam",
+        ),
     ],
 )
 def test_what_would_be_ignored_is_refused_with_the_way_out(tmp_path, line, words):

@@ -16,12 +16,6 @@ from orchestrator.slurm_client import SlurmClient
 from tests.helpers import ROOT
 
 
-def refusal(*overrides):
-    with pytest.raises(ConfigError) as caught:
-        compose(list(overrides))
-    return str(caught.value)
-
-
 def test_without_a_cluster_a_run_is_local_with_two_nodes_of_two_ranks():
     cluster = compose([]).cluster
     assert (cluster.kind, cluster.nodes, cluster.ranks_per_node) == ("local", 2, 2)
@@ -47,10 +41,16 @@ def test_a_cluster_choice_does_not_overrule_what_an_experiment_says_of_nodes():
             "adam takes no 'betaz' (from optimizer.betaz); did you mean 'betas'?",
         ),
         ("job._target_=null", "job._target_ must be"),
+        ("+experiment=jepa_240", "on the line write experiment=… without +"),
+        ('train.seed="', "a quote or a bracket is not closed"),
+        ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
+        ("optimizer=3", "a group (cluster, experiment, job, optimizer or tracker) takes"),
+        ("transport=null", "transport: field 'transport' is not Optional"),
     ],
 )
 def test_a_value_that_cannot_be_used_is_named_with_what_is_needed(override, words):
-    assert words in refusal(override)
+    with pytest.raises(ConfigError, match=re.escape(words)):
+        compose([override])
 
 
 def test_all_that_is_wrong_is_said_at_once():
@@ -109,17 +109,9 @@ def test_a_range_of_too_many_points_is_refused_before_they_are_made(values):
     Loader(None).refuse_sweep(["accumulation.steps=range(1,9)", "train.seed=range(0,100,2)"])
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        (b"a: {\n", r"mine\.yaml, line 2: "),
-        (b"job: {_target_: *nobody}\n", r"mine\.yaml, line 1: found undefined alias"),
-        (b"train: {seed: \xff}\n", "is no YAML: .*decode"),
-    ],
-)
-def test_a_broken_file_is_named_with_its_line(tmp_path, content, words):
-    (tmp_path / "mine.yaml").write_bytes(content)
-    with pytest.raises(ConfigError, match=words):
+def test_a_file_in_another_encoding_is_named(tmp_path):
+    (tmp_path / "mine.yaml").write_bytes(b"train: {seed: \xff}\n")
+    with pytest.raises(ConfigError, match=r"is no YAML: .*decode"):
         compose([], str(tmp_path), "mine")
 
 
@@ -147,20 +139,6 @@ def test_two_lengths_of_a_run_are_refused():
     with pytest.raises(ConfigError, match=r"train.updates=9 and train.epochs=1 are two lengths"):
         check_overrides(["train.updates=9", "train.epochs=1"])
     check_overrides(["train.updates=null", "train.epochs=1"])
-
-
-@pytest.mark.parametrize(
-    ("override", "words"),
-    [
-        ("+experiment=jepa_240", "on the line write experiment=… without +"),
-        ('train.seed="', "a quote or a bracket is not closed"),
-        ("train=long", "train is a section, whose keys are set one by one: train.NAME=VALUE"),
-        ("transport=null", "transport: field 'transport' is not Optional"),
-    ],
-)
-def test_what_the_parsers_say_is_put_into_words(override, words):
-    with pytest.raises(ConfigError, match=re.escape(words)):
-        compose([override])
 
 
 # ------------------------------------------------------------------ docs/reference/configuration.md

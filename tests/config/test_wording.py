@@ -23,6 +23,7 @@ WRONG = [
     ["train.learning_rate=0.1"],
     ["accumulation.steps=0"],
     ["transport=glooo"],
+    ["transport=nccl"],
     ["optimizer=null"],
     ["~job.dorpout"],
     ["hydra.sweeper=null"],

@@ -1,35 +1,34 @@
 """The scripts in the documentation, run as a reader would."""
 
 import re
-import textwrap
-from pathlib import Path
 
 from tests import warm
+from tests.docs.printed import ROOT, blocks
 from tests.helpers import call
 
-ROOT = Path(__file__).resolve().parents[2]
+
+def _path(page):
+    (found,) = (ROOT / "docs").rglob(page)
+    return found
 
 
 def page_text(page):
     """Return the text of the page `docs/<group>/<page>`."""
-    (found,) = (ROOT / "docs").rglob(page)
-    return found.read_text(encoding="utf-8")
+    return _path(page).read_text(encoding="utf-8")
 
 
 def script(page, name):
     """The text of the Python block of `docs/<page>` that begins with `# <name>`."""
-    blocks = re.findall(r"```python\n(.*?)```", page_text(page), re.DOTALL)
-    found = [block for block in blocks if block.startswith(f"# {name}\n")]
+    found = [text for _, text in blocks(_path(page)) if text.startswith(f"# {name}\n")]
     assert len(found) == 1, f"docs/{page} has {len(found)} scripts {name}"
     return found[0]
 
 
 def shell_block(page, words):
     """The indented block of `docs/<page>` that has these words."""
-    blocks = re.findall(r"(?:^ {4}.*\n)+", page_text(page), re.MULTILINE)
-    found = [block for block in blocks if words in block]
+    found = [text for language, text in blocks(_path(page)) if not language and words in text]
     assert len(found) == 1, f"docs/{page} has {len(found)} blocks with {words}"
-    return textwrap.dedent(found[0])
+    return found[0]
 
 
 def table(text, heading):

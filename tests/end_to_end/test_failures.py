@@ -18,13 +18,6 @@ SLOW = (
 FEW = (SMALL, "train.updates=40", "train.checkpoint_every=5", "job.dropout=0.5", "job.pause_s=0")
 
 
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    helpers.call(*SLOW, *FEW, f"run.dir={run}", code=0)
-    return run
-
-
 def test_a_jobs_child_process_that_fails_is_not_its_rank_and_an_unprintable_error_is_named(
     tmp_path,
 ):
@@ -62,25 +55,25 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
     assert sorted(p.name for p in (run / "checkpoints").iterdir()) == []
 
 
-def test_one_signal_stops_at_a_boundary_and_resume_ends_with_the_same_bits(run, undisturbed):
+def test_stopped_by_a_signal_resumed_and_killed_a_run_ends_with_the_same_bits(run, tmp_path):
     process, hold = begin_held(run, 7, *SLOW, *FEW)
     process.send_signal(signal.SIGTERM)
-    hold.release()
+    hold.hold_before(13)
     helpers.await_exit(process, 3)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
+    resumed = helpers.begin("resume", run, module="orchestrator")
+    hold.wait_until_held(13, (0, 1))
+    resumed.kill()
+    resumed.communicate()
+    hold.release()
+    helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
     helpers.verb("resume", run, code=0)
-    assert helpers.result(run)["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+    assert {record["attempt"] for record in helpers.records(run)} == {0, 1, 2}
+    undisturbed = tmp_path / "undisturbed"
+    helpers.call(*SLOW, *FEW, f"run.dir={undisturbed}", code=0)
     assert helpers.compare(run, undisturbed)["equal_bits"]
-
-
-def test_a_second_interrupt_ends_every_process_at_once(run):
-    process, _ = begin_held(run, 3, *SLOW, *FEW)
-    process.send_signal(signal.SIGINT)
-    helpers.until(lambda: "once more" in (process.stdout.readline() or "once more"), 30, "the word")
-    process.send_signal(signal.SIGINT)
-    helpers.await_exit(process, 130, timeout=30)
-    assert not helpers.processes_of(run)
+    assert helpers.result(run)["collectives"] == helpers.result(undisturbed)["collectives"] == 40
 
 
 @pytest.mark.parametrize("delay_s", [0.3, 0.8, 1.4, 2.2])
@@ -92,19 +85,6 @@ def test_an_interrupt_at_any_moment_of_the_start_ends_cleanly(run, delay_s):
     assert process.returncode in (3, 130), output
     assert "Traceback" not in output
     helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
-
-
-def test_a_run_that_was_killed_resumes_to_the_same_bits(run, undisturbed):
-    process, hold = begin_held(run, 13, *SLOW, *FEW)
-    process.kill()
-    process.communicate()
-    hold.release()
-    helpers.until(lambda: not helpers.processes_of(run), 20, "the end of all processes")
-    helpers.verb("resume", run, code=0)
-    assert helpers.compare(run, undisturbed)["equal_bits"]
-    attempts = [r["attempt"] for r in helpers.records(run)]
-    assert set(attempts) == {0, 1}
-    assert helpers.result(run)["collectives"] == helpers.result(undisturbed)["collectives"] == 40
 
 
 @pytest.mark.parametrize("ends_first", [False, True], ids=["it is noticed", "the training ends"])

@@ -1,7 +1,6 @@
-"""A run folder on a real file system that is full for a while, or to the end of the run."""
+"""A real file system that is full to the end of the run; for a while it is in `test_growth.py`."""
 
 import contextlib
-import json
 import os
 import re
 import subprocess
@@ -45,42 +44,6 @@ def disk(tmp_path):
     disk = Disk(tmp_path / "disk")
     yield disk
     subprocess.run(["umount", "-l", disk.folder], check=True, capture_output=True)
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    run = tmp_path_factory.mktemp("undisturbed") / "run"
-    helpers.call(*LONG, f"run.dir={run}", code=0)
-    return helpers.result(run)["weights_sha256"]
-
-
-def lines(run):
-    text = (run / "metrics.jsonl").read_text()
-    return [json.loads(line) for line in text.splitlines()]
-
-
-def test_a_disk_that_is_full_for_a_while_costs_no_update_no_line_and_no_bit(
-    disk, undisturbed, tmp_path
-):
-    run = disk.folder / "run"
-    hold = Hold(tmp_path / "hold").hold_before(12)
-    process = helpers.begin(*LONG, hold.override, f"run.dir={run}")
-    hold.wait_until_held(12, (0, 1))
-    disk.fill()
-    hold.hold_before(36)  # it trains on
-    hold.wait_until_held(36, (0, 1))
-    assert len(helpers.records(run)) < 30
-    disk.make_room()
-    hold.release()
-    output = helpers.await_exit(process, 0, timeout=120)
-    assert [r["update"] for r in lines(run) if "loss" in r] == list(range(120))
-    for words in (
-        "metrics.jsonl could not be written: No space left on device",
-        "; the run goes on, the last good checkpoint is kept",
-        "there is room again",
-    ):
-        assert words in output, output
-    assert helpers.result(run)["weights_sha256"] == undisturbed
 
 
 def test_a_full_disk_under_what_the_command_prints_ends_no_run(disk, tmp_path):

@@ -32,11 +32,6 @@ def undisturbed(tmp_path_factory):
     return helpers.result(run)
 
 
-def counted(run):
-    """Return the lines of updates that were not done again: those after a checkpoint may be."""
-    return read_metrics(run / "metrics.jsonl").updates
-
-
 def notes(run, key):
     changes = read_metrics(run / "metrics.jsonl").changes
     return [line[key] for line in changes if key in line]
@@ -115,7 +110,7 @@ def check_whole(run, undisturbed, *, same_bits):
         assert found["weights_sha256"] == undisturbed["weights_sha256"]
         assert found["metrics"] == undisturbed["metrics"]
     assert abs(found["loss"] / undisturbed["loss"] - 1) < (1e-12 if same_bits else 1e-5)
-    records = counted(run)
+    records = read_metrics(run / "metrics.jsonl").updates  # those after a checkpoint were redone
     assert [record["update"] for record in records] == list(range(UPDATES))
     assert {record["attempt"] for record in records} == {0}
     assert not helpers.processes_of(run)
@@ -134,7 +129,8 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(run, 
     assert changes == [("survived", 1), ("joined", 2)] * 2
     assert [note["came"] for note in notes(run, "joined")] == [[1], [0]]
     message = "ranks 1, 0 lost; 2 updates redone; ranks 1, 0 came back; 2 ranks went on"
-    assert message in " ".join(output.split())
+    for said in (message, "metrics.jsonl could not be written: File too large", "room again"):
+        assert said in " ".join(output.split())
     status = json.loads(helpers.verb("status", run, "--json").stdout)[0]
     assert (status["survived"], status["came_back"]) == (2, 2)
 
@@ -142,9 +138,11 @@ def test_every_killed_rank_comes_back_rank_0_too_and_the_bits_are_the_same(run, 
 def test_sharded_ranks_and_a_node_come_back_though_one_newcomer_dies_on_its_way(run, undisturbed):
     # A lost shard comes from the newest checkpoint.
     shards = ("accumulation.reduction=fast", "engine.shard_optimizer=true")
-    more = (*shards, "train.checkpoint_every=1")
-    kill_one_after_another(run, [2, "node0", 1], *more, kill_newcomer=True)
+    more = (*shards, "train.checkpoint_every=2")
+    output = kill_one_after_another(run, [2, "node0", 1], *more, kill_newcomer=True)
+    assert "so the run goes back to its newest checkpoint, after update" in " ".join(output.split())
     check_whole(run, undisturbed, same_bits=False)
     assert [note["gone"] for note in notes(run, "survived")] == [[2], [0, 1], [1]]
     assert [came(run)[0], sorted(came(run)[1:3]), came(run)[3]] == [2, [0, 1], 1]
     assert notes(run, "joined")[-1]["ranks"] == 4
+    assert all("lost_updates" in note for note in notes(run, "survived"))

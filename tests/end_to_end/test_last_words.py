@@ -57,11 +57,11 @@ ROWS = {
 SLOW = {
     "a long evaluation": (
         "slow", "evaluate", ("+job.seconds=9", "cluster.heartbeat_timeout_s=3",
-                             "train.evaluate_every=0")),
+                             "train.evaluate_every=0"), "it has stood at what follows update 4"),
     "a rank holds the interpreter for a while": (
-        "hold", "forward", ("+job.seconds=8", "run.survive=true")),
+        "hold", "forward", ("+job.seconds=8", "run.survive=true"), "rank 0 has said nothing for"),
 }  # fmt: skip
-"""The same of rank 0, which continues."""
+"""The same of rank 0, which continues, and what is said meanwhile."""
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +69,7 @@ def runs(tmp_path_factory):
     """All of them at once: most of the time they wait."""
     folder = tmp_path_factory.mktemp("lively")
     begun = {}
-    rows = ROWS | {words: (act, place, 0, more) for words, (act, place, more) in SLOW.items()}
+    rows = ROWS | {words: (act, place, 0, more) for words, (act, place, more, _) in SLOW.items()}
     for number, (words, row) in enumerate(rows.items()):
         act, place, ranks, more, *_ = row
         run = folder / str(number)
@@ -94,15 +94,11 @@ def test_the_rank_that_left_or_hangs_is_the_culprit(runs, words):
     assert not helpers.processes_of(run)
 
 
-def test_a_long_evaluation_is_reported_and_goes_on(runs):
-    run, output, _ = runs["a long evaluation"]
-    assert helpers.result(run)["state"] == "finished", output
-    assert "it has stood at what follows update 4" in output
-    assert "in _at" in (run / "logs" / "rank-00000.log").read_text()
-
-
-def test_a_rank_that_holds_the_interpreter_for_a_while_is_waited_for(runs):
-    run, output, _ = runs["a rank holds the interpreter for a while"]
-    assert helpers.result(run)["state"] == "finished", output
-    assert "survived" not in helpers.result(run)
-    assert "rank 0 has said nothing for" in " ".join(output.split())
+@pytest.mark.parametrize("words", SLOW)
+def test_a_rank_that_is_only_slow_is_reported_and_waited_for(runs, words):
+    run, output, _ = runs[words]
+    found = helpers.result(run)
+    assert (found["state"], "survived" in found) == ("finished", False), output
+    assert SLOW[words][-1] in " ".join(output.split())
+    if words == "a long evaluation":
+        assert "in _at" in (run / "logs" / "rank-00000.log").read_text()

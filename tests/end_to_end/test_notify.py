@@ -7,9 +7,9 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 
 import pytest
 
-from orchestrator.config.schema import NotifyConfig
+from orchestrator.cli.start import prepare
+from orchestrator.config.composer import compose
 from orchestrator.errors import ConfigError
-from orchestrator.notify import check_recipients
 from tests.helpers import LIGHT, SMALL, call, until, verb
 
 TWO = (LIGHT, SMALL, "train.updates=2", "-q")
@@ -86,13 +86,13 @@ def test_what_cannot_be_sent_fails_nothing_and_is_a_warning(run):
 @pytest.mark.parametrize(
     ("recipient", "address", "message"),
     [
-        ({"command": "nosuchprogram x"}, "", "notify.command=nosuchprogram x: there is no such"),
-        ({"webhook": "https://example.org/secret"}, "", "try notify.webhook=NOTIFY_URL"),
-        ({"webhook": "HOOK"}, "", "export HOOK before the start"),
-        ({"webhook": "HOOK"}, "file:///etc/passwd", "must hold an address"),
+        ("command='nosuchprogram x'", "", "notify.command=nosuchprogram x: there is no such"),
+        ("webhook=https://example.org/secret", "", "try notify.webhook=NOTIFY_URL"),
+        ("webhook=HOOK", "", "export HOOK before the start"),
+        ("webhook=HOOK", "file:///etc/passwd", "must hold an address"),
     ],
 )
 def test_a_recipient_that_cannot_be_reached_is_refused(monkeypatch, recipient, address, message):
     monkeypatch.setenv("HOOK", address)
     with pytest.raises(ConfigError, match=message):
-        check_recipients(NotifyConfig(**recipient))
+        prepare(compose([f"notify.{recipient}"]))

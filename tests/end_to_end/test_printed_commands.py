@@ -27,7 +27,8 @@ from orchestrator.config.composer import Composer
 from orchestrator.sweep.points import check_points
 from orchestrator.sweep.search import Search
 from tests.docs.printed import PROGRAMS, ROOT, SLURMS, inline, python_blocks, shell_commands
-from tests.helpers import LIGHT, begin, call, records, until
+from tests.helpers import begin, call, records, until
+from tests.hold import Hold
 
 SHORT = ("train.epochs=null", "train.updates=2", "train.evaluate_every=0")
 VERBS = typer.main.get_command(app).commands
@@ -51,13 +52,19 @@ ELSEWHERE = {
     r"sweep\.search": "twelve runs: tests/sweep/search/test_whole.py",
     r"experiment=time_and_memory": "half a minute: tests/sweep/test_whole.py plans it",
     r"accumulation\.steps=1,2": "some runs of torch: tests/sweep/test_whole.py plans the like",
-    r"schedule\.base_lr=0\.05": "tests/end_to_end/test_runs.py executes it",
     r"ranks_per_node=8": "eight ranks of the job that others execute",
     r"--lr 0\.1|--epochs 3": "programs of the same shape are executed",
     r"http:|tracker=": "a server, or an extra: tests/trainer/test_trackers.py",
     r"completion": "writes into a shell's own files",
 }  # fmt: skip
 CACHE = str(Path.home() / ".cache")  # with the digits, which all ranks would make
+SPEAKS = """
+from tests.light_job import Light
+class Speaks(Light):
+    def model(self):
+        print("it begins")
+        return super().model()
+"""
 PROGRAM = "from orchestrator import current_run as run\nrun.report(0, loss=1.0)\n"
 
 
@@ -93,7 +100,7 @@ def elsewhere(words):
 def reader(tmp_path_factory):
     """A folder in which a run and a sweep go on, two runs have ended, and programs lie."""
     folder = tmp_path_factory.mktemp("reader")
-    (folder / "hold").touch()
+    slowly = Hold(folder / "hold").hold_before(10**9)
     (folder / "train.sh").write_text("#!/bin/sh\n")
     (folder / "train.sh").chmod(0o700)
     mine = next(p.text for p in python_blocks() if "class Line(Job)" in p.text)
@@ -105,14 +112,14 @@ def reader(tmp_path_factory):
            for name, text in FILES.items()},
         "FOLDER/cluster/mysite.yaml": (ROOT / "conf" / "cluster" / "slurm.yaml").read_text(),
         **dict.fromkeys(("train.py", "train_mindspore.py", "package/train.py"), PROGRAM),
-        "windows.py": "",
+        "windows.py": "", "speaks.py": SPEAKS,
     }.items():  # fmt: skip
         (folder / path).parent.mkdir(parents=True, exist_ok=True)
         (folder / path).write_text(text)
-    held = ("job._target_=tests.docs.held_job.Held", f"+job.hold=at:{folder / 'hold'}",
-            "tracker=none", "train.epochs=null", "accumulation.global_batch=32",
-            "accumulation.steps=2")  # fmt: skip
-    call(LIGHT, *held[2:], "train.updates=4", "run.dir=A", cwd=folder, code=0)
+    line = ("job._target_=speaks.Speaks", "tracker=none", "train.epochs=null",
+            "accumulation.global_batch=32", "accumulation.steps=2")  # fmt: skip
+    held = (*line, "job.pause_s=1", slowly.override)
+    call(*line, "train.updates=4", "run.dir=A", cwd=folder, code=0)
     for name in ("B", "RUN_A", "RUN_B", "runs/one", "runs/first"):
         shutil.copytree(folder / "A", folder / name)
     going = [
@@ -121,13 +128,13 @@ def reader(tmp_path_factory):
               "train.updates=1,150", "schedule.base_lr=0.1,0.01", "sweep.parallel=4", cwd=folder),
     ]  # fmt: skip
     with contextlib.ExitStack() as going_on:
-        going_on.callback(let_go, folder, going)
+        going_on.callback(let_go, slowly, going)
         until(lambda: all(records(folder / n) for n in ("RUN", "SWEEP/0", "SWEEP/3")), 90)
         yield folder, going_on.close
 
 
-def let_go(folder, going):
-    (folder / "hold").unlink(missing_ok=True)
+def let_go(slowly, going):
+    slowly.release()
     for one in going:
         one.communicate(timeout=60)
 

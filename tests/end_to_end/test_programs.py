@@ -122,39 +122,26 @@ def test_the_rank_that_fails_is_named_with_what_it_raised(tmp_path, mishap, rank
     assert not [p for p in helpers.processes_of("1000.25") if p.cmdline()[0] == "sleep"]
 
 
-def test_a_killed_rank_is_named_within_ten_seconds_and_nothing_is_left(tmp_path):
-    script(tmp_path, QUICK + WAITS)
-    process = begin(tmp_path)
-    victim = program_of(tmp_path, 1)
-    began = time.monotonic()
-    victim.kill()
-    output, _ = process.communicate(timeout=30)
-    assert time.monotonic() - began < 10
-    assert process.returncode == 1
-    assert "rank 1 on node0 failed first: killed by signal 9 (SIGKILL)" in output
-    assert not programs_of(tmp_path)
-
-
-@pytest.mark.parametrize("target", ["launcher", "agent"])
-def test_no_program_outlives_its_launcher_or_its_agent(tmp_path, target):
-    script(tmp_path, QUICK + WAITS)
-    process = begin(tmp_path)
-    agent = program_of(tmp_path, 3).ppid()
-    os.kill(process.pid if target == "launcher" else agent, signal.SIGKILL)
-    process.communicate(timeout=30)
-    helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
-    if target == "agent":
-        assert culprit(tmp_path)["node"] == "node1"
-
-
-def test_a_program_that_is_frozen_counts_as_lost(tmp_path):
+@pytest.mark.parametrize(
+    ("target", "number", "said"),
+    [
+        ("rank", signal.SIGKILL, "rank 3 on node1 failed first: killed by signal 9 (SIGKILL)"),
+        ("rank", signal.SIGSTOP, "rank 3 on node1 failed first: it was frozen (SIGSTOP)"),
+        ("agent", signal.SIGKILL, "the run failed on node1: the node went away: its agent"),
+        ("launcher", signal.SIGKILL, ""),
+    ],
+)
+def test_who_is_killed_or_frozen_is_named_soon_and_nothing_is_left(tmp_path, target, number, said):
     script(tmp_path, QUICK + WAITS)
     process = begin(tmp_path, "cluster.heartbeat_timeout_s=3")
-    program_of(tmp_path, 2).suspend()
-    process.communicate(timeout=30)
-    found = culprit(tmp_path)
-    assert found["rank"] == 2
-    assert "frozen" in found["cause"]
+    rank = program_of(tmp_path, 3)
+    began = time.monotonic()
+    os.kill({"rank": rank.pid, "agent": rank.ppid(), "launcher": process.pid}[target], number)
+    output, _ = process.communicate(timeout=30)
+    helpers.until(lambda: not programs_of(tmp_path), timeout_s=20, what="the end of all")
+    assert time.monotonic() - began < (30 if number == signal.SIGSTOP else 10)
+    assert said in " ".join(output.split())
+    assert process.returncode == (1 if said else -signal.SIGKILL)
 
 
 STOPS = f"""{QUICK}
@@ -234,12 +221,7 @@ def test_ranks_that_end_early_or_with_codes_of_their_own_or_say_too_much(tmp_pat
     assert not [p for p in helpers.processes_of("1000.75") if p.cmdline()[0] == "sleep"]
 
 
-@pytest.mark.parametrize("stuck", [3, 0])
-def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck):
-    """It hangs in an import; the others wait at the port, as torch's store has them do."""
-    script(
-        tmp_path,
-        f"""{QUICK}
+JOINS = f"""{QUICK}
 from orchestrator import current_run
 rendezvous = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
 if rank == int(what):
@@ -255,20 +237,24 @@ while time.monotonic() < until:
     except OSError:
         time.sleep(0.05)
 raise ConnectionRefusedError("Connection refused")
-""",
-    )
-    done = call(
-        tmp_path, "cluster.rendezvous_timeout_s=3", program=("train.py", str(stuck)), code=1
-    )
+"""
+
+
+@pytest.mark.parametrize(
+    ("stuck", "cause", "warning"),
+    [
+        (3, r"has not joined the others.*is in <module> \(.*train.py, line 10\)", ""),
+        (0, "has not opened the port where the ranks meet", "warning: .*rank 0 has not opened"),
+    ],
+)
+def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck, cause, warning):
+    """It hangs in an import; the others wait at the port, as torch's store has them do."""
+    script(tmp_path, JOINS)
+    program = ("train.py", str(stuck))
+    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=program, code=1)
     assert culprit(tmp_path)["rank"] == stuck
-    if stuck:
-        cause = culprit(tmp_path)["cause"]
-        assert re.search(
-            r"has not joined the others.*is in <module> \(.*train.py, line 10\)", cause
-        )
-    else:
-        assert "has not opened the port where the ranks meet" in culprit(tmp_path)["cause"]
-        assert re.search(r"warning: .*rank 0 has not opened", done.stdout + done.stderr)
+    assert re.search(cause, culprit(tmp_path)["cause"])
+    assert re.search(warning, done.stdout + done.stderr)
 
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):
@@ -301,8 +287,8 @@ def swept(tmp_path_factory):
     script(tmp_path, SWEPT)
     done = helpers.call(
         "-m", "cluster.nodes=1", "cluster.ranks_per_node=1", "job.arguments.lr=0.1,0.01",
-        "hydra.sweep.dir=sweep", "--", "train.py", "--name", "it's ${HOME}, [a]",
-        cwd=tmp_path, code=0,
+        "job.arguments.out=${run.dir}/weights", "hydra.sweep.dir=sweep", "--", "train.py",
+        "--log", "{run.dir}/log", "it's ${HOME}, [a]", cwd=tmp_path, code=0,
     )  # fmt: skip
     return tmp_path / "sweep", done.stdout
 
@@ -318,7 +304,9 @@ def test_arguments_of_a_script_are_swept_and_end_in_the_table(swept):
     assert "Weights" not in printed, "a program has no weights that we know"
     for number, rate in enumerate(("0.1", "0.01")):
         text = (sweep / f"{number}/logs/rank-00000.log").read_text()
-        assert f"given {['--name', 'it' + chr(39) + 's ${HOME}, [a]', f'--lr={rate}']}" in text
+        run = sweep / str(number)
+        words = ["--log", f"{run}/log", "it's ${HOME}, [a]", f"--lr={rate}", f"--out={run}/weights"]
+        assert f"given {words}" in text
 
 
 def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_not(swept):
@@ -338,25 +326,9 @@ def test_every_verb_has_a_word_for_programs_that_report_and_for_those_that_do_no
     assert "is a new run" in anew.stderr, anew.stderr
 
 
-def test_ranks_that_ask_stop_after_the_same_update_and_their_figures_have_no_gap(tmp_path):
-    script(tmp_path, LOOP)
-    process = begin(tmp_path)
-    program_of(tmp_path, 2).terminate()
-    output = helpers.await_exit(process, 3)
-    last = {re.findall("last (.*)", log(tmp_path, rank))[-1] for rank in range(4)}
-    assert len(last) == 1
-    stopped = int(last.pop().split()[0])
-    assert re.search(rf"updates +{stopped + 1}", output)
-    helpers.verb("resume", tmp_path / "run", code=0)
-    updates = [record["update"] for record in helpers.records(tmp_path / "run")]
-    assert updates == [*range(stopped + 6)]
-    status = json.loads(helpers.verb("status", tmp_path / "run", "--json").stdout)[0]
-    assert (status["state"], status["updates"]) == ("finished", stopped + 6)
-
-
 def test_a_stop_reaches_only_the_loop_until_it_has_ended_and_then_the_rest(tmp_path):
     """The shell script around the loop, and a data loader's worker, get no signal while the loop
-    ends its update and saves; afterwards they are ended.
+    ends its update, the same on all ranks, and saves; afterwards they are ended.
     """
     aside = "worker = subprocess.Popen(['sleep', '600'])\n"
     text = LOOP.replace("import math", f"{aside}import math")
@@ -366,11 +338,11 @@ def test_a_stop_reaches_only_the_loop_until_it_has_ended_and_then_the_rest(tmp_p
     process = begin(tmp_path, "cluster.nodes=1", program=("./train.sh",), waits_for=2)
     done = helpers.verb("cancel", tmp_path / "run")
     assert "once all its ranks are done with the same update" in done.stdout
-    helpers.await_exit(process, 3)
-    for rank in range(2):
-        said = log(tmp_path, rank)
-        assert re.search(r"last (\d+) .*\nworker None\n", said)
-        assert "Terminated" not in said, "the shell says that of what a signal has ended"
+    output = helpers.await_exit(process, 3)
+    said = [log(tmp_path, rank) for rank in range(2)]
+    [last] = {re.search(r"last (\d+) .*\nworker None\n", text)[1] for text in said}
+    assert re.search(rf"updates +{int(last) + 1}", output)
+    assert "Terminated" not in "".join(said), "the shell says that of what a signal has ended"
 
 
 SAVES = f"""{QUICK}

@@ -100,6 +100,12 @@ def test_parameters_that_have_no_meaning_here_are_refused(parameters, instead, t
         OrchestratorExecutor(tmp_path).update_parameters(**parameters)
 
 
+def asked_for(auto, folder):
+    """Return the configuration of an executor's next job, and its batch script."""
+    config = compose(auto._executor._overrides())
+    return config, cluster_of(config).request(folder / "run", 0).text
+
+
 def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, tmp_path):
     monkeypatch.setenv(VARIABLE, "slurm cluster.account=mine")
     auto = AutoExecutor(tmp_path)
@@ -109,8 +115,7 @@ def test_memory_and_flags_are_asked_for_as_sbatch_would_have_them(monkeypatch, t
         slurm_setup=["module load cuda"], slurm_additional_parameters={"mail-type": "FAIL"},
         slurm_stderr_to_stdout=True,
     )  # fmt: skip
-    config = compose(auto._executor._overrides())
-    text = cluster_of(config).request(tmp_path / "run", 0).text
+    config, text = asked_for(auto, tmp_path)
     for flag in (
         "--mem=1536M", "--time=90", "--nodes=2", "--gpus-per-node=4", "--partition=gpu",
         "--comment='two words'", "--mail-type=FAIL", "--account=mine",
@@ -129,8 +134,7 @@ def test_memory_has_the_units_of_sbatch(memory, monkeypatch, tmp_path):
     auto.update_parameters(
         slurm_mem=memory, slurm_additional_parameters={"contiguous": True, "mail_type": "END"}
     )
-    config = compose(auto._executor._overrides())
-    text = cluster_of(config).request(tmp_path / "run", 0).text
+    _, text = asked_for(auto, tmp_path)
     for flag in ("--mem=16384M", "--contiguous", "--mail-type=END"):
         assert f"#SBATCH {flag}\n" in text, flag
 
@@ -142,13 +146,6 @@ def test_memory_has_the_units_of_sbatch(memory, monkeypatch, tmp_path):
 def test_parameters_without_effect_are_warned_of(parameters, words, tmp_path):
     with pytest.warns(UserWarning, match=words):
         OrchestratorExecutor(tmp_path).update_parameters(**parameters)
-
-
-def test_a_folder_by_the_number_in_an_array_is_refused_before_anything_is_submitted(tmp_path):
-    executor = OrchestratorExecutor(tmp_path / "%A_%a")
-    with pytest.raises(ValueError, match=r"%a has no value here.*use %j"):
-        executor.map_array(abs, [1, 2])
-    assert not list(tmp_path.iterdir())
 
 
 def test_both_streams_go_to_one_log_where_that_is_asked_for(tmp_path):
@@ -202,30 +199,26 @@ def print_to_both():
     print("err", file=sys.stderr)
 
 
+@pytest.mark.parametrize(
+    ("folder", "work", "error", "words"),
+    [
+        ("%A_%a", [1, 2], ValueError, r"%a has no value here.*use %j"),
+        ("", [1, threading.Lock()], TypeError, "pickle"),
+        ("", [1, "x" * 20_000], RuntimeError, "max_pickle_size_gb"),
+        ("", [1, 2], FailedSubmissionError, "error: .*slurm"),
+    ],
+)
+def test_a_refused_submission_leaves_nothing(monkeypatch, tmp_path, folder, work, error, words):
+    monkeypatch.setenv(VARIABLE, "slurm cluster.slurm_conf=/nowhere/slurm.conf")
+    executor = OrchestratorExecutor(tmp_path / folder, max_pickle_size_gb=1e-5)
+    with pytest.raises(error, match=words):
+        executor.map_array(print, work)
+    assert not list(tmp_path.iterdir())
+
+
 def test_another_python_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"cluster\.container"):
         OrchestratorExecutor(tmp_path, python="singularity exec x python")
-
-
-def test_a_refused_submission_leaves_nothing(monkeypatch, tmp_path):
-    monkeypatch.setenv(VARIABLE, "slurm cluster.slurm_conf=/nowhere/slurm.conf")
-    executor = OrchestratorExecutor(tmp_path)
-    with pytest.raises(FailedSubmissionError, match=r"error: .*slurm"):
-        executor.map_array(abs, [1, 2])
-    assert not list(tmp_path.iterdir())
-
-
-def test_too_large_arguments_are_refused(tmp_path):
-    executor = OrchestratorExecutor(tmp_path, max_pickle_size_gb=1e-6)
-    with pytest.raises(RuntimeError, match="max_pickle_size_gb"):
-        executor.submit(len, "x" * 2000)
-    assert not list(tmp_path.iterdir())
-
-
-def test_arguments_that_cannot_be_pickled_leave_no_file(tmp_path):
-    with pytest.raises(TypeError, match="pickle"):
-        OrchestratorExecutor(tmp_path).map_array(print, [1, threading.Lock()])
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_thread_of_the_kernel_whose_pid_is_a_jobs_id_does_not_follow_that_job():

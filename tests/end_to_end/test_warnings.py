@@ -2,12 +2,11 @@
 
 import json
 import os
-import shutil
+
+import torch
 
 from orchestrator import Loss
-from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.warnings import warn
-from tests import helpers
 from tests.helpers import SMALL, call
 from tests.tiny_job import Tiny
 
@@ -15,13 +14,14 @@ WARNING = "job._target_=tests.end_to_end.test_warnings.Warns"
 
 
 class Warns(Tiny):
-    """Rank 1 warns before training and at each micro-step, where its metrics are no numbers; rank 0
-    in its last evaluation.
+    """Rank 1 warns before training and at each micro-step, where its metrics are no numbers, and
+    computes with more threads; rank 0 warns in its last evaluation.
     """
 
     def model(self):
         if os.environ["SLURM_PROCID"] == "1":
             warn("made before training")
+            torch.set_num_threads(2)
         return super().model()
 
     def loss(self, model, batch):
@@ -44,33 +44,16 @@ def written(run):
 def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
     done = call(
         WARNING, SMALL, f"run.dir={run}", "tracker=none", "train.updates=6",
-        "train.checkpoint_every=3", "train.evaluate_every=0", code=0,
+        "train.checkpoint_every=3", "train.evaluate_every=0", "accumulation.reduction=reproducible",
+        "accumulation.micro_batch=16", "accumulation.global_batch=160", code=0,
     )  # fmt: skip
-    for said in (done.stdout, "\n".join(f"warning: {sentence}" for sentence in written(run))):
+    for said in (
+        " ".join(done.stdout.split()),
+        "\n".join(f"warning: {sentence}" for sentence in written(run)),
+    ):
         assert said.count("warning: rank 1: made before training") == 1
         assert said.count("warning: rank 1: made in micro-step") == 1
         assert said.count("warning: made at the end") == 1
         assert said.count("warning: metric 'error' is nan in update 0: a sum in Loss.metrics") == 1
         assert said.count("learning rate is scaled") <= 1
-
-
-def test_ranks_and_runs_that_compute_differently_are_named_to_the_person(tmp_path):
-    a, b = tmp_path / "a", tmp_path / "b"
-    done = helpers.call(
-        "job._target_=tests.tiny_job.Threads", "accumulation.reduction=reproducible",
-        "accumulation.micro_batch=16", "accumulation.global_batch=160", "train.updates=2",
-        "tracker=none", "cluster.nodes=1", "cluster.ranks_per_node=3", f"run.dir={a}",
-    )  # fmt: skip
-    said = " ".join((done.stdout + done.stderr).split())
-    assert done.returncode == 0, said
-    assert "warning: rank 1 computes with another version of torch, number of threads" in said
-    assert "the bits of the result may depend on who computes which leaf" in said
-
-    shutil.copytree(a, b)
-    environment = read_json(b / "environment.json")
-    environment["framework"]["torch"] = "1.0"
-    write_json(b / "environment.json", environment)
-    said = helpers.verb("compare", a, b).stdout
-    assert "the same bits" in said
-    assert "computed with another torch: 2." in said
-    assert "against 1.0" in said
+        assert said.count("rank 1 computes with another version of torch, number of threads") == 1

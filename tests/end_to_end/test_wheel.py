@@ -1,4 +1,4 @@
-"""Built as a wheel and installed elsewhere, it works the same, with jobs of other packages."""
+"""Built as a wheel and installed elsewhere, it works the same, with a job of another package."""
 
 import json
 import subprocess
@@ -6,38 +6,12 @@ import sys
 
 import pytest
 
-from tests.helpers import ROOT, environment, records
-
-THEIR_JOB = """
-import torch
-from orchestrator import Job, Loss
-
-class Words(Job):
-    '''Sentences of different lengths: the loss is a sum over words, the weight their number.'''
-
-    def __init__(self, sentences=90):
-        made = torch.Generator().manual_seed(3)
-        lengths = torch.randint(1, 9, (sentences,), generator=made)
-        self.data = [torch.randn(int(n), 4, generator=made) for n in lengths]
-
-    def model(self):
-        return torch.nn.Linear(4, 1)
-
-    def dataset(self):
-        return self.data
-
-    def collate(self, samples):
-        return torch.cat(samples)
-
-    def loss(self, model, batch):
-        error = model(batch) - batch.sum(1, keepdim=True)
-        return Loss((error ** 2).sum(), weight=len(batch))
-"""
+from tests.helpers import ROOT, environment
 
 
 @pytest.fixture(scope="module")
 def installed(tmp_path_factory):
-    """A folder as `pip install --target` makes it, with our wheel and a user's package in it."""
+    """A folder as `pip install --target` makes it of our wheel."""
     base = tmp_path_factory.mktemp("wheel")
     build = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", base, ROOT]
     subprocess.run(build, check=True, capture_output=True, text=True)
@@ -45,10 +19,6 @@ def installed(tmp_path_factory):
     target = base / "site"
     install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--no-index"]
     subprocess.run([*install, "--target", target, wheel], check=True, capture_output=True)
-    theirs = target / "their_package"
-    theirs.mkdir()
-    (theirs / "__init__.py").touch()
-    (theirs / "words.py").write_text(THEIR_JOB)
     return target
 
 
@@ -67,21 +37,6 @@ def test_the_wheel_brings_its_configuration_and_plans(installed, tmp_path):
     assert not any((installed / name).exists() for name in ("jobs", "conf", "slurm"))
     plan = run(installed, tmp_path, "plan", "experiment=jepa_240", "--json", module="orchestrator")
     assert [json.loads(plan)[name] for name in ("ranks", "nodes", "micro_steps")] == [240, 30, 2]
-
-
-def test_a_job_of_another_installed_package_trains_from_any_folder(installed, tmp_path):
-    (tmp_path / "own" / "job").mkdir(parents=True)
-    (tmp_path / "own" / "job" / "words.yaml").write_text(
-        "_target_: their_package.words.Words\nsentences: 90\n"
-    )
-    run(
-        installed, tmp_path, "--config-dir", "own", "job=words", "accumulation.global_batch=40",
-        "train.updates=6", "run.dir=out",
-    )  # fmt: skip
-    result = json.loads((tmp_path / "out" / "result.json").read_text())
-    assert (result["state"], result["updates"]) == ("finished", 6)
-    weights = [record["weight"] for record in records(tmp_path / "out")]
-    assert len(set(weights)) > 1, "the weight of an update is its number of words"
 
 
 def test_a_new_project_trains_and_resumes_where_the_user_has_folders_of_our_names(

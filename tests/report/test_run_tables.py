@@ -14,41 +14,44 @@ from tests.plan.stated import make_plan
 from tests.run_folders import Screen, record, result
 
 
+def flat(text):
+    return " ".join(text.split())
+
+
 def show(plan, **options):
     screen = Screen(**options)
     print_plan(plan, screen)
     return screen.text
 
 
-def test_equal_ranks_share_a_row():
-    plan = make_plan(nodes=30, ranks_per_node=8, global_batch=3072, micro_batch=10)
-    text = " ".join(show(plan.to_json()).split())
-    assert "240 ranks on 30 nodes" in text
-    assert "3,072 samples in 2 micro-steps of at most 10 samples" in text
-    assert "ranks 0-191 13 samples = 7+6 ranks 192-239 12 samples = 6+6" in text
+PLANS = {
+    "equal ranks share a row": (
+        {"nodes": 30, "ranks_per_node": 8, "global_batch": 3072, "micro_batch": 10},
+        ["240 ranks on 30 nodes", "3,072 samples in 2 micro-steps of at most 10 samples",
+         "ranks 0-191 13 samples = 7+6 ranks 192-239 12 samples = 6+6"],
+    ),
+    "what is unknown says why": (
+        {"nodes": 1, "ranks_per_node": 2, "global_batch": 8, "steps": 2},
+        ["unknown (the data set is not looked at here)", "unknown (the model is not built here)"],
+    ),
+    "what is known is shown": (
+        {"nodes": 1, "ranks_per_node": 2, "global_batch": 8, "steps": 2, "dataset_samples": 80,
+         "parameters": 1000, "base_lr": 0.1, "warmup_updates": 2, "decay": "cosine"},
+        ["10 (1 epoch)", "peak 0.1", "per update and rank"],
+    ),
+    "ranks without samples": ({"nodes": 1, "ranks_per_node": 3, "global_batch": 2, "steps": 1},
+                              ["idle", "warning: see [accumulation]"]),
+}  # fmt: skip
 
 
-def test_what_is_unknown_says_why():
-    text = show(make_plan(nodes=1, ranks_per_node=2, global_batch=8, steps=2).to_json())
-    assert "unknown (the data set is not looked at here)" in text
-    assert "unknown (the model is not built here)" in text
-
-
-def test_what_is_known_is_shown():
-    plan = make_plan(nodes=1, ranks_per_node=2, global_batch=8, steps=2, dataset_samples=80,
-                     parameters=1000, base_lr=0.1, warmup_updates=2, decay="cosine")  # fmt: skip
-    text = show(plan.to_json())
-    assert "unknown" not in text.partition("run folder")[0]
-    assert "10 (1 epoch)" in text
-    assert "peak 0.1" in text
-    assert "per update and rank" in text
-
-
-def test_idle_ranks_and_warnings_are_shown_with_their_brackets():
-    plan = make_plan(nodes=1, ranks_per_node=3, global_batch=2, steps=1).to_json()
-    text = show({**plan, "warnings": ["see [accumulation]"]})
-    assert "idle" in text
-    assert "warning: see [accumulation]" in text
+@pytest.mark.parametrize("case", PLANS)
+def test_a_plan_is_shown_with_all_that_is_known_and_its_warnings(case):
+    stated, parts = PLANS[case]
+    text = flat(show({**make_plan(**stated).to_json(), "warnings": ["see [accumulation]"]}))
+    for part in parts:
+        assert part in text
+    known = "unknown" not in text.partition("run folder")[0]
+    assert known == (case == "what is known is shown")
 
 
 def test_ten_thousand_unlike_ranks_fit_a_screen():
@@ -72,10 +75,6 @@ def closing(screen, plan=None, history=None, **changes):
     history = History([record(n) for n in range(20)]) if history is None else history
     print_closing(result(**changes), history, FOLDER, screen, plan=plan)
     return screen.text
-
-
-def flat(text):
-    return " ".join(text.split())
 
 
 def test_a_finished_run_says_what_it_did_and_cost(screen):

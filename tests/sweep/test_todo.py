@@ -5,9 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 
-from orchestrator.cli.follow import OutputOptions
 from orchestrator.clusters.api import Cluster
 from orchestrator.config.command_line import program_overrides, read_command_line
 from orchestrator.config.composer import Composer
@@ -26,6 +24,7 @@ from orchestrator.sweep.tasks import (
     submit,
     tasks_of,
 )
+from tests.sweep.search.helpers import QUIET
 
 JOB = "job._target_=cells_job.Mine"
 SOURCE = """
@@ -39,7 +38,6 @@ class Mine(Job):
     def dataset(self): ...
     def loss(self, model, batch): return Loss(0.0, weight=1)
 """
-QUIET = OutputOptions(console=Console(quiet=True), quiet=True)
 
 
 class Sweep:
@@ -240,17 +238,24 @@ def test_a_resume_that_is_given_up_leaves_a_point_as_it_ended(sweep):
     assert task.run.result.read_bytes() == end
 
 
-def test_points_that_were_queued_once_do_not_count_where_nothing_is_queued(sweep, monkeypatch):
+@pytest.fixture
+def _refusing(monkeypatch):
+    """Let the cluster refuse whatever is submitted."""
+
     class Refusing(Cluster):
         @classmethod
         def submit_all(cls, placed, at_once=None):
             raise ClusterError("no such partition")
 
+    monkeypatch.setattr("orchestrator.sweep.tasks.class_of", lambda _: Refusing)
+
+
+@pytest.mark.usefixtures("_refusing")
+def test_points_that_were_queued_once_do_not_count_where_nothing_is_queued(sweep):
     for run in (sweep.run_of(0), sweep.run_of(1)):
         write_result_again(run, State.STOPPED)
         write_json(run.handle, {"kind": "local", "job_id": "7", "attempt": 0})
     tasks = sweep.tasks()
-    monkeypatch.setattr("orchestrator.sweep.tasks.class_of", lambda _: Refusing)
     with pytest.raises(ClusterError) as refused:
         submit(tasks, QUIET)
     assert str(refused.value) == "no such partition"
@@ -262,13 +267,8 @@ def test_a_copy_of_a_points_folder_is_not_taken_for_the_point(sweep):
     assert [task.run.path.name for task in sweep.tasks()] == ["0", "1"]
 
 
-def test_results_that_nothing_could_replace_are_where_they_were(sweep, monkeypatch):
-    class Refusing(Cluster):
-        @classmethod
-        def submit_all(cls, placed, at_once=None):
-            raise ClusterError("no such partition")
-
-    monkeypatch.setattr("orchestrator.sweep.tasks.class_of", lambda _: Refusing)
+@pytest.mark.usefixtures("_refusing")
+def test_results_that_nothing_could_replace_are_where_they_were(sweep):
     before = [task.run.read_result() for task in sweep.tasks()]
     with pytest.raises(ClusterError, match="no such partition"):
         submit(sweep.tasks(force=True), QUIET)

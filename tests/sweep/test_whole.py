@@ -15,7 +15,6 @@ from orchestrator.report.page_data import data_of
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from tests.helpers import LIGHT, call, result, verb
-from tests.programs import script
 
 ONE = ("cluster.nodes=1", "cluster.ranks_per_node=1", "accumulation.global_batch=8")
 
@@ -56,20 +55,6 @@ def test_a_sweep_goes_on_from_any_folder_also_where_its_job_cannot_be_imported(t
     done = verb("resume", "../sweep", cwd=tmp_path / "sweep", code=0)
     assert "2 of 2 points finished" in done.stdout
     assert done.stderr == ""
-
-
-PROGRAM = "import sys\nprint('WORDS', *sys.argv[1:])\n"
-
-
-def test_each_point_writes_to_its_own_run_folder(tmp_path):
-    script(tmp_path, PROGRAM)
-    line = ("-m", *ONE[:2], f"run.dir={tmp_path / 'sweep'}", "job.arguments.seed=1,2")
-    words = ("job.arguments.out=${run.dir}/weights", "--", "train.py", "--log", "{run.dir}/log")
-    call(*line, *words, cwd=tmp_path, code=0)
-    for point in "01":
-        run = tmp_path / "sweep" / point
-        log = (run / "logs" / "rank-00000.log").read_text()
-        assert f"WORDS --log {run}/log --seed={int(point) + 1} --out={run}/weights" in log
 
 
 @pytest.mark.parametrize(
@@ -113,14 +98,11 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
         assert f"point {number}: " in words
 
 
+def test_a_plan_without_a_sweep_is_one():
+    assert json.loads(planned("train.updates=5", "--json"))["updates"] == 5
+    assert "point 0" not in planned("train.updates=5")
+
+
 def test_swept_keys_that_end_alike_keep_their_names():
     values = ("+cluster.environment.seed=a,b", "train.seed=1,2", "train.clip_norm=1,2")
     assert "cluster.environment.seed=b train.seed=1 clip_norm=2" in planned("-m", *values)
-
-
-def test_a_plan_without_a_sweep_is_one_and_a_point_that_cannot_be_is_named():
-    assert json.loads(planned("train.updates=5", "--json"))["updates"] == 5
-    assert "point 0" not in planned("train.updates=5")
-    done = CliRunner().invoke(app, ["plan", "-m", "cluster.nodes=1,0"])
-    assert done.exit_code == 2
-    assert "point 1: cluster.nodes must be at least 1" in done.output

@@ -97,7 +97,7 @@ def test_on_two_nodes_it_ends_with_the_bits_that_it_has_under_msrun(tmp_path):
 
 
 def test_a_worker_refuses_what_the_engine_lacks_when_the_source_hides_the_framework(tmp_path):
-    """The submitting command refuses it for any other job: tests/end_to_end/test_bad_input.py."""
+    """The submitting command refuses it for any other job: tests/config/test_composer.py."""
     done = helpers.call(
         "job._target_=tests.engine.mindspore.jobs.Hidden", "engine.shard_optimizer=true",
         "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "run.dir=run",

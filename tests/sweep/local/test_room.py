@@ -1,12 +1,10 @@
 """The number of points that run at once: laws over machines, and the messages."""
 
-import io
 import os
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from rich.console import Console
 
 from orchestrator.cli.follow import OutputOptions
 from orchestrator.clusters.api import Share
@@ -15,6 +13,7 @@ from orchestrator.clusters.machine import Machine, cores
 from orchestrator.config.composer import compose
 from orchestrator.config.schema import Config, SweepConfig
 from orchestrator.sweep.local import RANK_BYTES, LocalCapacity, most_at_once
+from tests.run_folders import Screen
 
 machines = st.builds(
     Machine,
@@ -77,12 +76,12 @@ def test_a_run_takes_the_cores_of_all_its_ranks_and_a_gpu_for_each_unless_it_say
 
 
 def most(key, values, parallel="auto"):
-    console = Console(file=io.StringIO(), width=200)
+    screen = Screen(width=200)
     configs = [Config(sweep=SweepConfig(parallel=parallel)) for _ in values]
     section, _, name = key.rpartition(".")
     for config, value in zip(configs, values, strict=True):
         setattr(getattr(config, section) if section else config, name, value)
-    return most_at_once(configs, OutputOptions(console=console)), console.file.getvalue()
+    return most_at_once(configs, OutputOptions(console=screen)), screen.text
 
 
 @pytest.mark.parametrize(

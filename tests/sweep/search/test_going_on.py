@@ -105,13 +105,6 @@ def test_values_are_those_of_the_runs_and_the_best_is_the_smallest(tmp_path):
         assert known[found["best"]] == best(known.values())
 
 
-def test_a_new_trial_is_drawn_when_one_has_ended_not_when_all_have(tmp_path):
-    trial_runs = AtOnce(most=3)
-    run_to_end(search_of(*line_of(tmp_path / "found", "sweep.trials=7")), trial_runs)
-    assert len(trial_runs.began) == 7
-    assert [path.name for path in trial_runs.began] == [str(number) for number in range(7)]
-
-
 def test_a_trial_whose_room_is_gone_at_the_last_moment_waits_for_it(tmp_path):
     class Shrinking(AtOnce):
         refused = 0

