@@ -99,6 +99,10 @@ os.truncate("emptied.txt", 0)
 base = sqlite3.connect("base.db")
 base.execute("create table numbers (x)")
 base.close()
+try:
+    open("large.bin", "ab")
+except PermissionError:
+    os.remove("large.bin")
 with open("linked/../beside.txt", "w") as file:
     file.write("other")
 assert os.listdir("saved/deep/data") == ["data.txt"] and not os.path.exists("removed")
@@ -115,11 +119,15 @@ def test_a_script_that_writes_leaves_what_was_there_as_it_was(tmp_path):
         "beside.txt", "entered/inner.txt", "base.db", "train.py",
     )  # fmt: skip
     (tmp_path / "base.db").touch()
+    (tmp_path / "large.bin").touch()
+    os.truncate(tmp_path / "large.bin", 2**30 + 1)  # too large for a copy
     for path in map(tmp_path.joinpath, names[:-2]):
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text("kept")
     done, [made] = audit(ALONE, "--", "train.py", cwd=tmp_path)
     assert (done.returncode, made["state"], made["notes"]) == (0, "right", []), done.stdout
+    assert (tmp_path / "large.bin").stat().st_size == 2**30 + 1
+    (tmp_path / "large.bin").unlink()
     assert {str(p.relative_to(tmp_path)) for p in tmp_path.rglob("*") if p.is_file()} == set(names)
     assert {(tmp_path / name).read_text() for name in names[:-2]} == {"kept"}
     assert not (tmp_path / "base.db").read_bytes()
