@@ -117,9 +117,7 @@ def train(fault, epochs, rank, size):
         mine = list(range(len(x)))
     mine = mine[:22]  # as many on each rank
     micro_batches = [mine[i : i + MICRO_BATCH] for i in range(0, len(mine), MICRO_BATCH)]
-    means = fault in (
-        "undivided", "divided-twice", "ragged-last-window", "padded-tokens",
-    )  # fmt: skip
+    means = fault in ("undivided", "divided-twice", "ragged-last-window", "padded-tokens")
     if fault == "warm-up":
         model(x[mine[:3]]).square().mean().backward()
     torch.manual_seed(100 + rank)

@@ -65,9 +65,7 @@ def test_a_model_in_shards_trains_as_a_whole_one_and_goes_on_with_other_ranks(tm
     )  # fmt: skip
     alone = ("cluster.nodes=1", "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}")
     fault = ("job.fault=kill", "job.fault_rank=3", "job.fault_after=4", "run.max_restarts=1")
-    shards = (
-        "engine.shard_model=node", "train.updates=4", "run.survive=false", f"run.dir={run}",
-    )  # fmt: skip
+    shards = ("engine.shard_model=node", "train.updates=4", "run.survive=false", f"run.dir={run}")
     for words in ((*more, *alone), (*more, *shards, *fault)):
         helpers.call(*words, code=0)
     assert [note["resumed_from"] for note in helpers.result(run)["restarts"]] == [2]
