@@ -8,7 +8,7 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 from orchestrator.agent.topology import interface_variables
@@ -249,8 +249,6 @@ def _set_up(worker: WorkerProcess) -> Training:
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
     job = build_job(with_run_folder(config.job, str(run.path)))
-    if hasattr(job, "__dict__"):  # the plan, checks and each group's loader read it: build it once
-        vars(job)["dataset"] = cache(job.dataset)
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told
     framework = FRAMEWORKS.make(named, Framework)
@@ -403,6 +401,10 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
     return EngineSettings(**same | own)
 
 
+def _same(value: Any) -> Any:
+    return value
+
+
 def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     """Return the plan for the actual model and data set. Collective.
 
@@ -411,6 +413,8 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     rate = base_rate(engine.optimizer_used(), config.schedule.base_lr, type(job).__name__)
 
     dataset = job.dataset()
+    if hasattr(job, "__dict__"):  # checks and each group's loader need it, too: it is built once
+        vars(job)["dataset"] = partial(_same, dataset)  # workers get it with the job
     shards: Shards | None = getattr(dataset, "shards", None)
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:

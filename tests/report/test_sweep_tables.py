@@ -28,7 +28,12 @@ def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
         folder=Path(f"runs/{k}"),
         result=result(peak_memory_bytes=peak, **changes),
         updates=[record(n, update_s=seconds, samples=samples) for n in range(20)],
-        plan={"micro_steps": k, "global_batch": samples, "micro_batches": [[samples // k] * k]},
+        plan={
+            "micro_steps": k,
+            "global_batch": samples,
+            "micro_batches": [[samples // k] * k],
+            "ranks": 1,
+        },
         weights=weights,
     )
 
@@ -111,6 +116,15 @@ def test_the_verdict_is_taken_from_the_figures():
 
 def test_a_failed_run_is_compared_with_none():
     assert accumulation_pairs([cell(1), failed(4)]) == []
+
+
+def test_points_are_paired_that_differ_in_their_accumulation_alone():
+    small, large, four = cell(1, samples=64), cell(1), cell(4)
+    same_micro_batch, same_batch = accumulation_pairs([small, large, cell(2), four])
+    assert (same_micro_batch.one, same_micro_batch.many) == (small, four)
+    assert (same_batch.one, same_batch.many) == (large, four)
+    four.overrides["train.seed"] = 1
+    assert accumulation_pairs([large, four]) == []
 
 
 def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
