@@ -134,3 +134,13 @@ def is_coupled(job: Any) -> bool:
 def has_own_rate(job: Any) -> bool:
     """Return whether a job, or its class, defines `learning_rate(update)`."""
     return callable(getattr(job, "learning_rate", None))
+
+
+def dataset_of(job: Any) -> Any:
+    """Return the job's data set, which is built at the first call: the plan, checks and the loader
+    of each group of ranks read it.
+    """
+    kept, name = getattr(job, "__dict__", {}), "_orchestrator_dataset"  # no name of the user's
+    if name not in kept:
+        kept[name] = job.dataset()
+    return kept[name]

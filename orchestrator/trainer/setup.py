@@ -8,7 +8,6 @@ import os
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from functools import partial
 from typing import Any
 
 from orchestrator.agent.topology import interface_variables
@@ -29,7 +28,7 @@ from orchestrator.errors import (
     RunFolderError,
     did_you_mean,
 )
-from orchestrator.job import REQUIRED_METHODS, Job, has_own_rate, is_coupled
+from orchestrator.job import REQUIRED_METHODS, Job, dataset_of, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
@@ -401,10 +400,6 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
     return EngineSettings(**same | own)
 
 
-def _same(value: Any) -> Any:
-    return value
-
-
 def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     """Return the plan for the actual model and data set. Collective.
 
@@ -412,9 +407,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
     """
     rate = base_rate(engine.optimizer_used(), config.schedule.base_lr, type(job).__name__)
 
-    dataset = job.dataset()
-    if hasattr(job, "__dict__"):  # checks and each group's loader need it, too: it is built once
-        vars(job)["dataset"] = partial(_same, dataset)  # workers get it with the job
+    dataset = dataset_of(job)
     shards: Shards | None = getattr(dataset, "shards", None)
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:

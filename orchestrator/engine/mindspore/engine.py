@@ -53,7 +53,7 @@ from orchestrator.engine.mindspore.model import (
     state_of,
 )
 from orchestrator.errors import ConfigError, JobError, NonFiniteError, RunFolderError
-from orchestrator.job import Job
+from orchestrator.job import Job, dataset_of
 from orchestrator.plan.wire import trailer_numbers
 from orchestrator.rundir.checkpoints import WEIGHTS
 
@@ -93,7 +93,7 @@ class Loader:
     """
 
     def __init__(self, job: Job, seed: int, workers: int, floats: Any) -> None:
-        self._dataset = job.dataset()
+        self._dataset = dataset_of(job)
         self._collate: Callable[[list[Any]], Any] = getattr(job, "collate", lambda _: None)
         self._augments = bool(getattr(job, "augments", False))
         self._seed, self._workers, self._floats = seed, workers, floats

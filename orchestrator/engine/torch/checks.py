@@ -24,7 +24,7 @@ from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.model import in_evaluation, kept_state, seed_everything
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.job import Loss
+from orchestrator.job import Loss, dataset_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
@@ -295,7 +295,7 @@ def check_samples(
     Raises:
         JobError: the loss is no sum over samples, and the job does not declare `batch_dependent`.
     """
-    dataset, collate, name = job.dataset(), collate_of(job), type(job).__name__
+    dataset, collate, name = dataset_of(job), collate_of(job), type(job).__name__
     chosen = list(indices[:4])
     if len(chosen) < 2 and len(dataset) > 1:
         chosen.append((chosen[0] + 1) % len(dataset))

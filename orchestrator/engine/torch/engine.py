@@ -62,7 +62,7 @@ from orchestrator.engine.torch.state import (
 )
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
-from orchestrator.job import Job, is_coupled
+from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.rundir.warnings import warn
 
 if TYPE_CHECKING:
@@ -194,7 +194,7 @@ class TorchEngine(Engine):
     def batches(self, micro_batches: Iterable[MicroBatch]) -> Iterator[Any]:
         return loader.batches(
             micro_batches,
-            dataset=self._job.dataset(),
+            dataset=dataset_of(self._job),
             job=self._job,
             seed=self._settings.seed,
             workers=self._settings.loader_workers,

@@ -30,7 +30,7 @@ from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.model import in_evaluation, kept_state, moved, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.errors import JobError
-from orchestrator.job import Loss
+from orchestrator.job import Loss, dataset_of
 
 _TOLERANCE = 1e-2  # kernels may round differently the second time; other dropout differs far more
 
@@ -167,7 +167,7 @@ class CoupledWindows:
         """Return this rank's rows; none, of the right width, on a rank without samples."""
         if self._layout is None:
             with torch.no_grad(), in_evaluation(self._model):  # one sample has no variance
-                one = collate_of(self._job)([self._job.dataset()[0]])
+                one = collate_of(self._job)([dataset_of(self._job)[0]])
                 self._layout, _ = self._embed(one, MicroBatch(update=0, start=0, indices=(0,)))
         if self._kept:
             return self._layout, torch.cat([rows for _, _, rows in self._kept])
