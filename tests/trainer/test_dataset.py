@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from orchestrator.errors import JobError
+from orchestrator.job import dataset_of
 from orchestrator.testing.threads import run_in_threads
 from orchestrator.trainer.consistency_checks import agreed_samples, sample_digest
 from tests.engine.torch.jobs import Samples
@@ -115,3 +116,16 @@ values = st.recursive(
 def test_values_are_told_apart_and_equal_ones_are_not(one, other):
     assert sample_digest(one) == sample_digest(one)
     assert (sample_digest(one) == sample_digest(other)) == (repr(one) == repr(other))
+
+
+def test_the_data_set_is_built_once_also_where_the_job_calls_it_with_arguments_of_its_own():
+    class Counted:
+        built = 0
+
+        def dataset(self, part="train"):
+            self.built += 1
+            return [part]
+
+    job = Counted()
+    assert dataset_of(job) is dataset_of(job)
+    assert (job.dataset("test"), job.built) == (["test"], 2)
