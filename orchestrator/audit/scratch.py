@@ -78,8 +78,8 @@ class CopyOnWrite:
     def _on_event(self, event: str, args: Any) -> None:
         flags = args[2] if event == "open" and isinstance(args[2], int) else 0
         if flags & _WRITES:
-            appends = bool(flags & (os.O_WRONLY | os.O_APPEND))
-            self.own(args[0], emptied=bool(flags & os.O_TRUNC), appends=appends)
+            writes = bool(flags & (os.O_WRONLY | os.O_APPEND))
+            self.own(args[0], emptied=bool(flags & os.O_TRUNC), writes=writes)
         elif event in _CHANGES_ITSELF:
             self.own(args[0])
         elif event in _CHANGES:
@@ -87,13 +87,13 @@ class CopyOnWrite:
                 self.own(path, itself=False)
 
     def own(
-        self, path: Any, *, itself: bool = True, emptied: bool = False, appends: bool = False
+        self, path: Any, *, itself: bool = True, emptied: bool = False, writes: bool = False
     ) -> None:
         """Replace the links on the way to a path, and `itself`, by what they name.
 
         Args:
             emptied: what the file holds is not needed.
-            appends: it is certainly written to. Raises `PermissionError` if it is too large for
+            writes: it is certainly written to. Raises `PermissionError` if it is too large for
                 that.
         """
         replaces = getattr(self._thread, "replaces", False)
@@ -114,14 +114,14 @@ class CopyOnWrite:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 try:
                     for place in filter(Path.is_symlink, places):
-                        _replace(place, emptied=emptied, appends=appends)
+                        _replace(place, emptied=emptied, writes=writes)
                 finally:
                     fcntl.flock(lock, fcntl.LOCK_UN)  # a fork meanwhile has the file open, too
         finally:
             self._thread.replaces = False
 
 
-def _replace(link: Path, *, emptied: bool, appends: bool) -> None:
+def _replace(link: Path, *, emptied: bool, writes: bool) -> None:
     """Replace a link by a copy of its file, or by a folder with links to its folder's entries."""
     target, new = link.resolve(), link.with_name(f".{link.name}.{os.getpid()}")
     if target.is_dir():
@@ -138,7 +138,7 @@ def _replace(link: Path, *, emptied: bool, appends: bool) -> None:
             new.touch()
         elif target.stat().st_size <= LARGEST_COPY:
             shutil.copyfile(target, new)
-        elif appends:
+        elif writes:
             raise PermissionError(
                 f"{target} is larger than 1 GiB, and an audit changes no original"
             )

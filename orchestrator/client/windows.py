@@ -20,6 +20,7 @@ from typing import Any, Self
 
 from torch import Tensor
 from torch.nn import Module, ModuleList
+from torch.utils.data import default_collate
 
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import (
@@ -209,7 +210,7 @@ class Windows:
             JobError: the loop has begun, or the data set cannot be read.
         """
         self._refuse_late("batches()")
-        given = SimpleNamespace(augments=augments, **({"collate": collate} if collate else {}))
+        given = SimpleNamespace(augments=augments, collate=collate or default_collate)
         found = loader.batches(
             self._loop.micro_batches(self.first),
             dataset=dataset,
@@ -375,15 +376,21 @@ class AccumulatorState:
                 "a model that fully_shard() has sharded and one with shard_optimizer cannot share "
                 "checkpoints: leave shard_optimizer out"
             )
-        if not in_shards:  # which differ
-            self._check_others()
+        self._check_others(in_shards=in_shards)
 
-    def _check_others(self) -> None:
+    def _pack_others(self) -> tuple[dict[str, Any], dict[str, Tensor]]:
+        """Return the further state, packed, and its tensors by their paths. Raises `JobError`."""
+        tensors: dict[str, Tensor] = {}
+        made = {n: pack(own.state_dict(), tensors, f"state {n}") for n, own in self._others.items()}
+        return made, tensors
+
+    def _check_others(self, *, in_shards: bool) -> None:
         """Refuse further state that cannot be saved, now rather than at the first checkpoint, or
         that differs between ranks, and that rank 0's would replace at the next start. Collective.
         """
-        tensors: dict[str, Tensor] = {}
-        made = {n: pack(own.state_dict(), tensors, f"state {n}") for n, own in self._others.items()}
+        made, tensors = self._pack_others()
+        if in_shards:  # they differ
+            return
         digest = zlib.crc32(repr(made).encode())
         for tensor in tensors.values():
             digest = zlib.crc32(bytes_of(tensor.cpu()).numpy().data, digest)
@@ -452,9 +459,6 @@ class AccumulatorState:
                 f"{len(self._all)} share these windows"
             )
         load_model(self._model, folder, extra["model"])
-        held: dict[str, Tensor] = {}
-        for name, own in self._others.items():
-            pack(own.state_dict(), held, f"state {name}")
         optimizers = {f"optimizer {n}": one.optimizer for n, one in enumerate(self._all)}
 
         def restore(saved: dict[str, Any]) -> None:
@@ -469,7 +473,7 @@ class AccumulatorState:
                         f"{type(error).__name__}: {error}"
                     ) from error
 
-        load_optimizer(folder, extra["optimizer"], restore, optimizers, held)
+        load_optimizer(folder, extra["optimizer"], restore, optimizers, self._pack_others()[1])
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
 

@@ -59,14 +59,14 @@ OFF = "a lost rank ends the run: "
 
 
 class PlannedSurvival(NamedTuple):
-    """Whether the others go on without a lost rank, and a line about it, perhaps ""."""
+    """The resolved `run.survive`, and a line about it, perhaps ""."""
 
     on: bool
     line: str
 
 
 def planned_survival(config: Config) -> PlannedSurvival:
-    """Return what `run.survive` comes out as.
+    """Return the resolved `run.survive`, with a line about it.
 
     By default it is on wherever it is available on more than one node. The job's source is read for
     that. Raises `JobError` as `check_target` does.

@@ -66,6 +66,11 @@ def test_options_of_a_program_need_its_dashes(here, line, answer):
     assert answer in " ".join(found.stderr.split())
 
 
+def test_help_for_programs_needs_no_program(here):
+    done = here.invoke(app, ["run", "--help"])
+    assert (done.exit_code, "-- PROGRAM" in done.output) == (0, True), done.output
+
+
 def test_a_search_is_read_back(tmp_path):
     folder = RunDir(tmp_path)
     assert folder.read_search() is None

@@ -67,6 +67,8 @@ WRONG_FILES = [  # the files, what is chosen, and the message
      "experiment/more.yaml has to begin with the line # @package _global_;"),
     ({"mine": OWN + "train: {updats: 3}\n"}, [],
      "mine.yaml: there is no key 'train.updats'; did you mean 'updates'?"),
+    ({"mine": OWN + "hydra: {run: {dir: outputs}}\n"}, [],
+     "hydra.run.dir=outputs means nothing here: a run's folder is run.dir"),
     ({"mine": "a: {\n"}, [], "mine.yaml, line 2: "),
     ({"mine": "job: {_target_: *nobody}\n"}, [], "mine.yaml, line 1: found undefined alias"),
     ({"mine": "defaults: [base, mine, _self_]\n"}, [], "defaults of mine.yaml include itself"),

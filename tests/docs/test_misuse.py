@@ -254,6 +254,15 @@ def expect_another_weight(ours, model, group):
     ours.boundary()
 
 
+def change_the_rate_of_another_group(ours, model, group):
+    optimizer = torch.optim.SGD([{"params": [p]} for p in model.parameters()], lr=0.1)
+    ours.close()
+    ours = Accumulator(model, optimizer, group)
+    optimizer.param_groups[1]["lr"] += group.rank
+    backward(ours, model)
+    ours.boundary()
+
+
 def begin_other_windows(ours, model, group):
     begun(group=group, global_batch=8 + group.rank)
 
@@ -268,6 +277,7 @@ TWO_RANKS = {
         lambda o, m: last_backward(o, net()), boundary
     ),
     "ranks do not agree on update .*: expected_weight is": expect_another_weight,
+    "ranks do not agree .* rates of further parameter groups is": change_the_rate_of_another_group,
     "ranks do not agree .* layers in training mode is": leave_one_rank_in_eval_mode,
     "call accumulator.optimizer_state.. on all ranks": load_another_optimizers_state,
     "rank 1 differs .* first in global_batch of run.windows": begin_other_windows,
