@@ -58,12 +58,18 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
 def test_stopped_by_a_signal_resumed_and_killed_a_run_ends_with_the_same_bits(run, tmp_path):
     process, hold = begin_held(run, 7, *SLOW, *FEW)
     process.send_signal(signal.SIGTERM)
-    hold.hold_before(13)
+    update = 7
+    while process.poll() is None and update < 30:
+        update += 1
+        hold.hold_before(update)
+        time.sleep(0.1)  # the signal takes a moment to reach all ranks
     helpers.await_exit(process, 3)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)
+    killed_at = helpers.records(run)[-1]["update"] + 6
+    hold.hold_before(killed_at)
     resumed = helpers.begin("resume", run, module="orchestrator")
-    hold.wait_until_held(13, (0, 1))
+    hold.wait_until_held(killed_at, (0, 1))
     resumed.kill()
     resumed.communicate()
     hold.release()
