@@ -205,7 +205,7 @@ class GradientBuffers:
         parameters: the trained ones, each once; of DTensors this rank's parts count.
         metric_count: metrics that the trailer carries; None for no trailer at all.
         pad_to: each buffer is allocated in multiples of this; the padding is never reduced as
-            gradient and stays zero.
+            gradient, and zero in a window.
         move_weights: also move the parameters into flat buffers, `weights`, and make them views.
 
     Attributes:
@@ -255,7 +255,8 @@ class GradientBuffers:
                     parameter.data = view
                 self.weights.append(weights)
             dtype = torch.float32 if kind in HALVES else kind
-            self.flats.append(torch.zeros(length, dtype=dtype, device=device))
+            # `begin` zeroes what nothing else writes, so that memory is not taken before its use.
+            self.flats.append(torch.empty(length, dtype=dtype, device=device))
         self.slots = [slots[number] for number in range(len(parameters))]
         self.parameters = [parameter for _, parameter in parameters]
         self._cut_flats()
@@ -282,11 +283,11 @@ class GradientBuffers:
         self._addresses = [view.data_ptr() for view in self.views]
 
     def clone_layout(self) -> GradientBuffers:
-        """Return further buffers of the same layout, zero. `hook_counts`, `at_begin`, `targets` and
+        """Return further buffers of the same layout. `hook_counts`, `at_begin`, `targets` and
         `used` are shared, since gradients go to one set of buffers at a time.
         """
         other = copy.copy(self)
-        other.flats = [torch.zeros_like(flat) for flat in self.flats]
+        other.flats = list(map(torch.empty_like, self.flats))
         other._cut_flats()  # noqa: SLF001  # ours
         return other
 
