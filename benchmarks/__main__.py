@@ -16,6 +16,7 @@ MEASUREMENTS = (
     "programs",
     "sweeps",
     "peers",
+    "pairs",
     "reproducible",
     "boundary",
     "sharded",

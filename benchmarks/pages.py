@@ -15,6 +15,7 @@ from benchmarks import (
     chaos,
     checkpoints,
     load,
+    pairs,
     peers_page,
     reproducible,
     survive,
@@ -57,6 +58,7 @@ def _plain(data: Result) -> str:
 
 _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "peers": ("An update against what people use today", peers_page.body),
+    "pairs": ("An update beside DDP + no_sync, in pairs", pairs.body),
     "reproducible": ("Cost of equal bits", reproducible.body),
     "boundary": ("Cost of a boundary beyond its reduction", boundary.body),
     "chaos": ("Runs disturbed on purpose", chaos.body),

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from benchmarks.contenders import ALL, Contender, Setting
+from benchmarks.contenders import BY_NAME, Contender, Setting
 from benchmarks.contenders.ours import Ours
 from benchmarks.link import sent_bytes
 from benchmarks.measure import Spread, interleaved, rows_of, turns
@@ -41,8 +41,8 @@ class Bench:
         self.counted = task["senders"] is not None and self.group.size > 1
 
     def contender(self, name: str) -> Contender:
-        """Return a new contender, with the common initial weights."""
-        return ALL[name](built(self.net), self.setting)
+        """Return a new contender, with the common initial weights; "NAME, again" as NAME."""
+        return BY_NAME[name.removesuffix(", again")](built(self.net), self.setting)
 
     def share(self, leaves: int) -> range:
         """Return the micro-batches of this rank among `leaves`."""

@@ -40,8 +40,8 @@ not during it."""
 MANY = 9600
 LARGE = f"""\
 One rank of {MANY:,} builds its buffers, its reduction and its first window for 1.26 billion
-parameters (on torch's fake process group; the sharded model itself exists before). In shards over
-64 or 8 ranks the memory is this rank's part of the float32 gradient."""
+parameters (on torch's fake process group; the sharded model itself exists before). The buffers take
+memory with the first backward: this rank's part of the float32 gradient, 601 MiB of 8 ranks."""
 LARGE_SHAPES = {
     "whole on each rank, optimizer in shards (on the meta device)": None,
     "in shards over all ranks": MANY,

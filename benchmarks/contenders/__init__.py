@@ -7,9 +7,9 @@ from importlib.util import find_spec
 from benchmarks.contenders.base import Contender, Setting
 from benchmarks.contenders.frameworks import Fabric, HuggingFaceAccelerate
 from benchmarks.contenders.ours import Ours, OursReproducible, OursSharded
-from benchmarks.contenders.torch_own import DdpNoSync, DdpPlain, Fsdp2
+from benchmarks.contenders.torch_own import DdpChecked, DdpNoSync, DdpPlain, Fsdp2
 
-__all__ = ["ALL", "Contender", "Setting", "missing"]
+__all__ = ["ALL", "BY_NAME", "Contender", "Setting", "missing"]
 
 _KINDS: tuple[type[Contender], ...] = (
     Ours,
@@ -22,6 +22,8 @@ _KINDS: tuple[type[Contender], ...] = (
     Fsdp2,
 )
 ALL = {kind.name: kind for kind in _KINDS}
+BY_NAME: dict[str, type[Contender]] = {**ALL, DdpChecked.name: DdpChecked}
+"""Those of `pairs`, too."""
 
 
 def missing(name: str) -> str | None:

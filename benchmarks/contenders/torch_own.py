@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any, ClassVar
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
@@ -56,6 +59,29 @@ class DdpPlain(DdpNoSync):
 
     name = "DDP plain"
     quiet = False
+
+
+class DdpChecked(DdpNoSync):
+    """`DdpNoSync` with what ours does as well: the loss of all ranks, and a finite norm."""
+
+    name = "DDP + no_sync, norm and loss"
+
+    def begin(self, *, steps: int, first: int, leaves: int) -> None:
+        super().begin(steps=steps, first=first, leaves=leaves)
+        self._loss = torch.zeros(2)
+
+    def micro_step(self, batch: Batch, step: int, *, last: bool) -> Tensor:
+        loss = super().micro_step(batch, step, last=last)
+        self._loss += torch.tensor([float(loss) * len(batch[1]), len(batch[1])])
+        return loss
+
+    def end(self) -> None:
+        dist.all_reduce(self._loss)
+        gradients = [p.grad for p in self.model.parameters() if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        if not math.isfinite(float(norm)) or not math.isfinite(float(self._loss[0])):
+            raise RuntimeError("the loss or the gradient is not finite")
+        super().end()
 
 
 class Fsdp2(PlainLoop):
