@@ -65,8 +65,8 @@ class Part:
                 self._state.take()
             self.extra = self._state.save_state(self.folder)
             if self._number >= 0:
-                path = self.folder / checkpoint.part_name(self._number)
-                self._digest = checkpoint.synced_digest(path)
+                name = checkpoint.part_name(self._number)
+                self._digest = checkpoint.synced_digests([self.folder / name])[name]
         except OSError as error:
             self._error = error.errno or errno.EIO
         except Exception as error:  # noqa: BLE001  # raised by the main thread

@@ -16,7 +16,8 @@ import hashlib
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,10 +101,15 @@ def file_sha256(path: Path) -> str:
     return whole.hexdigest()
 
 
-def synced_digest(path: Path) -> str:
-    """Sync a file that was just written to disk; return its SHA-256."""
-    _sync(path)
-    return file_sha256(path)
+def synced_digests(paths: Sequence[Path]) -> dict[str, str]:
+    """Sync files that were just written to disk; return their SHA-256 by their names.
+
+    At the same time: one waits for the disk, the other computes.
+    """
+    with ThreadPoolExecutor(2 * len(paths) or 1) as pool:
+        synced, digests = pool.map(_sync, paths), pool.map(file_sha256, paths)
+        list(synced)
+        return {path.name: digest for path, digest in zip(paths, digests, strict=True)}
 
 
 def _sync(path: Path) -> None:
@@ -139,7 +145,7 @@ def save(
     if partial is not None:
         with _removed_on_error(partial):
             extra = engine.save_state(partial)
-            files = {path.name: synced_digest(path) for path in sorted(partial.iterdir())}
+            files = synced_digests(sorted(partial.iterdir()))
         state = {"updates": updates, "samples": samples, "run": run}
         commit_checkpoint(partial, {**state, "files": files, "extra": extra}, keep=keep)
     return folder_of(checkpoints, updates)
