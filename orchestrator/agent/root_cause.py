@@ -39,7 +39,10 @@ RAISED = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
 )
 """Beginning of the line with which Python prints an exception."""
-WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|(NCCL|HCCL) watchdog")
+WATCHDOG = re.compile(
+    r"Watchdog caught collective operation timeout|(NCCL|HCCL) watchdog|"
+    r"Process group watchdog thread terminated"
+)
 ERROR_PREFIX = "error: "
 """Prefix of the last line of a rank whose main thread was stuck in the framework."""
 

@@ -59,12 +59,17 @@ def free_memory_bytes() -> int:
 NO_DEVICE = frozenset({"", "-1", "nodevfiles", "none", "void"})
 
 
+def gpu_variable(env: Mapping[str, str]) -> str:
+    """Return the variable that states this process's GPUs, or that would."""
+    known = ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES")
+    return next((variable for variable in known if variable in env), known[0])
+
+
 def visible_gpus(env: Mapping[str, str]) -> list[str]:
     """Return the GPUs that this process may use: by variable, or else the drivers' lists."""
-    for variable in ("CUDA_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
-        if variable in env:
-            names = [name.strip() for name in env[variable].split(",")]
-            return [] if names[0].lower() in NO_DEVICE else [name for name in names if name]
+    if (variable := gpu_variable(env)) in env:
+        names = [name.strip() for name in env[variable].split(",")]
+        return [] if names[0].lower() in NO_DEVICE else [name for name in names if name]
     found = len(list(NVIDIA.glob("*")))
     # AMD's driver lists CPUs as well, with an id of 0.
     found = found or sum(_read(gpu) != "0" for gpu in AMD.glob("*/gpu_id"))

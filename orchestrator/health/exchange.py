@@ -14,6 +14,7 @@ from typing import Any
 import psutil
 
 from orchestrator.agent.topology import interface_of, own_address
+from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RUN
@@ -35,7 +36,10 @@ def main() -> None:
     gpus = torch.cuda.is_available()
     if gpus:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    dist.init_process_group("nccl" if gpus else "gloo")
+    dist.init_process_group("cpu:gloo,cuda:nccl" if dist.is_nccl_available() else "gloo")
+    without = [rank for rank, has in enumerate(_gathered(gpus)) if not has]
+    if 0 < len(without) < dist.get_world_size():
+        raise RuntimeError(f"{named_ranks(without)} cannot use a GPU, although others can")
     device = torch.device("cuda" if gpus else "cpu")
     ranks, run = dist.get_world_size(), Run(os.environ)
     print(f"rank {dist.get_rank()} on {socket.gethostname()}, {device}", flush=True)  # noqa: T201

@@ -44,6 +44,13 @@ _BY_PHRASE = (
         "Torch not compiled with CUDA enabled",
         "the engine moves model and batches to where a rank computes: leave .cuda() out",
     ),
+    (
+        "does not have a deterministic implementation",
+        (
+            "accumulation.reduction=reproducible needs such kernels: use another operation there, "
+            "or accumulation.reduction=fast"
+        ),
+    ),
     ("Cannot copy out of meta tensor", "model() must give a model with numbers (to_empty)"),
     ("EOF when reading a line", "ranks have no terminal to read from"),
 )

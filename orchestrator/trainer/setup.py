@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
+from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
@@ -59,6 +60,7 @@ from orchestrator.trainer.failure import describe
 from orchestrator.trainer.recorder import Recorder, check_tracker
 from orchestrator.trainer.survival import GroupMembership
 from orchestrator.trainer.worker import WorkerProcess
+from orchestrator.units import plural
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,6 +256,12 @@ def _set_up(worker: WorkerProcess) -> Training:
     alone = topology.incarnation > 0
     with for_others("their group to form"):
         group = framework.form_group(replace(spec, rank=0, size=1) if alone else spec)
+    on_cpus = config.transport == "auto" and group.transport == "gloo" and group.rank == 0
+    if on_cpus and (gpus := visible_gpus(os.environ)):
+        warn(
+            f"ranks train on CPUs, although node 0 has {plural(len(gpus), 'GPU')} for them: torch "
+            "cannot give each rank one. transport=nccl says why, transport=gloo that CPUs are meant"
+        )
     config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
     engine = framework.build_engine(job, engine_settings(config, job), group)
     planned = _planned(config, job, engine, topology.nodes)

@@ -45,6 +45,16 @@ def test_nodes_that_share_a_gpu_are_hosts_of_their_own(visible, hosts, monkeypat
     assert cluster.share.gpus == len(visible.split(","))  # of which a sweep gives none to others
 
 
+@pytest.mark.parametrize("variable", ["HIP_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"])
+def test_nodes_get_their_gpus_by_the_variable_that_states_them(variable, monkeypatch, tmp_path):
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    monkeypatch.setenv(variable, "2,3")
+    request = cluster_of(compose(["job=digits", "cluster.ranks_per_node=1"])).request(tmp_path, 0)
+    found = [build_environment(request, index, ("node0", "node1")) for index in range(2)]
+    assert [one[variable] for one in found] == ["2", "3"]
+    assert not any("CUDA_VISIBLE_DEVICES" in one for one in found)
+
+
 def test_a_node_with_too_few_gpus_for_its_ranks_is_refused(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4")
     config = compose(["job=digits", "cluster.ranks_per_node=2", "transport=nccl"])

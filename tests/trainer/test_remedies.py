@@ -17,12 +17,21 @@ def _backward_twice():
     total.backward()
 
 
+def _no_deterministic_kernel():
+    torch.use_deterministic_algorithms(True)
+    try:
+        torch.ones(2).put_(torch.zeros(1, dtype=torch.int64), torch.ones(1))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 @pytest.mark.parametrize(
     ("slip", "words"),
     [
         (dist.get_rank, "a job needs neither torch.distributed nor DistributedDataParallel"),
         (lambda: dist.init_process_group("gloo"), "leave init_process_group() out"),
         (_backward_twice, "leave loss.backward() out"),
+        (_no_deterministic_kernel, "use another operation there, or accumulation.reduction=fast"),
         (lambda: torch.ones(1, device="meta").to("cpu"), "model() must give a model with numbers"),
         (lambda: sys.exit(0), "something in the job ended the process"),
         (lambda: torch.empty(2**60), "more accumulation.steps make the micro-batches smaller"),

@@ -28,6 +28,7 @@ from orchestrator.clusters.api import Admission, Cluster, Culprit, Handle, Reque
 from orchestrator.clusters.machine import (
     cores,
     free_memory_bytes,
+    gpu_variable,
     share_gpu_over_nccl,
     share_gpus,
     visible_gpus,
@@ -71,7 +72,7 @@ def build_environment(request: Request, index: int, names: Sequence[str]) -> dic
     environment = request.node_environment(index, names, node_address(index))
     gpus = request.details["gpus"]
     if gpus is not None:
-        environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[index])
+        environment[gpu_variable(os.environ)] = ",".join(gpus[index])
     if find_shared_gpus(request):
         environment = {**share_gpu_over_nccl(names[index]), **environment}
     return environment

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from orchestrator.engine.common.boundary import USES_ALL, USES_CHANGED, Trailer
 from orchestrator.engine.torch.group import BaseGroup, version_of
@@ -420,11 +421,14 @@ class GradHooks:
 
     def __init__(
         self,
-        parameters: Iterable[Tensor],
+        parameters: Sequence[Tensor],
         buffers: GradientBuffers,
         on_gradient: Callable[[int], None] | None,
     ) -> None:
         self.on_gradient = on_gradient
+        # The nodes that accumulate gradients stay the same ones, and with them the stream of a GPU
+        # that they run on: a bucket is sent from the one of its last gradient.
+        self._nodes = [get_gradient_edge(p).node for p in parameters if not is_sharded(p)]
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._hook_of(number, buffers))
             for number, parameter in enumerate(parameters)
@@ -446,10 +450,17 @@ class GradHooks:
         """Remove the hooks, so that another accumulator may register its own."""
         for handle in self._handles:
             handle.remove()
+        self._nodes.clear()  # they keep the parameters alive
 
 
 def _move_first(parameter: Tensor, view: Tensor, as_gradient: Tensor) -> None:
     """Move a parameter's first gradient in a window into its view, with one write there."""
+    if parameter.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise JobError(
+            "a backward was captured in a CUDA graph, whose replays run no hook: its gradients "
+            "would not count. Run the backward outside of the capture; torch.compile and "
+            "torch.cuda.make_graphed_callables() can be used"
+        )
     found = parameter.grad
     # One that carries a graph is refused by the next `check`.
     if found is None or found is as_gradient or found.requires_grad:

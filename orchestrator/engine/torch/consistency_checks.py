@@ -11,6 +11,7 @@ from itertools import groupby, zip_longest
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
@@ -45,7 +46,7 @@ def versions() -> dict[str, str]:
         "torch": torch.__version__,
         "threads": str(torch.get_num_threads()),
         "cpu_capability": torch.backends.cpu.get_cpu_capability(),
-        "matmul": torch.get_float32_matmul_precision(),
+        "matmul": _float32_precision(),
     }
     for name in ("cuda", "hip"):
         if version := getattr(torch.version, name):
@@ -63,11 +64,29 @@ def versions() -> dict[str, str]:
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
         found["gpu"] = f"{gpu.name} {gpu.major}.{gpu.minor} {gpu.multi_processor_count}"
-        found["tf32"] = f"cudnn {torch.backends.cudnn.allow_tf32}"
         found["cudnn"] = str(torch.backends.cudnn.version())
-        nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
-        found["nccl"] = ".".join(str(part) for part in nccl.version())
+        internals: Any = getattr(torch, "_C")  # noqa: B009
+        found["driver"] = str(internals._cuda_getDriverVersion())  # noqa: SLF001  # no public name
+        cuda: Any = torch.backends.cuda
+        kernels = ("flash", "mem_efficient", "math", "cudnn")
+        enabled = [name for name in kernels if getattr(cuda, f"{name}_sdp_enabled")()]
+        found["attention"] = " ".join(enabled)
+        if dist.is_nccl_available():
+            nccl: Any = getattr(torch.cuda, "nccl")  # noqa: B009  # not declared in torch.cuda
+            found["nccl"] = ".".join(str(part) for part in nccl.version())
     return found
+
+
+def _float32_precision() -> str:
+    """Return how float32 matrix products and convolutions may round: TF32, say.
+
+    The older way to ask raises where the newer one was used to set it.
+    """
+    backends: Any = torch.backends
+    if not hasattr(backends.cuda.matmul, "fp32_precision"):  # before torch 2.9
+        return f"{torch.get_float32_matmul_precision()} {backends.cudnn.allow_tf32}"
+    parts = backends.cuda.matmul, backends.mkldnn.matmul, backends.cudnn.conv, backends.cudnn.rnn
+    return " ".join(part.fp32_precision for part in parts)
 
 
 def machine_warning(
@@ -90,8 +109,8 @@ def machine_warning(
     )
     verb = "computes" if len(odd) == 1 else "compute"
     sentence = (
-        f"{named_ranks(odd)} {verb} with another version of torch, number of threads or kind of "
-        f"processor than the others: {price}"
+        f"{named_ranks(odd)} {verb} with another version of torch, number of threads, kind of "
+        f"processor or rounding (TF32) than the others: {price}"
     )
     return [sentence]
 

@@ -536,12 +536,15 @@ def _send_state(
     if group.rank == source:
         packed = pack(state, tensors, "")
         kinds = [
-            [n, str(t.dtype).removeprefix("torch."), list(t.shape)] for n, t in tensors.items()
+            [n, str(t.dtype).removeprefix("torch."), list(t.shape), t.is_cpu]
+            for n, t in tensors.items()
         ]
         message = json.dumps({"text": text, "state": packed, "kinds": kinds})
     content = json.loads(gather_texts(group, message)[source])
-    for name, dtype, shape in content["kinds"]:
+    for name, dtype, shape, on_cpu in content["kinds"]:
         if name not in tensors:
             tensors[name] = torch.empty(shape, dtype=getattr(torch, dtype), device=group.device)
         broadcast_tensors(group, [tensors[name].to(group.device)], source)
+        if on_cpu:  # as an optimizer's counts of steps, which it reads once a parameter
+            tensors[name] = tensors[name].cpu()
     return content["text"], unpack(content["state"], tensors)

@@ -46,7 +46,8 @@ def seed_everything(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed torch's generators of the CPU and of the current device alone: a rank computes on one.
+    """Seed torch's generators of the CPU and of all devices of the accelerator in use: a loop of
+    one's own may compute on another one than the current.
 
     `torch.manual_seed` seeds every device of every kind that torch knows of, and takes longer: for
     an unused kind it keeps the stack as text for a message, which reads the size and date of every
@@ -57,7 +58,7 @@ def seed_torch(seed: int) -> None:
     if get_worker_info() is None and torch.accelerator.is_available():
         device: Any = torch.get_device_module()
         # Of one that has none (Apple's), torch's own way is the one that is known.
-        getattr(device, "manual_seed", torch.manual_seed)(seed)
+        getattr(device, "manual_seed_all", torch.manual_seed)(seed)
 
 
 # ------------------------------------------------------------------ Devices and dtypes

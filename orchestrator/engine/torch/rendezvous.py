@@ -285,6 +285,8 @@ def form_group(spec: GroupSpec) -> BaseGroup:
     """
     store, transport = meet(spec)
     if store is None:
+        # Also for the groups to come, whose forming thread cannot set this thread's device.
+        transport_of(transport).prepare(spec)
         device = transport_of(transport).device(spec.local_rank)
         alone = TorchGroup.alone(transport=transport, device=device, generation=spec.generation)
         alone.spec = spec

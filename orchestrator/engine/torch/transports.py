@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib.util
+import math
 import os
 import re
 import sys
@@ -108,8 +109,14 @@ class TransportWork:
         if self.work is None:
             return
         group = self.group
-        with peer_lost_during(self.operation, group.rank), for_others(self.operation):
-            self.work.wait(*(() if group.wait_timeout is None else (group.wait_timeout,)))
+        try:
+            with peer_lost_during(self.operation, group.rank), for_others(self.operation):
+                self.work.wait(*(() if group.wait_timeout is None else (group.wait_timeout,)))
+        except PeerLost:
+            # Its watchdog would end the process a minute later, however long saving takes.
+            if group.transport == "nccl":
+                group.interrupt()
+            raise
         if group.aborted:
             raise group.aborted_error(self.operation)
         self.work = None
@@ -705,10 +712,14 @@ class Hccl(_ProcessGroupTransport):
     @classmethod
     def device(cls, local_rank: int) -> torch.device:
         importlib.import_module("torch_npu")  # makes torch know the device
-        return torch.device("npu", local_rank)
+        count = torch.get_device_module("npu").device_count()
+        return torch.device("npu", local_rank if local_rank < count else 0)
 
     @classmethod
     def prepare(cls, spec: GroupSpec) -> None:
+        # Without it a wait blocks a stream only, and no lost peer is ever noticed.
+        os.environ.setdefault("HCCL_BLOCKING_WAIT", "1")
+        os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(spec.collective_timeout_s)))
         device = cls.device(spec.local_rank)  # first, as it makes torch know the module
         torch.get_device_module("npu").set_device(device)
 

@@ -280,8 +280,8 @@ class WindowState:
                     "boundary(), once an update"
                 )
         # Some have none. One that is kept on a device is not looked at, as that would wait.
-        rates = [group.get("lr") or 0.0 for group in self._optimizer.param_groups]
-        first, *others = [0.0 if isinstance(rate, Tensor) else rate for rate in rates]
+        rates = [group.get("lr") for group in self._optimizer.param_groups]
+        first, *others = [0.0 if isinstance(r, Tensor) or r is None else r for r in rates]
         agreed = {**self._agreed, "the learning rate": first}
         if others:
             name = "the digest of the learning rates of further parameter groups"

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -20,10 +21,11 @@ from orchestrator.engine.torch import (
     consistency_checks,
     form_group,
     group,
+    model,
     rendezvous,
     transports,
 )
-from orchestrator.errors import ConfigError, PeerLost, TransportError
+from orchestrator.errors import ConfigError, JobError, PeerLost, TransportError
 from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
@@ -171,8 +173,9 @@ def test_a_wrapped_group_waits_no_longer_than_its_watchdog():
     with pytest.raises(PeerLost, match=r"lost a peer during all_reduce_sum: .*timing out"):
         ours.all_reduce_sum(torch.ones(1))
     assert time.monotonic() - began >= 0.18
-    nccl.ready.set()
-    ours.all_reduce_sum(torch.ones(1))
+    assert nccl.ready.is_set(), "it is aborted, so that its watchdog does not end the process"
+    with pytest.raises(PeerLost, match="broken off"):
+        ours.all_reduce_sum(torch.ones(1))
 
 
 def test_an_interrupted_wait_of_nccl_is_a_lost_peer_whatever_the_abort_leaves():
@@ -276,6 +279,89 @@ def test_of_a_group_with_several_backends_the_models_device_chooses_one(tmp_path
         assert on_cpu.transport_collectives() == 0  # several backends together have no count
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("visible", "local_rank", "device"),
+    [(8, 7, 7), (8, 0, 0), (1, 3, 0), (2, 3, None), (0, 0, None)],
+)
+def test_a_rank_takes_the_gpu_of_its_number_or_the_only_one_that_it_sees(
+    visible, local_rank, device, monkeypatch
+):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    assert transports.gpu_index(local_rank) == device
+
+
+def test_a_rank_reports_its_gpu_or_why_that_does_not_answer(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+
+    def properties(index):
+        if index == 1:
+            raise RuntimeError("CUDA error: uncorrectable ECC error\nmore")
+        return SimpleNamespace(uuid="GPU-5")
+
+    monkeypatch.setattr(torch.cuda, "get_device_properties", properties)
+    found = [
+        transports.read_capabilities(spec(rank, 2, tmp_path, one_node=True)) for rank in range(2)
+    ]
+    assert [one.gpu.strip() for one in found] == ["GPU-5", ""]
+    assert found[1].device_error == "GPU 1: CUDA error: uncorrectable ECC error"
+
+
+def test_a_rank_that_forms_a_group_alone_prepares_its_device_too(tmp_path, monkeypatch):
+    """As one that replaces a lost rank: later groups form in another thread."""
+    prepared = []
+    monkeypatch.setattr(transports.Gloo, "prepare", prepared.append)
+    alone = spec(0, 1, tmp_path)
+    form_group(alone)
+    assert prepared == [alone]
+
+
+def test_all_devices_are_seeded_whichever_is_the_current_one(monkeypatch):
+    seeds = []
+    monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
+    fake = SimpleNamespace(manual_seed_all=seeds.append)
+    monkeypatch.setattr(torch, "get_device_module", lambda: fake)
+    model.seed_torch(7)
+    assert seeds == [7]
+
+
+def test_nodes_that_accumulate_gradients_stay_the_same_while_hooks_are_registered():
+    """Their stream is that of their first use: buckets are sent from the one of the last."""
+    layer = nn.Linear(2, 2)
+    accumulator = Accumulator(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    nodes = {edge.node for edge in map(get_gradient_edge, layer.parameters())}
+    for _ in range(2):
+        total = layer(torch.ones(1, 2)).sum()
+        assert nodes == {edge.node for edge in map(get_gradient_edge, layer.parameters())}
+        accumulator.backward(Loss(total, 1))
+        accumulator.boundary()
+
+
+def test_a_backward_that_a_cuda_graph_captures_is_refused(monkeypatch):
+    layer = nn.Linear(2, 2)
+    accumulator = Accumulator(layer, torch.optim.SGD(layer.parameters(), lr=0.1))
+    loss = Loss(layer(torch.ones(1, 2)).sum(), 1)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda _: True), raising=False)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.raises(JobError, match="captured in a CUDA graph, whose replays run no hook"):
+        accumulator.backward(loss)
+
+
+def test_versions_tell_tf32_however_it_was_set():
+    before = torch.backends.fp32_precision
+    plain = consistency_checks.versions()
+    try:
+        torch.backends.fp32_precision = "tf32"
+        assert consistency_checks.versions()["matmul"] != plain["matmul"]
+    finally:
+        torch.backends.fp32_precision = before
+    torch.set_float32_matmul_precision("high")
+    try:
+        assert consistency_checks.versions()["matmul"] != plain["matmul"]
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_gloo_refuses_to_exchange_addresses_of_a_device():
