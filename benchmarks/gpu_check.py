@@ -1,9 +1,11 @@
 """`make gpu-check`: what has to hold where there are GPUs, in ten minutes; a table and a file.
 
     python -m benchmarks.gpu_check [--transport nccl|gloo] [--ranks N] [--only NAME …] [--out FILE]
+        [--on +cluster=slurm cluster.nodes=2 cluster.gpus_per_node=8 …]
 
 Without GPUs, what does not need them runs over gloo. More ranks than GPUs share the first one, each
 as a simulated node of its own: NCCL then sends over loopback, so bandwidth and speed mean nothing.
+With `--on` the checks that start runs (resume, survival, failures) start them there.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ import tempfile
 import time
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,10 +39,12 @@ from orchestrator import Loss
 from orchestrator.engine.torch import Accumulator, TorchGroup
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.errors import PeerLost
+from orchestrator.jobs.digits import Digits
 from orchestrator.testing.processes import run_ranks
 from orchestrator.testing.transports import all_checks
 
 ROOT = Path(__file__).resolve().parent.parent
+HALF = "bfloat16 parameters"
 LATE_S = {"nccl": 30.0, "gloo": 2.0}
 MIB = 2**20
 
@@ -55,6 +60,7 @@ class Machine:
     transport: str
     ranks: int
     folder: Path
+    on: tuple[str, ...] = ()
 
     @property
     def gpus(self) -> bool:
@@ -66,8 +72,10 @@ class Machine:
         return self.gpus and self.ranks > torch.cuda.device_count()
 
     @property
-    def shape(self) -> tuple[str, str]:
+    def shape(self) -> tuple[str, ...]:
         """The settings of a run with these ranks: of one node, unless they share a GPU."""
+        if self.on:
+            return *self.on, "run.watch=true"
         nodes, width = (self.ranks, 1) if self.shared else (1, self.ranks)
         return f"cluster.nodes={nodes}", f"cluster.ranks_per_node={width}"
 
@@ -112,7 +120,8 @@ def _trained(
     **options: Any,
 ) -> tuple[list[list[float]], list[float]]:
     """Train three windows of 61 samples, uneven over ranks, with one of them idle if possible."""
-    dtype = torch.float64 if precision == "float64" else torch.float32
+    dtype = {"float64": torch.float64, HALF: torch.bfloat16}.get(precision, torch.float32)
+    precision = "float32" if precision == HALF else precision
     net = _net(dtype, group.device)
     optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
     accumulator = Accumulator(net, optimizer, group, clip_norm=0.5, precision=precision, **options)
@@ -225,8 +234,11 @@ def conformance(machine: Machine) -> str:
 def exactness(machine: Machine) -> str:
     """Uneven and idle ranks take the step of one big batch."""
     parts: list[str] = []
-    bounds = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2}
-    bounds |= {"float16": 5e-2} if machine.gpus else {}
+    bounds = {"float64": 1e-9, "float32": 1e-3, "bfloat16": 5e-2, HALF: 5e-2}
+    if machine.gpus:
+        bounds["float16"] = 5e-2
+        applied = machine.on_ranks(_overflows)
+        _expect(all(one == [False, True] for one in applied), f"overflows: applied {applied}")
     device = "cuda" if machine.gpus else "cpu"
     for precision, bound in bounds.items():
         wanted = _alone(precision, device)
@@ -236,6 +248,21 @@ def exactness(machine: Machine) -> str:
             _expect(off <= bound, f"{precision} {options}: off by {off:.1e}, at most {bound:g}")
             parts.append(f"{precision}{' sharded' if options else ''} {off:.0e}")
     return ", ".join(parts)
+
+
+def _overflows(group: BaseGroup) -> list[bool]:
+    """Return whether two float16 updates are applied, of which the last rank's first overflows."""
+    net = _net(torch.float32, group.device)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.01)
+    accumulator = Accumulator(net, optimizer, group, precision="float16")
+    x, _ = _data(torch.float32, group.device)
+    applied: list[bool] = []
+    for factor in (1e6 if group.rank == group.size - 1 else 1.0, 1.0):
+        with accumulator.precision.forward():
+            total = net(x[0]).square().sum()
+        accumulator.backward(Loss(total.float() * factor, 61))
+        applied.append(accumulator.boundary().applied)
+    return applied
 
 
 @dataclass(frozen=True)
@@ -317,10 +344,37 @@ def _busy_stream(group: BaseGroup) -> bool:
     return bool((tensor == group.size).all())
 
 
+def _two_streams(group: BaseGroup | None) -> list[list[float]]:
+    """Return weights after an update whose forward uses a stream of the user's for one branch."""
+    ours = group or TorchGroup.alone()
+    torch.manual_seed(0)
+    branches = nn.ModuleList(nn.Linear(64, 64) for _ in range(4)).to(ours.device)
+    optimizer = torch.optim.SGD(branches.parameters(), lr=0.01)
+    accumulator = Accumulator(branches, optimizer, ours, bucket_bytes=2**14)
+    x = torch.ones(8, 64, device=ours.device)
+    on_gpu = ours.device.type == "cuda"
+    for _ in range(2):
+        found = branches[0](x) + branches[2](x)
+        with torch.cuda.stream(torch.cuda.Stream()) if on_gpu else nullcontext():
+            if on_gpu:
+                torch.cuda.current_stream().wait_stream(torch.cuda.default_stream())
+                torch.cuda._sleep(10**8)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            other = branches[1](x) + branches[3](x)
+            mine = torch.cuda.current_stream() if on_gpu else None
+        if mine is not None:
+            torch.cuda.current_stream().wait_stream(mine)
+        accumulator.backward(Loss((found * other).sum(), 8), last=True)
+        accumulator.boundary()
+    return [p.detach().double().cpu().reshape(-1).tolist() for p in branches.parameters()]
+
+
 def late_results(machine: Machine) -> str:
-    """Collectives see what the stream has not computed yet."""
-    machine.need_gpus()
-    return _expect(all(machine.on_ranks(_busy_stream)), "sums of a busy stream are right")
+    """Collectives see what streams have not computed yet, one of the user's included."""
+    off = max(_farthest(one, _two_streams(None)) for one in machine.on_ranks(_two_streams))
+    found = _expect(off <= 1e-4, f"with a stream of the user's off by {off:.0e}")
+    if machine.gpus:
+        _expect(all(machine.on_ranks(_busy_stream)), "sums of a busy stream are right")
+    return found
 
 
 def _loses_a_peer(group: BaseGroup) -> str:
@@ -371,13 +425,65 @@ def resume(machine: Machine) -> str:
     return _expect(len(digests) == 1, f"weights {min(digests)[:12]} after 12 updates")
 
 
+class Fails(Digits):
+    """Ends, hangs or runs out of memory on rank 1 in its third micro-step.
+
+    Args:
+        how: "raises", "memory", "loop", or "kernel", one that does not end.
+    """
+
+    def __init__(self, how: str, **others: Any) -> None:
+        super().__init__(**others)
+        self.how, self.calls = how, 0
+
+    def loss(self, model: nn.Module, batch: Any) -> Loss:
+        self.calls += 1
+        if os.environ["SLURM_PROCID"] == "1" and self.calls == 3:
+            if self.how == "raises":
+                raise ValueError("on purpose")
+            if self.how == "memory":
+                torch.empty(2**45, device=next(model.parameters()).device)
+            if self.how == "kernel":
+                torch.cuda._sleep(2**45)  # noqa: SLF001  # pyright: ignore[reportPrivateUsage]
+            while self.how == "loop":
+                pass
+        return super().loss(model, batch)
+
+
+def failures(machine: Machine) -> str:
+    """A rank that fails is the one that is named, however it does."""
+    machine.need_ranks(2)
+    parts: list[str] = []
+    causes = {"raises": "on purpose", "memory": "memory", "loop": "", "kernel": ""}
+    if not machine.gpus:
+        del causes["kernel"]
+    for how, cause in causes.items():
+        run, began = machine.folder / how, time.monotonic()
+        line = (
+            "launch", "job=digits", "job._target_=benchmarks.gpu_check.Fails", f"+job.how={how}",
+            *machine.shape, f"transport={machine.transport}", f"run.dir={run}", "run.survive=false",
+            "run.max_restarts=0", "cluster.hang_timeout_s=20", "cluster.collective_timeout_s=30",
+        )  # fmt: skip
+        command = [sys.executable, "-m", "orchestrator", *line]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+        if not (run / "result.json").exists():
+            raise AssertionError((done.stdout + done.stderr)[-2000:])
+        culprit = json.loads((run / "result.json").read_text(encoding="utf-8"))["culprit"] or {}
+        words = f"{how}: code {done.returncode}, rank {culprit.get('rank')}"
+        named = culprit.get("rank") == 1 and cause in culprit["cause"]
+        _expect(done.returncode == 1 and named, f"{words}: {culprit.get('cause')}")
+        parts.append(f"{words} after {time.monotonic() - began:.0f} s")
+    return ", ".join(parts)
+
+
 def survival(machine: Machine) -> str:
     """Runs that lose workers and nodes, or stop, end as an undisturbed one does."""
     machine.need_ranks(3)
     reproducible = "accumulation.reduction=reproducible", "accumulation.micro_batch=16"
     rows: list[dict[str, Any]] = json.loads(_orchestrator(
         "rehearse", "--json", "--faults", "5", "--seed", "7", "--into", f"{machine.folder}/faults",
-        "job=digits", f"cluster.nodes={machine.ranks}", "cluster.ranks_per_node=1",
+        "job=digits",
+        *(machine.on or (f"cluster.nodes={machine.ranks}", "cluster.ranks_per_node=1")),
         f"transport={machine.transport}", "run.survive=true", *reproducible,
     ))["rows"]  # fmt: skip
     return ", ".join(f"{row['fault']}: {row['how']}" for row in rows)
@@ -506,15 +612,18 @@ def bandwidth(machine: Machine) -> str:
 
 CHECKS = (
     versions, binding, late_rank, conformance, exactness, same_bits, compiled, silent_micro_steps,
-    late_results, lost_rank, resume, survival, fully_sharded, speed, bandwidth,
+    late_results, lost_rank, failures, resume, survival, fully_sharded, speed, bandwidth,
 )  # fmt: skip
 
 
-def run_checks(transport: str, ranks: int, only: list[str]) -> list[dict[str, Any]]:
+def run_checks(
+    transport: str, ranks: int, only: list[str], on: Sequence[str] = ()
+) -> list[dict[str, Any]]:
     """Make the checks, one after the other, whatever comes of them."""
     rows: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        machine = Machine(transport, ranks, Path(folder))
+    # Other nodes see this folder, not /tmp.
+    with tempfile.TemporaryDirectory(dir=Path.cwd() if on else None) as folder:
+        machine = Machine(transport, ranks, Path(folder), tuple(on))
         for check in CHECKS:
             name = check.__name__.replace("_", " ")
             if only and name not in only:
@@ -543,8 +652,9 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, default=gpus or 2, help="default: one for each GPU")
     parser.add_argument("--only", nargs="*", default=[], help="names of checks")
     parser.add_argument("--out", type=Path, default=Path("gpu-check.json"))
+    parser.add_argument("--on", nargs="*", default=[], help="overrides of runs: a cluster")
     given = parser.parse_args()
-    rows = run_checks(given.transport, given.ranks, given.only)
+    rows = run_checks(given.transport, given.ranks, given.only, given.on)
     given.out.write_text(json.dumps(rows, indent=1), encoding="utf-8")
     print(f"written: {given.out}; details of failures are in it")
     sys.exit(any(row["result"] == "fail" for row in rows))

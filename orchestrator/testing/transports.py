@@ -11,7 +11,9 @@ simulated node with a loopback address of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,8 @@ from torch import Tensor
 
 from orchestrator.engine.conformance import CHECKS, expect
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.group import BaseGroup
+from orchestrator.engine.torch.collectives import all_gather, all_reduce_mean, all_reduce_sum
+from orchestrator.engine.torch.group import BaseGroup, gather_numbers
 from orchestrator.errors import PeerLost
 from orchestrator.job import Loss
 from orchestrator.testing.processes import run_ranks
@@ -98,6 +101,28 @@ def exchanges_pieces_with_all_to_all(group: BaseGroup) -> None:
     expect(received.tolist(), wanted, "pieces of all_to_all")
 
 
+def collectives_have_true_adjoints(group: BaseGroup) -> None:
+    """Test the collectives inside models: their gradients, and the gradients of these."""
+    sizes = [rank + 1 for rank in range(group.size)]
+    draw = torch.Generator().manual_seed(group.rank)
+
+    def drawn(rows: int) -> Tensor:
+        numbers = torch.randn(rows, 2, generator=draw, dtype=torch.float64)
+        return numbers.to(group.device).requires_grad_()
+
+    gather = partial(all_gather, sizes=sizes)
+    for call, rows in ((all_reduce_sum, 3), (all_reduce_mean, 3), (gather, sizes[group.rank])):
+        x, v = drawn(rows), drawn(rows)
+        y: Tensor = call(x, group)
+        u = drawn(len(y))
+        (back,) = torch.autograd.grad((y * u).sum(), x, create_graph=True)
+        products = gather_numbers(group, [(y * u).sum().item(), (x * back).sum().item()])
+        forward, backward = (sum(column) for column in zip(*products, strict=True))
+        expect(math.isclose(forward, backward, rel_tol=1e-9, abs_tol=1e-12), True, "the adjoint")
+        (again,) = torch.autograd.grad((back * v).sum(), u)
+        expect(torch.allclose(again, call(v, group)), True, "the adjoint's gradient")
+
+
 def an_update_equals_that_of_one_big_batch(group: BaseGroup) -> None:
     """Test `Accumulator` over uneven parts, with each of its reductions."""
     draw = torch.Generator().manual_seed(1)
@@ -131,6 +156,7 @@ TORCH_CHECKS: tuple[Callable[[BaseGroup], None], ...] = (
     accepts_every_dtype_and_stride,
     separates_concurrent_sums,
     exchanges_pieces_with_all_to_all,
+    collectives_have_true_adjoints,
     an_update_equals_that_of_one_big_batch,
 )
 

@@ -61,7 +61,10 @@ def test_a_boundary_is_timed_without_the_optimizers_step():
 
 
 def test_checks_that_need_no_gpu_pass_over_gloo():
-    names = ["versions", "binding", "late rank", "same bits", "lost rank", "fully sharded"]
+    names = [
+        "versions", "binding", "late rank", "same bits", "late results", "lost rank",
+        "fully sharded",
+    ]  # fmt: skip
     rows = gpu_check.run_checks("gloo", 2, [*names, "silent micro steps"])
     results = {row["check"]: row["result"] for row in rows}
     assert results == {**dict.fromkeys(names, "pass"), "silent micro steps": "skip"}, rows
