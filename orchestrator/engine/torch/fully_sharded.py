@@ -87,8 +87,6 @@ def shard_model(job: Job, model: Module, group: BaseGroup, over: str) -> None:
     if not dist.is_initialized():  # meshes find their process groups in torch's own list alone
         folder.mkdir(mode=0o700, exist_ok=True)
         shared, transport = meet(replace(spec, folder=folder, generation=0))
-        # A process that replaces a lost one has formed no group yet, which would have done it.
-        transport_of(transport).prepare(cast("GroupSpec", group.spec))
         store = HashStore() if shared is None else PrefixStore("torch", shared.below)
         store.set_timeout(timedelta(seconds=spec.collective_timeout_s))
         _stores.append((store, shared))
