@@ -18,7 +18,7 @@ from orchestrator.errors import ConfigError, SilenceError, did_you_mean
 from orchestrator.plan.window import MicroBatch, Window
 from orchestrator.rundir.checkpoints import WEIGHTS, Saves
 
-_RANK_SPECIFIC = ("overlap", "silent", "broadcast", "warn_about_layers")
+_RANK_SPECIFIC = ("overlap", "silent", "warn_about_layers")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,7 +39,8 @@ class AccumulationOptions:
             Parameters move into flat buffers, and `optimizer` holds pieces of them
             from then on: save it with `optimizer_state`. After a boundary every `.grad` is None.
         overlap: send buckets during the last backward; False sends them at the boundary.
-        silent: refuse collectives on the group between boundaries.
+        silent: refuse collectives on the group between boundaries. False sends buckets at the
+            boundary, too.
         broadcast: begin with rank 0's parameters and buffers on all ranks, as DDP does.
         warn_about_layers: warn, once, of layers whose output depends on the split.
     """

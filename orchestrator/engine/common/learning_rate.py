@@ -80,4 +80,4 @@ class LearningRate:
         self._kept = self._rates()
 
     def _rates(self) -> list[float]:
-        return [float(group["lr"]) for group in self._groups()]
+        return [float(group.get("lr") or 0.0) for group in self._groups()]

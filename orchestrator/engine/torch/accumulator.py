@@ -123,7 +123,8 @@ def _reduction_for(
         raise ConfigError(
             f"engine.shard_optimizer=true is for accumulation.reduction=fast, not for {reduction}"
         )
-    bucket_bytes, overlap = options.bucket_bytes, options.overlap
+    # Where others' collectives are allowed in a window, buckets could pair up with them.
+    bucket_bytes, overlap = options.bucket_bytes, options.overlap and options.silent
     if fully_sharded is not None:
         return fully_sharded.reduction(parameters, bucket_bytes)
     if sharded and (group.size > 1 or any(p.dtype in HALVES for _, p in parameters)):
@@ -187,20 +188,9 @@ class Accumulator:
         self.precision = Precision(options.precision, trained[0][1].device)
         self.learning_rate = learning_rate_of(optimizer)
         self._policy = UpdatePolicy(options, self.precision, partial(gather_numbers, group))
-        self._may_step = False  # the optimizer may step now
-        itself = weakref.ref(self)
-
-        def refuse_other_steps(*_: Any) -> None:
-            living = itself()
-            if living is not None and not living._may_step:  # noqa: SLF001  # ours
-                raise JobError(
-                    "optimizer.step() was called, but the optimizer steps at the boundary: call "
-                    "accumulator.boundary() instead, which reduces, divides, clips and steps once"
-                )
-
-        self._step_guard = optimizer.register_step_pre_hook(refuse_other_steps)
         if options.shard_optimizer:
-            check_shardable(optimizer, trained)
+            buffers = self.model.named_buffers() if isinstance(self.model, Module) else ()
+            check_shardable(optimizer, trained, [*named, *buffers])
         self._reduction = _reduction_for(trained, group, options, self.fully_sharded)
         self._used = UsedParameters(self.buffers.used, group)
         self._shard = None
@@ -217,6 +207,7 @@ class Accumulator:
         self._window = WindowState(self.model, named, trained, optimizer, group, options)
         self._losses: list[Any] = []  # weight, total and metrics of each micro-step
         self._tracker: MicroBatchTracker | None = None
+        weakref.finalize(self, self._window.close).atexit = False
         if options.warn_about_layers:
             weakref.finalize(self, self._window.warn_if_unfinished)
         self._expected_weight = 1.0
@@ -226,6 +217,18 @@ class Accumulator:
         self._hooks = GradHooks(parameters, self.buffers, self._window.note_undeclared)
         # They would refuse the backwards of the next one, if this one is dropped in mid-window.
         weakref.finalize(self, self._hooks.remove).atexit = False
+        self._may_step = False  # the optimizer may step now
+        itself = weakref.ref(self)
+
+        def refuse_other_steps(*_: Any) -> None:
+            living = itself()
+            if living is not None and not living._may_step:  # noqa: SLF001  # ours
+                raise JobError(
+                    "optimizer.step() was called, but the optimizer steps at the boundary: call "
+                    "accumulator.boundary() instead, which reduces, divides, clips and steps once"
+                )
+
+        self._step_guard = optimizer.register_step_pre_hook(refuse_other_steps)
         _living.add(self)
 
     # ------------------------------------------------------------------ a window
@@ -331,10 +334,12 @@ class Accumulator:
                 early = last and not self._window.overlaps
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
                 self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
+                self._window.note_factor(factor)
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
                     self._hooks.on_gradient = self._window.note_undeclared
+                    self._window.note_factor(1.0)
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -370,6 +375,11 @@ class Accumulator:
                 raise ConfigError(
                     f"record() is not for {where}, whose losses are divided before their backward; "
                     "use begin_window() without it, and boundary(), in a loop of your own"
+                )
+            if self._window.undeclared_factor != 1.0:
+                raise ConfigError(
+                    "record() came after the backward of another accumulator that scaled its loss: "
+                    "give that one no `expected_weight`, and not precision='float16'"
                 )
             row = checked_loss(loss, self.options.metric_names)
             self._window.begin_micro_step(recorded=True)
@@ -431,6 +441,7 @@ class Accumulator:
             self._losses.clear()
             if tracker is not None:
                 tracker.ended(report)
+            self._window.silence_others()
             return report
 
     def _step(
@@ -579,6 +590,9 @@ class Accumulator:
 
     def close(self, *, release: bool = False) -> None:
         """Remove the hooks from model and optimizer, so that another accumulator can be built.
+
+        A model that `fully_shard` has sharded remains set for accumulators: FSDP alone would not
+        reduce its gradients between copies.
 
         Args:
             release: free the gradient, and give the optimizer whole parameters again, where it was

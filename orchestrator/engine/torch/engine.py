@@ -145,7 +145,6 @@ class TorchEngine(Engine):
             optimizer,
             group,
             settings,
-            overlap=not talks,  # else the job's collectives and the buckets' could pair up wrongly
             silent=not talks,
             warn_about_layers=False,  # `warnings` does, for the run
         )

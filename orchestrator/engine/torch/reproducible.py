@@ -9,7 +9,7 @@ two), so no second copy of them is made for packing.
 When the caller does not number the leaves, they are numbered at the boundary, after those of the
 ranks before. Rank 0 can fold such leaves at once; other ranks keep them until then.
 
-Memory: at most 2 + log2(leaves of a rank) gradient buffers, plus one for each kept leaf. Requires
+Memory: at most 1 + 2 log2(leaves of a rank) gradient buffers, plus one for each kept leaf. Requires
 equal kernels on all ranks; the engine compares versions and threads.
 """
 

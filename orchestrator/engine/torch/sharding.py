@@ -17,7 +17,6 @@ import weakref
 from collections.abc import Generator, Iterable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -52,11 +51,12 @@ SCALARS = ("step", "mu_product", "eta", "mu")
 """State that these keep once for a parameter. All other state has the parameter's shape."""
 
 
-def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
+def check_shardable(optimizer: Optimizer, trained: Named, tensors: Named) -> None:
     """Raise `ConfigError` for an optimizer that cannot be stepped in pieces.
 
     Args:
-        optimizer: over the `parameters`, and perhaps some that are not trained.
+        optimizer: over the `trained` parameters, and perhaps some that are not.
+        tensors: all parameters and buffers of the model.
     """
     kind = type(optimizer)
     if kind not in ELEMENTWISE:
@@ -72,18 +72,25 @@ def check_shardable(optimizer: Optimizer, parameters: Named) -> None:
             f"the {kind.__name__} has state already, which engine.shard_optimizer=true cannot "
             "cut up: build the accumulator before the first step, and load a saved state into it"
         )
-    # Parameters that are views of one memory would be parted where they are moved.
-    ranges: list[tuple[int, int, str]] = []  # to behind each one's last number, gaps included
-    for name, p in parameters:
-        if p.numel():
+    # Trained parameters move, and tensors that share their memory would be left behind.
+    moved = {id(parameter) for _, parameter in trained}
+    ranges: list[tuple[int, int, str, bool]] = []  # to behind each one's last number, gaps included
+    for name, p in {id(p): (name, p) for name, p in reversed(tensors)}.values():
+        if p.numel() and p.layout is torch.strided:
             last = sum((n - 1) * stride for n, stride in zip(p.shape, p.stride(), strict=True))
-            ranges.append((p.data_ptr(), p.data_ptr() + (last + 1) * p.element_size(), name))
-    for (_, end, name), (start, _, other) in pairwise(sorted(ranges)):
-        if start < end:
+            end = p.data_ptr() + (last + 1) * p.element_size()
+            ranges.append((p.data_ptr(), end, name, id(p) in moved))
+    farthest = farthest_moved = (0, "")
+    for start, end, name, moves in sorted(ranges):
+        reached, other = farthest if moves else farthest_moved
+        if start < reached:
             raise ConfigError(
-                f"parameters {name} and {other} share memory; engine.shard_optimizer=true moves "
+                f"{other} and {name} share memory; engine.shard_optimizer=true moves trained "
                 "parameters, and would separate them. Use one parameter in both places"
             )
+        farthest = max(farthest, (end, name))
+        if moves:
+            farthest_moved = max(farthest_moved, (end, name))
 
 
 # ------------------------------------------------------------------ Reduction
@@ -235,7 +242,18 @@ class OptimizerShard:
                     f"state only: call accumulator.{instead} instead, which knows the whole"
                 )
 
+        stepping = self._stepping = [False]  # outlives this object, as the optimizer may
+
+        def refuse_step(*_: Any) -> None:
+            if not stepping[0]:
+                raise JobError(
+                    "optimizer.step() was called, but this optimizer holds pieces of parameters: "
+                    "accumulator.boundary() steps it; after close(release=True) it has whole "
+                    "parameters again, and no state"
+                )
+
         self._guards = [
+            optimizer.register_step_pre_hook(refuse_step),
             optimizer.register_state_dict_pre_hook(
                 lambda *_: refuse("state_dict", "optimizer_state() on all ranks")
             ),
@@ -268,7 +286,11 @@ class OptimizerShard:
                     changed = rounded != master.to(rounded.dtype)
                     master.copy_(torch.where(changed, rounded.to(master.dtype), master))
                 piece.weight.grad = None if number in left_alone else piece.gradient
-        yield
+        self._stepping[0] = True
+        try:
+            yield
+        finally:
+            self._stepping[0] = False
         for slot, pieces in zip(self._slots, self._pieces, strict=True):
             slot.parameter.grad = None
             for piece in pieces:

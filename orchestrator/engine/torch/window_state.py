@@ -50,6 +50,8 @@ class WindowState:
     Attributes:
         update: the number of the window's update; -1 before the first.
         tracked: its windows are those of `run.windows`.
+        undeclared_factor: of the loss of another accumulator's backward that reached this one's
+            parameters.
         mark: of the group's traffic at the window's start.
         open: a window has begun and not ended.
         error_breaks: what becomes unusable on this rank if the current call raises: "window",
@@ -77,13 +79,14 @@ class WindowState:
         self._optimizer, self._group, self._silent = optimizer, group, options.silent
         self._stepped = self._stepped_now()
         self.update, self.open, self.micro_steps = -1, False, 0
-        self.tracked = False
+        self.tracked, self.undeclared_factor = False, 1.0
         self._running_call: str | None = None  # the call that runs now
         self.error_breaks = ""
         self._last_done = False  # this rank's last micro-step was there
         self._broken: str | None = None  # why this window cannot be ended
         self._unusable: str | None = None  # why this accumulator cannot go on
         self._undeclared: int | None = None  # a parameter that an undeclared backward reached
+        self.others_factor = 1.0  # of the loss of another accumulator's backward, while it runs
         # At the window's start, or its first micro-step.
         self._versions: list[int] = []
         self._settings: dict[str, Any] = {}
@@ -156,7 +159,7 @@ class WindowState:
         elif not self.open:  # one that was begun and not used is begun once more
             self.update += 1
         self.open, self._last_done, self.micro_steps = True, False, 0
-        self._broken, self._undeclared = None, None
+        self._broken, self._undeclared, self.undeclared_factor = None, None, 1.0
         # Until the accumulator has begun, too: its buffers may hold the gradient of the last one.
         self.error_breaks = "window"
         if any(map(_TRAINING, self._norms.values())):
@@ -183,8 +186,7 @@ class WindowState:
         self._group.open_windows.add(self)
         self.mark = self._group.mark()
         self._transport_mark = self._group.transport_collectives() or 0
-        if self._silent:
-            self._group.silence = f"in mid-window of update {self.update}"
+        self.be_silent()
 
     def begin_micro_step(self, *, last: bool = False, recorded: bool = False) -> None:
         """Begin a backward of the accumulator, or note one of other code.
@@ -226,6 +228,14 @@ class WindowState:
                 f"{self.update} that was marked last=True, {_REMEDY}"
             )
         self._undeclared = parameter
+        if self.others_factor != 1.0:
+            self.undeclared_factor = self.others_factor
+
+    def note_factor(self, factor: float) -> None:
+        """Let other open windows of the group know by what this one's next loss is multiplied."""
+        if self.overlaps:
+            for other in self._group.open_windows:
+                other.others_factor = 1.0 if other is self else factor
 
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
@@ -248,8 +258,7 @@ class WindowState:
         if self._broken is not None:
             raise self._broken_error()
         self.open, self._undeclared, self.error_breaks = False, None, "accumulator"
-        self._group.silence = None
-        self._group.open_windows.discard(self)
+        self._leave_group()
         versions = list(map(version_of, self._parameters))
         if versions != self._versions:
             both = zip(self._names, versions, self._versions, strict=True)
@@ -288,6 +297,20 @@ class WindowState:
             agreed[name] = float(zlib.crc32(repr(others).encode()))
         return agreed
 
+    def _leave_group(self) -> None:
+        self._group.open_windows.discard(self)
+        self._group.silence = None
+
+    def silence_others(self) -> None:
+        """Return to the silence of other open windows, after a boundary."""
+        for other in self._group.open_windows:
+            other.be_silent()
+
+    def be_silent(self) -> None:
+        """Refuse collectives of others on the group from now on."""
+        if self._silent:
+            self._group.silence = f"in mid-window of update {self.update}"
+
     def _stepped_now(self) -> list[int]:
         """Return the identities of the parameters that the optimizer steps."""
         return [id(p) for group in self._optimizer.param_groups for p in group["params"]]
@@ -325,8 +348,11 @@ class WindowState:
             )
 
     def close(self) -> None:
-        """Refuse all further calls."""
+        """Refuse all further calls, and end the window's silence."""
         self._unusable = "this accumulator was closed; build another one for the model"
+        if self in self._group.open_windows:
+            self._leave_group()
+            self.silence_others()
 
     def _broken_error(self) -> JobError:
         again = "begin_window() begins it anew, with all of this rank's micro-steps"

@@ -13,7 +13,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from orchestrator import Loss
-from orchestrator.errors import ConfigError, JobError, NonFiniteError
+from orchestrator.engine.torch import Accumulator, TorchGroup
+from orchestrator.errors import ConfigError, JobError, NonFiniteError, SilenceError
 from orchestrator.plan.wire import Wire
 from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import numbers_of, sgd_accumulator
@@ -364,3 +365,98 @@ def test_only_a_change_of_which_parameters_are_used_costs_one_more_collective():
 
     changed = (2, 1)
     assert run_in_threads(2, train) == [[changed, (1, 0), (1, 0), changed]] * 2
+
+
+# ------------------------------------------------------------------ several accumulators, and none
+
+
+def _two_parts(group, **more):
+    """Return a model and an accumulator for each of its two layers."""
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    return model, [sgd_accumulator(layer, group, **more) for layer in model]
+
+
+@pytest.mark.parametrize("more", [{"expected_weight": 2.0}, {"precision": "float16"}])
+def test_a_backward_that_another_accumulator_scaled_cannot_be_recorded(more):
+    options = {key: value for key, value in more.items() if key == "precision"}
+    window = {key: value for key, value in more.items() if key != "precision"}
+    group = TorchGroup.alone()
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+    first, second = sgd_accumulator(model[0], group, **options), sgd_accumulator(model[1], group)
+    first.begin_window(**window)
+    second.begin_window()
+    loss = _loss(model)
+    first.backward(loss)
+    with pytest.raises(ConfigError, match="the backward of another accumulator that scaled its"):
+        second.record(loss)
+    second.begin_window()  # discards it
+    second.backward(_loss(model))
+
+
+def test_where_a_window_is_not_silent_no_bucket_leaves_before_the_boundary():
+    def train(group):
+        ours, model = _accumulator(group, silent=False, bucket_bytes=64)
+        before = group.mark()
+        ours.backward(_loss(model), last=True)
+        return group.since(before).collectives, ours.boundary().collectives
+
+    assert all(early == 0 < sent for early, sent in run_in_threads(2, train))
+
+
+def test_a_boundary_leaves_other_open_windows_silent():
+    group = TorchGroup.alone()
+    model, (first, second) = _two_parts(group)
+    first.begin_window()
+    second.begin_window()
+    first.backward(_loss(model))
+    first.boundary()
+    with pytest.raises(SilenceError, match="in mid-window of update 0"):
+        group.all_reduce_sum(torch.ones(1))
+    second.begin_window()
+    second.backward(_loss(model))
+    second.boundary()
+    group.all_reduce_sum(torch.ones(1))
+
+
+@pytest.mark.parametrize("way", ["close", "drop"])
+def test_an_accumulator_that_ends_in_mid_window_ends_its_silence(way):
+    group = TorchGroup.alone()
+    ours, model = _accumulator(group)
+    ours.backward(_loss(model))
+    if way == "close":
+        ours.close()
+    del ours
+    gc.collect()
+    group.all_reduce_sum(torch.ones(1))
+
+
+def test_one_that_could_not_be_built_guards_nothing():
+    model = _model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with pytest.raises(ConfigError, match="did you mean 'reproducible'") as kept:
+        Accumulator(model, optimizer, reduction="reproducable")
+    ours = Accumulator(model, optimizer)
+    ours.backward(_loss(model))
+    assert ours.boundary().applied, kept
+
+
+def test_an_optimizer_may_have_no_learning_rate():
+    class Own(torch.optim.SGD):
+        def step(self, closure=None):
+            return closure
+
+    model = _model()
+    optimizer = Own(model.parameters(), lr=0.1)
+    for group in optimizer.param_groups:
+        group["lr"] = None
+    ours = Accumulator(model, optimizer)
+    ours.backward(_loss(model))
+    assert ours.boundary().applied
+
+
+def test_ranks_that_do_not_all_broadcast_are_told_so():
+    def build(group):
+        with pytest.raises(JobError, match="first in the accumulator's broadcast: it is True"):
+            _accumulator(group, broadcast=group.rank == 2)
+
+    run_in_threads(3, build)

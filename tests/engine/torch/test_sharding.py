@@ -340,8 +340,30 @@ def test_unshardable_optimizers_are_refused_on_any_number_of_ranks(name, ranks):
 def test_parameters_that_share_memory_are_refused():
     net = nn.Linear(4, 4)
     net.more = nn.Parameter(net.weight.detach()[2:])
-    with pytest.raises(ConfigError, match="parameters weight and more share memory"):
+    with pytest.raises(ConfigError, match="weight and more share memory"):
         sgd_accumulator(net, shard_optimizer=True)
+
+
+@pytest.mark.parametrize("kind", ["frozen", "buffer"])
+def test_what_shares_a_trained_parameters_memory_is_not_left_behind(kind):
+    net = nn.Linear(4, 4)
+    if kind == "frozen":
+        net.same = nn.Parameter(net.weight.detach(), requires_grad=False)
+    else:
+        net.register_buffer("same", net.weight.detach()[3:])
+    with pytest.raises(ConfigError, match=r"(same and weight|weight and same) share memory"):
+        sgd_accumulator(net, shard_optimizer=True)
+
+
+def test_a_closed_accumulators_shards_are_not_stepped_in_silence():
+    def be(group):
+        net = _net()
+        optimizer = _optimizer(WAYS[0], net)
+        Accumulator(net, optimizer, group, shard_optimizer=True).close()
+        with pytest.raises(JobError, match="this optimizer holds pieces of parameters"):
+            optimizer.step()
+
+    run_in_threads(2, be)
 
 
 def test_a_model_that_is_moved_away_from_its_shards_is_noticed():
