@@ -242,6 +242,18 @@ class Accumulator:
 
     # ------------------------------------------------------------------ micro-steps
 
+    def check_trained(self) -> None:
+        """Raise `JobError` if other parameters are trained than those whose gradients add up."""
+        known = set(map(id, self.parameters))
+        for parameter in self._model.get_parameters():
+            if parameter.requires_grad != (id(parameter) in known):
+                change = "began" if parameter.requires_grad else "ceased"
+                raise JobError(
+                    f"parameter {parameter.name} {change} to require gradients after the engine "
+                    "was built, which would have no effect: set requires_grad in model(), and "
+                    "start another run from this one's weights (train.initial_weights)"
+                )
+
     def add(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; its gradient is added up. Nothing is sent.
 
@@ -316,11 +328,14 @@ class Accumulator:
 
     def _differing(self, found: Sequence[Any], wanted: Sequence[Any]) -> str | None:
         """Return the first parameter of which two gradients differ by more than rounding."""
-        for parameter, x, y in zip(self.parameters, found, wanted, strict=True):
-            size = max(float(np.abs(y).max(initial=0.0)), 1e-12)
+        tolerance = self.precision.tolerance
+        sizes = [float(np.abs(y).max(initial=0.0)) for y in wanted]
+        # Some gradients are 0 but for rounding, as that of attention's k.bias.
+        least = max(1e-12, tolerance * max(filter(math.isfinite, sizes), default=0.0))
+        for parameter, x, y, size in zip(self.parameters, found, wanted, sizes, strict=True):
             if not (np.isfinite(x).all() and np.isfinite(y).all()):
                 continue  # the boundary's to judge
-            if float(np.abs(x - y).max(initial=0.0)) > self.precision.tolerance * size:
+            if float(np.abs(x - y).max(initial=0.0)) > tolerance * max(size, least):
                 return str(parameter.name)
         return None
 

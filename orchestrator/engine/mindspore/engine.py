@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import platform
 import random
 import time
@@ -111,6 +112,7 @@ class Loader:
                 seed = derived_seed("data", self._seed, micro_batch.update, place)
                 random.seed(seed)
                 np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+                ms.dataset.config.set_seed(seed & 0x7FFFFFFF)  # of mindspore.dataset.vision
             samples.append(self._dataset[index])
         collated = self._collate(samples)
         return stack(samples, self._floats) if collated is None else collated
@@ -245,8 +247,7 @@ class MindSporeEngine(Engine):
         self._losses.clear()
         self._accumulator.clear()
         self._accumulator.precision.begin_window()
-        self._rate.check(f"before update {window.update}")
-        self._rate.set(window.learning_rate)
+        self._set_rate(window)
         if not self._talks:
             self._group.silence = f"in mid-window of update {window.update}"
 
@@ -258,9 +259,7 @@ class MindSporeEngine(Engine):
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         update = self._window.update
-        self._rate.check("inside a window")
-        if not self._model.training:
-            raise left_in_evaluation(self._job, "model.set_train(False)", "model.set_train()")
+        self._check_window()
         with self._clock.compute:
             # This waits for the losses, so the rest is not computing.
             losses = [number for row in self._losses for number in row.asnumpy().tolist()]
@@ -283,7 +282,6 @@ class MindSporeEngine(Engine):
         self._rate.keep()
         if norm is not None:
             self._after_update(update)
-            self._rate.check(f"in after_update of update {update}")
         compile_s = self._compile_total() - self._compile_mark
         if compile_s:
             print(
@@ -308,9 +306,20 @@ class MindSporeEngine(Engine):
             **totals.report(self._names),
         )
 
+    def _set_rate(self, window: Window) -> None:
+        self._accumulator.check_trained()
+        self._rate.check(f"before update {window.update}")
+        self._rate.set(window.learning_rate)
+
+    def _check_window(self) -> None:
+        self._rate.check("inside a window")
+        if not self._model.training:
+            raise left_in_evaluation(self._job, "model.set_train(False)", "model.set_train()")
+
     def _after_update(self, update: int) -> None:
         if after_update := getattr(self._job, "after_update", None):
             after_update(self._model, update)
+        self._rate.check(f"in after_update of update {update}")
 
     # ------------------------------------------------------------------ around updates
 
@@ -454,7 +463,7 @@ class FrameworkEngine(MindSporeEngine):
 
     def begin_window(self, window: Window) -> None:
         self._window, self._batches = window, []
-        self._rate.set(window.learning_rate)
+        self._set_rate(window)
 
     def micro_step(self, batch: Any, micro_batch: MicroBatch) -> None:
         del micro_batch
@@ -462,18 +471,22 @@ class FrameworkEngine(MindSporeEngine):
 
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window, began = self._window, time.perf_counter()
+        self._check_window()
         columns = zip(*(flatten(batch)[1] for batch in self._batches), strict=True)
         whole = tuple(ops.concat(column) for column in columns)
         first = self._cell is None
         self._prepare(window)
         seed_everything(derived_seed("step", self._settings.seed, window.update, 0))
         loss = as_float(self._cell(*whole))
-        if loss != loss or abs(loss) == float("inf"):  # noqa: PLR0124  # NaN
-            raise NonFiniteError(
-                f"the loss became NaN or infinite in update {window.update}; MindSpore's own step "
-                f"has changed the weights already: resume from the last checkpoint"
-            )
         seconds = time.perf_counter() - began
+        weights = (p.asnumpy() for p in self._accumulator.parameters)
+        if not (math.isfinite(loss) and all(np.isfinite(array).all() for array in weights)):
+            raise NonFiniteError(
+                f"the loss or a weight became NaN or infinite in update {window.update}; "
+                "MindSpore's own step has changed the weights already: resume from the last "
+                "checkpoint"
+            )
+        self._rate.keep()
         self._after_update(window.update)
         return BoundaryReport(
             update=window.update,

@@ -130,7 +130,8 @@ def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]
         raise JobError(f"model() must give a mindspore.nn.Cell, but gives {type(model).__name__}")
     if settings.precision == "float64":
         for parameter in model.get_parameters():
-            parameter.set_dtype(ms.float64)
+            if parameter.is_floating_point():
+                parameter.set_dtype(ms.float64)
     model, warnings = with_norms(model, settings.norm)
     model.set_train()
     return model, warnings
@@ -348,9 +349,16 @@ def learning_rate_of(optimizer: Any) -> LearningRate:
     """Return an optimizer's learning rate, to be set.
 
     Raises:
-        JobError: it schedules its rate itself.
+        JobError: it schedules its rate itself, or divides gradients by a loss scale.
     """
     kind = type(optimizer).__name__
+    scale = getattr(optimizer, "loss_scale", 1.0)
+    if scale != 1.0:
+        raise JobError(
+            f"{kind} has loss_scale={scale} and would divide gradients by it, which are not "
+            "multiplied by it: the engine takes its own scale out itself; build the optimizer "
+            "without loss_scale, and set train.precision=float16"
+        )
     groups: Any = getattr(optimizer, "param_groups", None)
     if groups is None:
         rate = getattr(optimizer, "learning_rate", None)
@@ -379,8 +387,17 @@ def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Para
     them.
     """
     taken = {id(parameter) for parameter in weights.values()}
-    return {
+    found = {
         name: parameter
         for name, parameter in optimizer.parameters_dict().items()
         if id(parameter) not in taken
     }
+    taken.update(map(id, found.values()))
+    # MindSpore's search leaves out Python lists, in which NAdam, ASGD and users hold state.
+    for path, cell in optimizer.cells_and_names():
+        for attribute, held in vars(cell).items():
+            for place, one in enumerate(held if isinstance(held, list | tuple) else ()):
+                if isinstance(one, Parameter) and id(one) not in taken:
+                    found[f"{path}.{attribute}.{place}".lstrip(".")] = one
+                    taken.add(id(one))
+    return found

@@ -5,7 +5,7 @@ import time
 
 import mindspore as ms
 import numpy as np
-from mindspore import nn, ops
+from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
 from jobs.line import Line
@@ -237,3 +237,110 @@ class Reschedules(Weighted):
     def after_update(self, model, update):
         rate = self.built.param_groups[0]["lr"]
         ops.assign(rate, rate * 0.5)
+
+
+class ListState(nn.Cell):
+    """SGD with momentum, its velocities in a plain list."""
+
+    def __init__(self, params):
+        super().__init__()
+        self.parameters = ms.ParameterTuple(params)
+        self.learning_rate = ms.Parameter(ms.Tensor(0.1, ms.float32), name="learning_rate")
+        self.held = [ms.Parameter(ops.zeros_like(one)) for one in params]
+
+    def construct(self, gradients):
+        for weight, held, gradient in zip(self.parameters, self.held, gradients):  # noqa: B905
+            ops.assign(held, held * 0.9 + gradient)
+            ops.assign_sub(weight, self.learning_rate * held)
+        return True
+
+
+class OwnListState(Weighted):
+    def optimizer(self, model):
+        return ListState(model.trainable_params())
+
+
+class Thawing(Weighted):
+    """Changes what is trained after its first update."""
+
+    def __init__(self, frozen):
+        super().__init__()
+        self.frozen = frozen
+
+    def model(self):
+        model = super().model()
+        model[0].bias.requires_grad = not self.frozen
+        return model
+
+    def after_update(self, model, update):
+        model[0].bias.requires_grad = self.frozen
+
+
+class Integers(Counted):
+    """Has a parameter of integers, which is an index."""
+
+    def model(self):
+        class Embedded(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                where = ms.Tensor(np.arange(2), ms.int32)
+                self.where = ms.Parameter(where, name="where", requires_grad=False)
+                self.embedding, self.dense = nn.Embedding(4, 2), nn.Dense(5, 2)
+
+            def construct(self, x):
+                return self.dense(x) + self.embedding(self.where).sum(0)
+
+        return Embedded()
+
+
+class Attentive(Counted):
+    """Attention, where the gradient of k.bias is 0 but for rounding."""
+
+    def model(self):
+        class Attention(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.embed = nn.Dense(1, 8)
+                self.q, self.k, self.v = nn.Dense(8, 8), nn.Dense(8, 8), nn.Dense(8, 8)
+                self.out = nn.Dense(8, 2)
+
+            def construct(self, x):
+                x = self.embed(x.expand_dims(-1))
+                scores = ops.matmul(self.q(x), self.k(x).swapaxes(1, 2)) / 2.83
+                return self.out(ops.matmul(ops.softmax(scores, -1), self.v(x)).mean(axis=1))
+
+        return Attention()
+
+
+class Cut(Counted):
+    """Makes a tensor of a tensor, where MindSpore's graphs cut the gradient."""
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        hidden = Tensor(model[0](x), ms.float32)
+        return Loss(ops.square(model[2](ops.tanh(hidden)) - y).sum(), weight=len(y))
+
+
+class Overflowing(Counted):
+    """Its loss is finite, but not its gradient."""
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        found = model(x)
+        return Loss(ops.sqrt(ops.square(found - found)).sum(), weight=len(y))
+
+
+class RateOfNN(Counted):
+    """Changes the rate of an optimizer of `mindspore.nn` after an update."""
+
+    def optimizer(self, model):
+        self.built = nn.SGD(model.trainable_params(), 0.1)
+        return self.built
+
+    def after_update(self, model, update):
+        ops.assign(self.built.learning_rate, ms.Tensor(5.0, ms.float32))
+
+
+class ScaledOptimizer(Weighted):
+    def optimizer(self, model):
+        return nn.Momentum(model.trainable_params(), 0.05, 0.0, loss_scale=1024.0)

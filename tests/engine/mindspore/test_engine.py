@@ -8,7 +8,7 @@ import mindspore as ms
 import numpy as np
 import pytest
 from mindspore import nn, ops
-from mindspore.dataset import NumpySlicesDataset
+from mindspore.dataset import NumpySlicesDataset, vision
 from mindspore.experimental import optim
 from mindspore.train import Model
 from safetensors.numpy import load_file, save_file
@@ -23,7 +23,13 @@ from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.framework import check_installed
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
 from orchestrator.engine.mindspore.model import advice
-from orchestrator.errors import ConfigError, JobError, RunFolderError, TransportError
+from orchestrator.errors import (
+    ConfigError,
+    JobError,
+    NonFiniteError,
+    RunFolderError,
+    TransportError,
+)
 from tests.engine.mindspore import jobs
 from tests.engine.mindspore.program import RATE, _distance
 from tests.engine.windows import make_window, run
@@ -144,13 +150,19 @@ def test_the_learning_rate_of_each_update_is_the_one_it_steps_with(job, optimize
 
 
 @pytest.mark.parametrize(
-    ("mode", "optimizer"),
-    [("pynative", {"name": "sgd", "momentum": 0.9}), ("jit", {"name": "adam"})],
+    ("mode", "optimizer", "job"),
+    [
+        ("pynative", {"name": "sgd", "momentum": 0.9}, jobs.Weighted),
+        ("jit", {"name": "adam"}, jobs.Weighted),
+        ("jit", {"_target_": "mindspore.experimental.optim.NAdam"}, jobs.Weighted),
+        ("pynative", {"_target_": "mindspore.experimental.optim.ASGD", "t0": 1.0}, jobs.Weighted),
+        ("jit", {}, jobs.OwnListState),
+    ],
 )
 def test_state_that_is_loaded_in_mid_training_or_anew_gives_the_same_bits(
-    tmp_path, mode, optimizer
+    tmp_path, mode, optimizer, job
 ):
-    engine, other = (built(mode=mode, optimizer=optimizer, seed=seed) for seed in (0, 5))
+    engine, other = (built(job(), mode=mode, optimizer=optimizer, seed=seed) for seed in (0, 5))
     update(engine, [61])
     extra = engine.save_state(tmp_path)
     assert load_file(tmp_path / "weights.safetensors")["0.weight"].shape == (7, 5)
@@ -184,6 +196,27 @@ def test_what_a_data_set_draws_depends_on_seed_and_position_alone(augments, monk
 
     assert drawn(3, state=1) == drawn(3, state=2)
     assert drawn(3, state=1) != drawn(4, state=1)
+
+
+class Flipping(list):
+    def __getitem__(self, index):
+        image = np.arange(48, dtype=np.uint8).reshape(4, 4, 3)
+        return np.float32(vision.RandomHorizontalFlip(0.5)(image)[0, 0, 0])
+
+
+class Flips(jobs.Weighted):
+    augments = True
+
+    def dataset(self):
+        return Flipping(range(32))
+
+
+def test_augmentations_of_mindspore_draw_for_each_sample():
+    engine = built(Flips(), mode="pynative")
+    work = make_window(0, [(0, 16), (16, 16)]).micro_batches
+    first, second = ([batch.asnumpy().tolist() for batch in engine.batches(work)] for _ in "ab")
+    assert first == second
+    assert all(len(set(batch)) == 2 for batch in first)
 
 
 def test_float16_skips_what_overflows_and_a_checkpoint_keeps_the_scale(tmp_path):
@@ -220,9 +253,26 @@ def test_weights_of_a_compiled_torch_model_are_taken(tmp_path):
     assert other.weights_sha256() == engine.weights_sha256()
 
 
-def test_a_gradient_that_the_compiler_cuts_is_refused():
-    with pytest.raises(JobError, match=r"engine\.mode=pynative"):
-        update(built(jobs.Detached(), mode="jit"), [31, 30])
+@pytest.mark.parametrize(
+    ("job", "precision", "words"),
+    [
+        (jobs.Cut, "float32", r"the gradient of 0\.weight is not the one that plain Python gives"),
+        (jobs.Cut, "float16", r"the gradient of 0\.weight is not the one that plain Python gives"),
+        (jobs.Detached, "float32", r"does not compile"),
+    ],
+)
+def test_a_gradient_that_the_compiler_cuts_is_refused(job, precision, words):
+    with pytest.raises(JobError, match=rf"(?s){words}.*engine\.mode=pynative"):
+        update(built(job(), mode="jit", precision=precision), [31, 30])
+
+
+def test_a_gradient_that_is_nothing_but_rounding_is_not_taken_for_one_that_was_cut():
+    assert update(built(jobs.Attentive(), mode="jit", precision="float16"), [30, 31]).applied
+
+
+@pytest.mark.parametrize("mode", ["pynative", "jit"])
+def test_parameters_of_integers_stay_integers_in_float64(mode):
+    assert update(built(jobs.Integers(), mode=mode, precision="float64"), [61]).applied
 
 
 class Noisy(jobs.Counted):
@@ -336,6 +386,10 @@ class Evaluating(jobs.Weighted):
         model.set_train(False)
 
 
+class Stalled(jobs.Counted):
+    after_update = Evaluating.after_update
+
+
 class Half(jobs.Weighted):
     def model(self):
         model = super().model()
@@ -366,6 +420,12 @@ OWN = {"optimizer": {}}  # the job builds its own
         (Half, {}, r"parameter 2\.weight is Float16, .*train\.precision=float16"),
         (partial(jobs.Decaying, left_out=1), OWN, r"the SGD lacks 2\.bias, which no step would"),
         (partial(jobs.Decaying, lambda *_: []), OWN, r"Decaying\.optimizer gives a list, not an"),
+        (jobs.ScaledOptimizer, OWN, r"has loss_scale=1024\.0 .*train\.precision=float16"),
+        (partial(jobs.Thawing, True), {}, r"0\.bias began to require gradients after"),
+        (partial(jobs.Thawing, False), {}, r"0\.bias ceased to require gradients after"),
+        (jobs.Overflowing, {"style": "framework"}, "the loss or a weight became NaN or infinite"),
+        (jobs.RateOfNN, {"style": "framework", **OWN}, "in after_update of update 0"),
+        (Stalled, {"style": "framework"}, r"called model\.set_train\(False\) without"),
         (Unmeasured, {"mode": "jit"}, "Loss.metrics lacks 'error'"),
         (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
         (Another, {"style": "framework", **OWN}, r"but Another\.optimizer\(\) builds mindspore\."),
@@ -378,7 +438,7 @@ def test_what_would_go_wrong_in_silence_is_refused(job, settings, words):
         for number in range(2):
             update(engine, [61], number)
 
-    with pytest.raises((ConfigError, JobError), match=words):
+    with pytest.raises((ConfigError, JobError, NonFiniteError), match=words):
         train()
 
 
