@@ -15,6 +15,7 @@ Gradients are *sums* over samples; the boundary divides by the sum of weights (s
 from __future__ import annotations
 
 import math
+import random
 import re
 import sys
 import time
@@ -29,11 +30,18 @@ from mindspore import Parameter, Tensor, nn, ops
 
 from orchestrator.engine.api import EngineSettings
 from orchestrator.engine.common.job_checks import check_loss
+from orchestrator.engine.mindspore.constants import Constants
 from orchestrator.engine.mindspore.group import MindSporeGroup
-from orchestrator.engine.mindspore.model import Precision, gradient_order, kept_statistics
+from orchestrator.engine.mindspore.model import (
+    Precision,
+    draws_advice,
+    gradient_order,
+    kept_statistics,
+)
 from orchestrator.errors import JobError
 from orchestrator.job import Job, Loss
 from orchestrator.plan.wire import bucket_count
+from orchestrator.rundir.warnings import warn
 
 # ------------------------------------------------------------------ Compilation
 # `engine.mode`: "pynative" leaves functions as they are, "jit" compiles them, "graph" compiles
@@ -58,7 +66,7 @@ class Compiled:
     Args:
         function: takes and gives tensors only.
         mode: "pynative", "jit" or "graph".
-        jit_level: "O0", "O1" or "O2"; None for the framework's default.
+        jit_level: "O0" or "O1"; None for the framework's default.
         what: how messages call the function.
     """
 
@@ -88,6 +96,7 @@ class Compiled:
             NameError,
             AttributeError,
             SyntaxError,
+            LookupError,
         ) as error:
             advice = "without compilation it may work: try engine.mode=pynative"
             raise JobError(f"{explain(error, self._what)}\n{advice}") from error
@@ -191,6 +200,7 @@ class Accumulator:
                 )
         self._model, self._group, self._names = model, group, tuple(settings.metric_names)
         self._loss, self._reference = loss, reference
+        self._constants: Constants | None = None
         self._mode, self._jit_level = settings.mode, settings.jit_level
         self.precision = Precision(settings.precision)  # sums are those of the scaled losses
         self._sample: tuple[Any, Sequence[Tensor]] | None = None
@@ -254,6 +264,12 @@ class Accumulator:
                     "start another run from this one's weights (train.initial_weights)"
                 )
 
+    def check_constants(self) -> None:
+        """Raise `JobError` if plain values changed that compiled code reads; know them first."""
+        if self._mode != "pynative":
+            self._constants = self._constants or Constants(self._loss, self._model)
+            self._constants.check()
+
     def add(self, batch: Any) -> Tensor:
         """Forward and backward of one micro-batch; its gradient is added up. Nothing is sent.
 
@@ -261,6 +277,7 @@ class Accumulator:
             A tensor [weight, total, *metrics], not waited for.
         """
         form, leaves = flatten(batch)
+        self.check_constants()
         if form in self._steps:
             return self._steps[form](*leaves)
         code = getattr(getattr(self._loss, "__func__", self._loss), "__code__", None)
@@ -272,8 +289,14 @@ class Accumulator:
             return step(*leaves)
         self._sample = self._sample or (form, leaves)
         before = [held.asnumpy().copy() for held in self.sums]
+        drawn = repr((random.getstate(), np.random.get_state()))
         # First, because its error messages are better than a graph's.
         wanted = self._reference_gradient(form, leaves)
+        if drawn != repr((random.getstate(), np.random.get_state())):
+            raise JobError(
+                "loss() or the model draws random numbers from NumPy or Python, which a compiled "
+                "graph keeps as constants: use ops.standard_normal, or engine.mode=pynative"
+            )
         result = step(*leaves)
         added = [held.asnumpy() - old for held, old in zip(self.sums, before, strict=True)]
         differing = self._differing(added, [part.asnumpy() for part in wanted])
@@ -290,6 +313,7 @@ class Accumulator:
                     f"there, and call Loss in the job's own loss(); or engine.mode=pynative"
                 )
             self._reference = self._sample = None  # random numbers, which cannot be compared
+            warn(draws_advice("loss() or the model"))
         return result
 
     def _gradients(self, loss: Callable[[Any, Any], Sums], form: Any) -> Callable[..., Any]:
@@ -434,10 +458,14 @@ def flatten(batch: Any) -> tuple[Any, tuple[Tensor, ...]]:
         return ("tuple", len(batch)), tuple(batch)
     if isinstance(batch, Mapping) and all(isinstance(leaf, Tensor) for leaf in batch.values()):
         return ("mapping", *batch), tuple(batch.values())
-    raise JobError(
-        f"a batch must be a tensor, or a tuple or dictionary of tensors, but is "
-        f"{type(batch).__name__}"
-    )
+    found, items = f"is {type(batch).__name__}", ()
+    if isinstance(batch, tuple | list | Mapping):
+        items = batch.items() if isinstance(batch, Mapping) else enumerate(batch)
+    for key, leaf in items:
+        if not isinstance(leaf, Tensor):
+            found = f"has a {type(leaf).__name__} at {key!r}"
+            break
+    raise JobError(f"a batch must be a tensor, or a tuple or dictionary of tensors, but {found}")
 
 
 def batch_maker(form: Any) -> Callable[[Any], Any]:

@@ -42,11 +42,11 @@ from orchestrator.engine.mindspore.accumulator import (
 )
 from orchestrator.engine.mindspore.group import MindSporeGroup
 from orchestrator.engine.mindspore.model import (
-    RANDOM,
     advice,
     build_model,
     build_optimizer,
     check_same_weights,
+    draws,
     kept_statistics,
     learning_rate_of,
     replica_checker,
@@ -211,14 +211,14 @@ class MindSporeEngine(Engine):
         self._rate = learning_rate_of(self._optimizer)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
-        draws = any(isinstance(cell, RANDOM) for _, cell in self._model.cells_and_names())
+        random_cells = any(draws(cell) for _, cell in self._model.cells_and_names())
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
             group,
             settings,
             # Two random draws cannot be compared.
-            reference=None if draws else python_loss(job),
+            reference=None if random_cells else python_loss(job),
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         mantissa_bits = 53 if self._accumulator.dtype == ms.float64 else 24
@@ -472,6 +472,7 @@ class FrameworkEngine(MindSporeEngine):
     def boundary(self, *, stop: bool = False) -> BoundaryReport:
         window, began = self._window, time.perf_counter()
         self._check_window()
+        self._accumulator.check_constants()
         columns = zip(*(flatten(batch)[1] for batch in self._batches), strict=True)
         whole = tuple(ops.concat(column) for column in columns)
         first = self._cell is None

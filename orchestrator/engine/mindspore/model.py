@@ -30,7 +30,7 @@ from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
 BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-RANDOM: tuple[Any, ...] = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d)
+RANDOM: Any = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MultiheadAttention)
 
 
 def batch_norms(model: nn.Cell) -> dict[str, Any]:
@@ -45,6 +45,21 @@ def batch_norms(model: nn.Cell) -> dict[str, Any]:
     }
 
 
+def draws(cell: Any) -> bool:
+    """Return whether a cell drops elements out at random."""
+    rates = (getattr(cell, "p", None), getattr(cell, "dropout", None))
+    return isinstance(cell, RANDOM) and 0 not in rates and getattr(cell, "keep_prob", None) != 1
+
+
+def draws_advice(what: str) -> str:
+    """Return a sentence about the part `what` of a job, which draws random numbers."""
+    return (
+        f"{what} draws from a state inside MindSpore's operator, which cannot be set: a resumed "
+        "run draws other numbers, so it will not have the bits of an undisturbed one. Regularise "
+        "by weight decay, or draw masks in the data set"
+    )
+
+
 def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) -> list[str]:
     """Return sentences about layers of `model` that do not do what one big batch would.
 
@@ -56,19 +71,8 @@ def advice(model: nn.Cell, *, ranks: int = 2, micro_batches: int | None = None) 
     norms = batch_norms(model)
     if norms and micro_batches != 1:
         found.append(norm_advice(norms, apart=ranks > 1))
-    dropouts = [
-        name
-        for name, cell in model.cells_and_names()
-        if isinstance(cell, RANDOM)
-        and getattr(cell, "p", None) != 0
-        and getattr(cell, "keep_prob", None) != 1
-    ]
-    if dropouts:
-        found.append(
-            f"dropout in {name_layers(dropouts)} draws from a state inside MindSpore's operator, "
-            f"which cannot be set: a resumed run draws other numbers, so it will not have the bits "
-            f"of an undisturbed one. Regularise by weight decay, or draw masks in the data set"
-        )
+    if dropouts := [name for name, cell in model.cells_and_names() if draws(cell)]:
+        found.append(draws_advice(f"dropout in {name_layers(dropouts)}"))
     return found
 
 
@@ -396,7 +400,8 @@ def state_of(optimizer: Any, weights: Mapping[str, Parameter]) -> dict[str, Para
     # MindSpore's search leaves out Python lists, in which NAdam, ASGD and users hold state.
     for path, cell in optimizer.cells_and_names():
         for attribute, held in vars(cell).items():
-            for place, one in enumerate(held if isinstance(held, list | tuple) else ()):
+            members: Any = enumerate(held if isinstance(held, list | tuple) else ())
+            for place, one in members:
                 if isinstance(one, Parameter) and id(one) not in taken:
                     found[f"{path}.{attribute}.{place}".lstrip(".")] = one
                     taken.add(id(one))

@@ -344,3 +344,86 @@ class RateOfNN(Counted):
 class ScaledOptimizer(Weighted):
     def optimizer(self, model):
         return nn.Momentum(model.trainable_params(), 0.05, 0.0, loss_scale=1024.0)
+
+
+FACTOR = 1.0
+
+
+class Annealed(Counted):
+    """Plain values that it reads change after an update: its own, its model's, or its module's.
+
+    Args:
+        what: the name of the one that changes; "calls" is not read.
+    """
+
+    def __init__(self, what):
+        super().__init__()
+        self.what, self.beta, self.shift, self.calls = what, 1.0, Tensor(0.0), 0
+
+    def model(self):
+        class Warm(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.dense, self.temperature = nn.Dense(5, 2), 1.0
+
+            def construct(self, x):
+                return self.dense(x) / self.temperature
+
+        return Warm()
+
+    def loss(self, model, batch):
+        x, y, _ = batch
+        return Loss(self.weighted(ops.square(model(x) - y).sum()), weight=len(y))
+
+    def weighted(self, total):
+        return self.beta * total * FACTOR + self.shift
+
+    def after_update(self, model, update):
+        self.calls += 1
+        if self.what == "beta":
+            self.beta = 2.0
+        elif self.what == "shift":
+            self.shift = Tensor(1.0)
+        elif self.what == "temperature":
+            model.temperature = 2.0
+        elif self.what == "FACTOR":
+            globals()["FACTOR"] += 1.0
+
+
+class NumpyNoise(Counted):
+    def loss(self, model, batch):
+        x, y, _ = batch
+        noise = Tensor(np.random.standard_normal((1, 5)).astype(np.float32))
+        return Loss(ops.square(model(x + noise) - y).sum(), weight=len(y))
+
+
+class Labelled(Counted):
+    def collate(self, samples):
+        return Tensor(np.float32([x for x, *_ in samples])), "name"
+
+
+class Indexed(Counted):
+    """Takes a column that its batch lacks. Only its graph meets it: with dropout, Python's gradient
+    is not compared.
+    """
+
+    def model(self):
+        return nn.SequentialCell([nn.Dense(5, 7), nn.Dropout(p=0.1), nn.Dense(7, 2)])
+
+    def loss(self, model, batch):
+        return Loss(ops.square(model(batch[0]) - batch[5]).sum(), weight=1.0)
+
+
+class AttentionDropout(Counted):
+    def model(self):
+        class Attending(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.embed, self.out = nn.Dense(1, 8), nn.Dense(8, 2)
+                self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+
+            def construct(self, x):
+                x = self.embed(x.expand_dims(-1))
+                return self.out(self.attention(x, x, x)[0].mean(axis=1))
+
+        return Attending()

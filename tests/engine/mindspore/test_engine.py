@@ -283,7 +283,23 @@ class Noisy(jobs.Counted):
 
 
 def test_random_numbers_of_a_loss_do_not_pass_for_a_gradient_that_was_cut():
-    assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
+    with pytest.warns(UserWarning, match="a resumed run draws other numbers"):
+        assert update(built(Noisy(), mode="jit"), [31, 30]).plain_step_s == 0
+
+
+def test_dropout_of_attention_is_compared_with_nothing_and_warned_of():
+    engine = built(jobs.AttentionDropout(), mode="jit")
+    assert any("dropout in attention" in warning for warning in engine.warnings())
+    assert update(engine, [31, 30]).plain_step_s == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "mode"), [("calls", "jit"), ("beta", "pynative"), ("temperature", "pynative")]
+)
+def test_plain_values_may_change_where_no_compiled_code_reads_them(what, mode):
+    engine = built(jobs.Annealed(what), mode=mode)
+    losses = [update(engine, [31, 30], number, rate=0.0).loss for number in range(3)]
+    assert (losses[2] == pytest.approx(losses[0])) == (what == "calls")
 
 
 def test_nesterovs_momentum_is_the_same_in_both_precisions():
@@ -410,6 +426,7 @@ class Unmeasured(jobs.Counted):
     metric_names = ("error",)
 
 
+JIT = {"mode": "jit"}
 OWN = {"optimizer": {}}  # the job builds its own
 
 
@@ -426,13 +443,23 @@ OWN = {"optimizer": {}}  # the job builds its own
         (jobs.Overflowing, {"style": "framework"}, "the loss or a weight became NaN or infinite"),
         (jobs.RateOfNN, {"style": "framework", **OWN}, "in after_update of update 0"),
         (Stalled, {"style": "framework"}, r"called model\.set_train\(False\) without"),
+        (partial(jobs.Annealed, "beta"), JIT, r"Annealed\.beta changed from 1\.0 to 2\.0 after"),
+        (partial(jobs.Annealed, "shift"), JIT, r"Annealed\.shift changed after loss"),
+        (partial(jobs.Annealed, "temperature"), JIT, r"model\.temperature changed .*ops\.assign"),
+        (partial(jobs.Annealed, "FACTOR"), JIT, r"jobs\.FACTOR changed .*engine\.mode=pynative"),
+        (partial(jobs.Annealed, "beta"), {**JIT, "style": "framework"}, r"Annealed\.beta changed"),
+        (jobs.NumpyNoise, JIT, r"draws random numbers from NumPy .*ops\.standard_normal"),
+        (jobs.Indexed, JIT, "(?s)does not compile.*engine.mode=pynative"),
+        (jobs.Labelled, {}, r"a tuple or dictionary of tensors, but has a str at 1"),
         (Unmeasured, {"mode": "jit"}, "Loss.metrics lacks 'error'"),
         (jobs.Weighted, {"style": "framework"}, "but Weighted has metric_names; leave them out"),
         (Another, {"style": "framework", **OWN}, r"but Another\.optimizer\(\) builds mindspore\."),
         (jobs.Counted, {"style": "framework", "optimizer": {"name": "sgd", "x": True}}, "built"),
     ],
 )
-def test_what_would_go_wrong_in_silence_is_refused(job, settings, words):
+def test_what_would_go_wrong_in_silence_is_refused(job, settings, words, monkeypatch):
+    monkeypatch.setattr(jobs, "FACTOR", 1.0)
+
     def train():
         engine = built(job(), **{"mode": "pynative", **settings})
         for number in range(2):
@@ -483,6 +510,7 @@ REPRODUCIBLE = ("accumulation.reduction=reproducible", "accumulation.micro_batch
         (["job=line", *REPRODUCIBLE], "reduction=fast"),
         (["job=line", "train.precision=float64", "optimizer=adam"], "optimizer=adamw"),
         (["job=line", "train.precision=bfloat16"], r"train\.precision=float16"),
+        (["job=line", "engine.jit_level=O2"], r"engine\.jit_level"),
         (["job=line", "engine.mode=pynative", "engine.jit_level=O1"], r"engine\.mode=jit"),
         (["engine.mode=pynative"], r"engine\.mode=pynative .* it is MindSpore's"),
         (["engine.style=framework"], r"engine\.style=framework .* it is MindSpore's"),

@@ -1,0 +1,65 @@
+"""Plain values that a compiled loss has read: a graph keeps them as constants."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from mindspore import Tensor, nn
+
+from orchestrator.engine.common.code_reads import CodeReads
+from orchestrator.errors import JobError
+
+PLAIN = (bool, int, float, str, np.generic, types.NoneType)
+
+
+class Constants:
+    """Plain values and tensors that a loss and its model read, as they are now.
+
+    Args:
+        loss: a function of (model, batch), or a job's method of that name.
+    """
+
+    def __init__(self, loss: Callable[..., Any], model: nn.Cell) -> None:
+        job, self._held = getattr(loss, "__self__", None), []
+        of_job, of_cells = CodeReads("mindspore"), CodeReads("mindspore")
+        for reads in (of_job, of_cells):
+            reads.add(loss if job is None else type(job).loss, type(job))
+        for kind in {type(cell) for _, cell in model.cells_and_names()}:
+            of_cells.add(kind.construct, kind)
+        for label, (space, name) in of_cells.globals.items():
+            self._hold(label, [space], name)
+        for name in of_job.attributes:
+            self._hold(f"{type(job).__name__}.{name}", _spaces(job), name)
+        bookkeeping = vars(nn.Cell())  # such as `training`, which compiled code follows
+        for path, cell in model.cells_and_names():
+            for name in of_cells.attributes - bookkeeping.keys():
+                self._hold(".".join(filter(None, ("model", path, name))), _spaces(cell), name)
+
+    def _hold(self, label: str, spaces: Sequence[Mapping[str, Any]], name: str) -> None:
+        value = _find(spaces, name)
+        if isinstance(value, (*PLAIN, Tensor, np.ndarray)):
+            self._held.append((label, spaces, name, value))
+
+    def check(self) -> None:
+        """Raise `JobError` if a value has changed, of which compiled code would see nothing."""
+        for label, spaces, name, before in self._held:
+            now = _find(spaces, name)
+            plain = isinstance(before, PLAIN) and isinstance(now, PLAIN)
+            if now is not before and not (plain and repr(now) == repr(before)):
+                change = f" from {before!r} to {now!r}" if plain else ""
+                raise JobError(
+                    f"{label} changed{change} after loss() was compiled with it as a constant: "
+                    "hold it in a Parameter and use ops.assign, or set engine.mode=pynative"
+                )
+
+
+def _spaces(owner: Any) -> list[Mapping[str, Any]]:
+    return [vars(one) for one in (owner, *type(owner).__mro__) if hasattr(one, "__dict__")]
+
+
+def _find(spaces: Sequence[Mapping[str, Any]], name: str) -> Any:
+    """Return a value without calling properties; a class if there is none."""
+    return next((space[name] for space in spaces if name in space), Constants)
