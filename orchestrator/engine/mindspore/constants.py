@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -9,7 +10,6 @@ from typing import Any
 import numpy as np
 from mindspore import Tensor, nn
 
-from orchestrator.engine.common.code_reads import CodeReads
 from orchestrator.errors import JobError
 
 PLAIN = (bool, int, float, str, np.generic, types.NoneType)
@@ -23,19 +23,21 @@ class Constants:
     """
 
     def __init__(self, loss: Callable[..., Any], model: nn.Cell) -> None:
-        job, self._held = getattr(loss, "__self__", None), []
-        of_job, of_cells = CodeReads("mindspore"), CodeReads("mindspore")
-        for reads in (of_job, of_cells):
-            reads.add(loss if job is None else type(job).loss, type(job))
+        self._held: list[tuple[str, Sequence[Mapping[str, Any]], str, Any]] = []
+        job = getattr(loss, "__self__", None)
+        functions: list[types.FunctionType] = []
+        of_job = _names_read(loss if job is None else type(job).loss, type(job), functions)
+        of_cells: set[str] = set(of_job)
         for kind in {type(cell) for _, cell in model.cells_and_names()}:
-            of_cells.add(kind.construct, kind)
-        for label, (space, name) in of_cells.globals.items():
-            self._hold(label, [space], name)
-        for name in of_job.attributes:
+            of_cells |= _names_read(kind.construct, kind, functions)
+        for function in functions:
+            for name in function.__code__.co_names:
+                self._hold(f"{function.__module__}.{name}", [function.__globals__], name)
+        for name in of_job:
             self._hold(f"{type(job).__name__}.{name}", _spaces(job), name)
         bookkeeping = vars(nn.Cell())  # such as `training`, which compiled code follows
         for path, cell in model.cells_and_names():
-            for name in of_cells.attributes - bookkeeping.keys():
+            for name in of_cells - bookkeeping.keys():
                 self._hold(".".join(filter(None, ("model", path, name))), _spaces(cell), name)
 
     def _hold(self, label: str, spaces: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -54,6 +56,24 @@ class Constants:
                     f"{label} changed{change} after loss() was compiled with it as a constant: "
                     "hold it in a Parameter and use ops.assign, or set engine.mode=pynative"
                 )
+
+
+def _names_read(function: Any, owner: type, functions: list[types.FunctionType]) -> set[str]:
+    """Return the names of attributes and globals in a method of `owner`, and in what it calls by
+    them outside of MindSpore; these functions are added to `functions`.
+    """
+    function = inspect.unwrap(function) if callable(function) else function
+    if not isinstance(function, types.FunctionType) or function in functions:
+        return set()
+    if function.__module__.startswith("mindspore."):
+        return set(function.__code__.co_names)
+    functions.append(function)
+    names = set(function.__code__.co_names)
+    for name in list(names):
+        called = (vars(one).get(name) for one in owner.__mro__)
+        for one in (*called, function.__globals__.get(name)):
+            names |= _names_read(one, owner, functions)
+    return names
 
 
 def _spaces(owner: Any) -> list[Mapping[str, Any]]:
