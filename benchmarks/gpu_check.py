@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import platform
+import re
 import resource
 import shutil
 import statistics
@@ -538,6 +540,73 @@ def fully_sharded(machine: Machine) -> str:
     return ", ".join(parts)
 
 
+def _peak(group: BaseGroup, options: dict[str, Any]) -> tuple[int, int]:
+    """Return the peak of a device's memory in two updates, and what weights, gradients and the
+    optimizer's state take.
+    """
+    before = torch.cuda.memory_allocated(group.device)
+    net = _net(torch.float32, group.device, wide=4000)
+    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-4, foreach=False)
+    accumulator = Accumulator(net, optimizer, group, **options)
+    torch.cuda.reset_peak_memory_stats(group.device)
+    x = torch.randn(8, 20, device=group.device)
+    for _ in range(2):
+        accumulator.backward(Loss(net(x).square().sum(), 8), last=True)
+        accumulator.boundary()
+    weights = 4 * accumulator.parameter_count()
+    state = 2 * weights // (group.size if options.get("shard_optimizer") else 1)
+    peak = torch.cuda.max_memory_allocated(group.device) - before
+    return peak, weights + accumulator.gradient_bytes() + state
+
+
+def memory(machine: Machine) -> str:
+    """An update takes weights, gradients and the optimizer's state, and less than as much again."""
+    machine.need_gpus()
+    parts: list[str] = []
+    for options in ({}, {"shard_optimizer": True}, {"reduction": "reproducible"}):
+        peak, needed = max(machine.on_ranks(_peak, options))
+        words = f"{options or 'fast'}: {peak // MIB} MiB of {needed // MIB} needed"
+        parts.append(_expect(peak < 2 * needed, words))
+    return ", ".join(parts)
+
+
+_SCRIPT = re.compile(r"(?ms)^```python\n(# (windows|loop|same_bits)\.py\n.*?)^```")
+
+
+def documented_scripts(machine: Machine) -> str:
+    """The scripts of docs/how-to/library.md print the same numbers on one rank and on all."""
+    if machine.shared:
+        raise Skipped("ranks share a GPU")
+    page = (ROOT / "docs" / "how-to" / "library.md").read_text(encoding="utf-8")
+    prelude = ""
+    if machine.gpus:
+        page = page.replace('"gloo"', '"nccl"')
+        page = page.replace("torch.Generator()", 'torch.Generator("cuda")')
+        prelude = (
+            "import os, torch\n"
+            'os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")\n'
+            'torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))\n'
+            'torch.set_default_device("cuda")\n'
+        )
+    names: list[str] = []
+    for source, name in _SCRIPT.findall(page):
+        script = machine.folder / f"{name}.py"
+        script.write_text(prelude + source, encoding="utf-8")
+        found: list[list[float]] = []
+        for ranks in (1, machine.ranks):
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+            command += [f"--nproc-per-node={ranks}", str(script)]
+            done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT, check=False)
+            if done.returncode:
+                raise AssertionError((done.stdout + done.stderr)[-2000:])
+            lines = (line.split() for line in done.stdout.splitlines())
+            found.append([float(number) for line in lines for number in line[:2]])
+        alike = [math.isclose(a, b, rel_tol=1e-4) for a, b in zip(*found, strict=True)]
+        _expect(all(alike) and len(alike) > 1, f"{name}.py: {found}")
+        names.append(f"{name}.py")
+    return ", ".join(names)
+
+
 def _timed(group: BaseGroup, ddp: bool) -> float:
     """Return the median seconds of an update with four micro-steps of a model of 20 MiB."""
     device = group.device
@@ -612,7 +681,8 @@ def bandwidth(machine: Machine) -> str:
 
 CHECKS = (
     versions, binding, late_rank, conformance, exactness, same_bits, compiled, silent_micro_steps,
-    late_results, lost_rank, failures, resume, survival, fully_sharded, speed, bandwidth,
+    late_results, lost_rank, failures, resume, survival, fully_sharded, memory,
+    documented_scripts, speed, bandwidth,
 )  # fmt: skip
 
 
