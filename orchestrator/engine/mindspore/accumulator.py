@@ -265,7 +265,7 @@ class Accumulator:
                 )
 
     def check_constants(self) -> None:
-        """Raise `JobError` if plain values changed that compiled code reads; know them first."""
+        """Raise `JobError` if values that compiled code reads differ from the first call's."""
         if self._mode != "pynative":
             self._constants = self._constants or Constants(self._loss, self._model)
             self._constants.check()

@@ -19,14 +19,17 @@ class Constants:
     """Plain values and tensors that a loss and its model read, as they are now.
 
     Args:
-        loss: a function of (model, batch), or a job's method of that name.
+        loss: a function of (model, batch), or a method.
     """
 
     def __init__(self, loss: Callable[..., Any], model: nn.Cell) -> None:
         self._held: list[tuple[str, Sequence[Mapping[str, Any]], str, Any]] = []
         job = getattr(loss, "__self__", None)
         functions: list[types.FunctionType] = []
-        of_job = _names_read(loss if job is None else type(job).loss, type(job), functions)
+        function: Any = getattr(loss, "__func__", loss)
+        # The original, whose globals change, of a `compiled_loss`.
+        function = getattr(type(job), getattr(function, "__name__", ""), function)
+        of_job = _names_read(function, type(job), functions)
         of_cells: set[str] = set(of_job)
         for kind in {type(cell) for _, cell in model.cells_and_names()}:
             of_cells |= _names_read(kind.construct, kind, functions)

@@ -19,6 +19,7 @@ from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
 from orchestrator.engine.api import EngineSettings, GroupSpec
 from orchestrator.engine.common.boundary import FIRST_SCALE
+from orchestrator.engine.mindspore.accumulator import Accumulator
 from orchestrator.engine.mindspore.engine import build_engine
 from orchestrator.engine.mindspore.framework import check_installed
 from orchestrator.engine.mindspore.group import MindSporeGroup, choose_transport
@@ -395,6 +396,24 @@ def test_a_rate_that_is_changed_behind_the_engines_back_is_refused():
     engine = built(jobs.Reschedules(), mode="pynative", optimizer={})
     with pytest.raises(JobError, match=r"was changed from .* in after_update of update 0"):
         update(engine, [61])
+
+
+class Loop:
+    """A loop of one's own, whose loss is a method."""
+
+    factor = 1.0
+
+    def total(self, model, batch):
+        return model(batch).sum() * self.factor, len(batch), {}
+
+
+def test_the_loss_of_a_loop_of_ones_own_may_be_a_method():
+    loop = Loop()
+    accumulator = Accumulator(nn.Dense(5, 2), loop.total, alone(), EngineSettings(mode="jit"))
+    assert accumulator.add(ops.ones((3, 5))).asnumpy()[0] == 3
+    loop.factor = 2.0
+    with pytest.raises(JobError, match=r"Loop\.factor changed from 1\.0 to 2\.0"):
+        accumulator.add(ops.ones((3, 5)))
 
 
 class Evaluating(jobs.Weighted):
