@@ -110,8 +110,11 @@ def numbers(model):
     }
 
 
-def big_batch(problem):
-    """(weights, losses, gradient norms) after plain training in one process."""
+def big_batch(problem, *, divide_gradient=False):
+    """(weights, losses, gradient norms) after plain training in one process.
+
+    The loss is divided by its weight before the backward, or the gradient after it.
+    """
     model = problem.model()
     optimizer = problem.build_optimizer(model)
     losses, norms = [], []
@@ -119,10 +122,12 @@ def big_batch(problem):
         optimizer.zero_grad()
         found = problem.loss(model, *problem.data(update))
         mean = found.total / float(found.weight)
-        mean.backward()
+        (found.total if divide_gradient else mean).backward()
         for p in model.parameters():
             if p.grad is not None and p.grad.is_sparse:
                 p.grad = p.grad.to_dense()
+            if p.grad is not None and divide_gradient:
+                p.grad /= float(found.weight)
         limit = float("inf") if problem.clip_norm is None else problem.clip_norm
         norms.append(_clip(model, limit))
         optimizer.step()
