@@ -334,12 +334,14 @@ class Accumulator:
                 early = last and not self._window.overlaps
                 factor = 0.0 if self.padding else self.precision.scale / self._expected_weight
                 self._hooks.on_gradient = self._reduction.before_backward(last=early, leaf=leaf)
-                self._window.note_factor(factor)
+                if self._window.overlaps:
+                    self._window.note_factor(factor)
                 try:
                     (loss.total if factor == 1.0 else loss.total * factor).backward()
                 finally:
                     self._hooks.on_gradient = self._window.note_undeclared
-                    self._window.note_factor(1.0)
+                    if self._window.overlaps:
+                        self._window.note_factor(1.0)
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
@@ -441,7 +443,8 @@ class Accumulator:
             self._losses.clear()
             if tracker is not None:
                 tracker.ended(report)
-            self._window.silence_others()
+            if self._window.overlaps:
+                self._window.silence_others()
             return report
 
     def _step(

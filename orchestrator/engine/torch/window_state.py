@@ -233,9 +233,8 @@ class WindowState:
 
     def note_factor(self, factor: float) -> None:
         """Let other open windows of the group know by what this one's next loss is multiplied."""
-        if self.overlaps:
-            for other in self._group.open_windows:
-                other.others_factor = 1.0 if other is self else factor
+        for other in self._group.open_windows:
+            other.others_factor = 1.0 if other is self else factor
 
     def end(self) -> dict[str, float]:
         """End the window and its silence at its boundary.
