@@ -150,8 +150,9 @@ class WindowState:
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise JobError(
-                    f"parameter {name} began to require gradients after the accumulator was built; "
-                    "build another one, so that its gradients are reduced too"
+                    f"parameter {name} began to require gradients after the accumulator was built: "
+                    "let it require them from the start, and compute with it under torch.no_grad() "
+                    "until now (what has no gradient is not stepped), or build another accumulator"
                 )
         self._check_stepped()
         if update is not None:
