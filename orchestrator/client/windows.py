@@ -91,21 +91,21 @@ class UserWindow:
 
 
 class _Once(Iterator[list[int]]):
-    """An iterator of which `iter` may be taken once: a DataLoader reads ahead of where it is."""
+    """An iterator that begins once: a DataLoader reads ahead of where it is."""
 
     def __init__(self, items: Iterator[list[int]]) -> None:
         self._items, self._begun = items, False
 
     def __iter__(self) -> Self:
-        if self._begun:
+        if self._begun:  # a DataLoader with workers takes two `iter`, and only then the first item
             raise JobError(
                 "windows.indices() were gone through before, or by another DataLoader: take one "
                 "iter() of the loader before the loop, and next() of it for each micro-batch"
             )
-        self._begun = True
         return self
 
     def __next__(self) -> list[int]:
+        self._begun = True
         return next(self._items)
 
 
@@ -182,8 +182,8 @@ class Windows:
         `batch_sampler` for a DataLoader of your own. See also `batches`.
 
         Raises:
-            JobError: the loop has begun, or (by the second `iter` of it, or of a DataLoader) they
-                are gone through twice: what workers have read ahead would be lost.
+            JobError: the loop has begun, or (by another `iter` of it, or of a DataLoader) they are
+                gone through twice: what workers have read ahead would be lost.
         """
         self._refuse_late("indices()")
         return _Once(list(one.indices) for one in self._loop.micro_batches(self.first))

@@ -246,11 +246,13 @@ def test_a_stop_signal_is_a_request_from_the_first_window_on_and_until_the_loop_
     assert signal.getsignal(signal.SIGTERM) == before
 
 
-def test_a_loader_may_read_ahead_what_the_windows_will_hand_out():
+@pytest.mark.parametrize("workers", [0, 2])
+def test_a_loader_may_read_ahead_what_the_windows_will_hand_out(workers):
     ours = sgd_accumulator(model := net())
     windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, epochs=2)
     data, indices = torch.utils.data.TensorDataset(X, Y), windows.indices()
-    batches = iter(torch.utils.data.DataLoader(data, batch_sampler=indices))
+    loader = torch.utils.data.DataLoader(data, batch_sampler=indices, num_workers=workers)
+    batches = iter(loader)
     for window in windows:
         for piece in window:
             x, _ = next(batches)
