@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import math
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import fields
 from numbers import Real
@@ -210,7 +211,7 @@ Kinds = Mapping[str, tuple[str, tuple[int, ...]]]  # name: dtype, shape
 
 def uncompiled(name: str) -> str:
     """Return the name of a tensor without what `torch.compile` puts before it."""
-    return name.replace("_orig_mod.", "")
+    return re.sub(r"(?<![^.])_orig_mod\.", "", name)
 
 
 def check_fits(found: Kinds, wanted: Kinds) -> None:

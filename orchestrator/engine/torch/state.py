@@ -56,8 +56,9 @@ def load_model(model: Module, folder: Path, rest: Mapping[str, Any]) -> None:
     held, _ = model_state(model)
     state = _saved_model(folder, rest, held.get)
     state |= {n: shard_like(state[n], tensor) for n, tensor in held.items() if n in state}
+    names = {uncompiled(name): name for name in model.state_dict()}
     try:
-        model.load_state_dict(state)
+        model.load_state_dict({names.get(name, name): value for name, value in state.items()})
     except RuntimeError as error:
         raise RunFolderError(f"{folder} is of another model: {error}") from error
 
@@ -109,9 +110,8 @@ def load_weights(model: Module, path: Path) -> None:
     Raises:
         ConfigError: names, shapes or dtypes are not the model's.
     """
-    tensors, rest = model_state(model)
-    held = {uncompiled(name): tensor for name, tensor in tensors.items()}
-    within = tuple(f"{uncompiled(key)}." for key in rest)
+    held, rest = model_state(model)
+    within = tuple(f"{key}." for key in rest)
     found = {
         name: tensor
         for key, tensor in _read(path).items()
@@ -219,14 +219,16 @@ def weights_sha256(model: Module, *, keep: bool = True) -> str:
 
 
 def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    """Return the tensors of `model` by name, and what of its state JSON holds.
+    """Return the tensors of `model` by name, and what of its state JSON holds. Names are the same
+    whether it was compiled or not.
 
     Raises:
         JobError: a file can hold neither.
     """
     tensors: dict[str, Tensor] = {}
     rest: dict[str, Any] = {}
-    for name, value in model.state_dict().items():
+    for key, value in model.state_dict().items():
+        name = uncompiled(key)
         if isinstance(value, Tensor):
             if value.layout is not torch.strided:
                 raise JobError(

@@ -122,6 +122,29 @@ def test_training_continues_with_the_same_bits_after_a_round_trip(tmp_path, kind
         _step(other, theirs)
 
 
+def _compiled(whole):
+    """Return a model that is compiled itself, or with compiled layers."""
+    model = Everything()
+    if whole:
+        return torch.compile(model)
+    model.counted, model.output = torch.compile(model.counted), torch.compile(model.output)
+    return model
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of what torch.compile imports
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("compiled_first", [True, False])
+def test_a_checkpoint_fits_whether_the_model_is_compiled_or_not(tmp_path, compiled_first, whole):
+    models = [_compiled(whole), Everything()]
+    model, other = models if compiled_first else reversed(models)
+    rest, _ = _save(model, None, tmp_path)
+    load_model(other, tmp_path, rest)
+    assert weights_sha256(other) == weights_sha256(model)
+    assert all(map(torch.equal, other.parameters(), model.parameters()))
+    with safe_open(tmp_path / WEIGHTS, framework="pt") as opened:
+        assert {*opened.keys()} <= {*Everything().state_dict(), "counted._extra_state.scale"}
+
+
 def test_restored_state_has_the_strides_of_its_parameter_as_fused_kernels_want_it(tmp_path):
     torch.manual_seed(0)
     net = nn.Conv2d(3, 5, 2).to(memory_format=torch.channels_last)
