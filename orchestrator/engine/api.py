@@ -19,6 +19,10 @@ from orchestrator.plan.window import MicroBatch, Window
 from orchestrator.rundir.checkpoints import WEIGHTS, Saves
 
 _RANK_SPECIFIC = ("overlap", "silent", "warn_about_layers")
+TALKS_IN_WINDOW = (
+    "set `talks_in_window = True` in the job's class (in a loop of your own, pass silent=False to "
+    "the Accumulator) when every rank calls it equally often"
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -209,8 +213,7 @@ class Group(ABC):
         if self.silence is not None and not in_window:
             raise SilenceError(
                 f"the collective '{operation}' was called {self.silence}; ranks talk only at the "
-                "boundary. Move it there, or set `talks_in_window = True` in the job's class when "
-                "every rank calls it equally often"
+                f"boundary. Move it there, or {TALKS_IN_WINDOW}"
             )
         if self.size == 1:
             return

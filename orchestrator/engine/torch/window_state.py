@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.api import AccumulationOptions, BoundaryReport
+from orchestrator.engine.api import TALKS_IN_WINDOW, AccumulationOptions, BoundaryReport
 from orchestrator.engine.common.job_checks import norm_advice
 from orchestrator.engine.torch.buffers import Named
 from orchestrator.engine.torch.group import BaseGroup, version_of
@@ -273,7 +273,8 @@ class WindowState:
             if counted != sent:
                 raise SilenceError(
                     f"{counted - sent} collectives ran on this process group in mid-window of "
-                    f"update {self.update}, besides the {sent} of the gradient's own reduction"
+                    f"update {self.update}, besides the {sent} of the gradient's own reduction. "
+                    f"Move them behind boundary(), or {TALKS_IN_WINDOW}"
                 )
         self._check_stepped()
         before, self._before = self._before, None
