@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import describe_search
 from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
+    current_overrides,
     differences,
     names,
     only_varying,
@@ -112,7 +112,7 @@ def data_of(path: Path) -> dict[str, Any]:
             sound.append((run, run.read_submission()))
         except RunFolderError as error:
             unreadable.append(str(error))
-    varying = only_varying([s.get("overrides") or [] for _, s in sound])
+    varying = only_varying([current_overrides(run, s.get("overrides") or []) for run, s in sound])
     cells: list[SweptRun] = []
     configs: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
@@ -335,10 +335,7 @@ def _command(run: RunDir, submission: Mapping[str, Any]) -> str:
     """Return the command that repeats the run in a folder of its own, with what resumes changed:
     without overrides that choose the folder, or the point among others.
     """
-    changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
-    later = {key_of(word) for word in changed}
-    later |= set(LENGTHS) if later.intersection(LENGTHS) else set()
-    stated = [w for w in submission.get("overrides") or [] if key_of(w) not in later]
-    overrides = [hidden(o) for o in (*stated, *changed) if not ELSEWHERE.match(o)]
+    words = current_overrides(run, submission.get("overrides") or [])
+    overrides = [hidden(o) for o in words if not ELSEWHERE.match(o)]
     flags = submission.get("flags") or []
     return f"python -m orchestrator.launch {shlex.join([*flags, *overrides])}".rstrip()

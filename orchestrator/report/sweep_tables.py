@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import UsageError
 from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
@@ -256,6 +257,20 @@ def swept_run(
         plan=run.read_plan(),
         weights=weights_of(saved[-1]) if saved else None,
     )
+
+
+def current_overrides(run: RunDir, stated: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return a run's overrides with those of its resumes, and `more`, in place of what they
+    changed.
+    """
+    found = {key_of(override): override for override in stated}
+    resumes = (entry.get("overrides") or () for entry in run.read_resumes())
+    for override in (*chain.from_iterable(resumes), *more):
+        key = key_of(override)
+        for replaced in LENGTHS if key in LENGTHS else (key,):
+            found.pop(replaced, None)
+        found[key] = override
+    return [*found.values()]
 
 
 def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:

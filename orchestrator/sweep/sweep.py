@@ -26,6 +26,7 @@ from orchestrator.errors import (
 )
 from orchestrator.report.sweep_tables import (
     accumulation_pairs,
+    current_overrides,
     only_varying,
     print_sweep,
     swept_run,
@@ -108,7 +109,7 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
         say(output.console, f"{text}{command('status', shown)}", "bold")
         return max(codes, default=EXIT_FINISHED)
     interrupted = len(ended) < len(here)
-    varying = only_varying([task.point.overrides for task in tasks])
+    varying = only_varying([current_overrides(task.run, task.point.overrides) for task in tasks])
     shown = [
         swept_run(task.run, overrides, result=_refusal(ended.get(task.run.path)))
         for task, overrides in zip(tasks, varying, strict=True)
@@ -201,9 +202,11 @@ def _task_of_run(
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     with submission_directory(run):
         plan = prepare(config, new=False)
+    stated = run.read_submission().get("overrides") or ()
+    more = overrides if action is Action.RESUME else ()
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
-        overrides=tuple(run.read_submission().get("overrides") or ()),
+        overrides=tuple(current_overrides(run, stated, more)),
         config=config,
         plan=plan,
     )
