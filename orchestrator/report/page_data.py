@@ -33,6 +33,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import end_of, find_runs
+from orchestrator.rundir.warnings import read_warnings
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -229,11 +230,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
             {key: str(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
             for note in result.get("restarts") or []
         ],
-        "warnings": list(
-            dict.fromkeys(
-                str(text) for record in cell.updates for text in record.get("warnings") or []
-            )
-        ),
+        "warnings": _warnings(run),
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
         "marks": _marks(cell.updates, rows, state, why),
@@ -242,6 +239,12 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
     }
+
+
+def _warnings(run: RunDir) -> list[str]:
+    """Return the warnings of all attempts, each once, also those that no update's record has."""
+    attempts = (run.attempt(number) for number in run.attempt_numbers())
+    return [*dict.fromkeys(w.text for attempt in attempts for w in read_warnings(attempt))]
 
 
 def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
