@@ -186,6 +186,7 @@ def _point_table(columns: Sequence[Column]) -> Table:
 
 
 SAME_WITHIN = 0.03
+BATCH_KEYS = {f"accumulation.{name}" for name in ("global_batch", "steps", "micro_batch")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -308,10 +309,14 @@ def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
 
 
 def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
-    """Return True if two points have the same figure and differ in their accumulation only."""
-    differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
-    alike = all(key.split(".")[0] == "accumulation" for key in differing)
-    return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
+    """Return True if two points have the same figure and differ in their batches only."""
+    keys = {*one.overrides, *other.overrides}  # points of different lines state different keys
+    differing = {key for key in keys if one.overrides.get(key) != other.overrides.get(key)}
+    return (
+        differing <= BATCH_KEYS
+        and one.plan["ranks"] == other.plan["ranks"]
+        and figure(one) == figure(other)
+    )
 
 
 def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:

@@ -118,13 +118,16 @@ def test_a_failed_run_is_compared_with_none():
     assert accumulation_pairs([cell(1), failed(4)]) == []
 
 
-def test_points_are_paired_that_differ_in_their_accumulation_alone():
+@pytest.mark.parametrize("key", ["train.seed", "accumulation.reduction"])
+def test_points_are_paired_that_differ_in_their_batches_alone(key):
     small, large, four = cell(1, samples=64), cell(1), cell(4)
     same_micro_batch, same_batch = accumulation_pairs([small, large, cell(2), four])
     assert (same_micro_batch.one, same_micro_batch.many) == (small, four)
     assert (same_batch.one, same_batch.many) == (large, four)
-    four.overrides["train.seed"] = 1
-    assert accumulation_pairs([large, four]) == []
+    for stating in (four, large):  # the other's line did not state it
+        stating.overrides[key] = "1"
+        assert accumulation_pairs([large, four]) == []
+        del stating.overrides[key]
 
 
 def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
