@@ -80,10 +80,10 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
     shown = [first]
     for column in others:
         if len(shown) > 1 and _width([*shown, column]) > console.width:
-            console.print(_point_table(shown))
+            console.print(_point_table(shown, console.width))
             shown = [first]
         shown.append(column)
-    console.print(_point_table(shown))
+    console.print(_point_table(shown, console.width))
     for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
             culprit = (cell.result or {}).get("culprit")
@@ -168,15 +168,21 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     return found
 
 
-def _width(columns: Sequence[Column]) -> int:
+def _width(columns: Sequence[Column], *, broken: bool = True) -> int:
     """Return the cells that a table needs: titles may be broken at spaces, values may not."""
-    cells = ([*title.split(), *(text.plain for text in texts)] for title, texts in columns)
+    cells = (
+        [*(title.split() if broken else [title]), *(text.plain for text in texts)]
+        for title, texts in columns
+    )
     return sum(max(map(cell_len, column)) for column in cells) + 2 * (len(columns) - 1)
 
 
-def _point_table(columns: Sequence[Column]) -> Table:
-    right = [index for index, (title, _) in enumerate(columns) if title != STATE]
-    table = new_table((Text(title) for title, _ in columns), right)
+def _point_table(columns: Sequence[Column], width: int) -> Table:
+    titles = [title for title, _ in columns]
+    if _width(columns, broken=False) > width:  # rich would fold words and values as well
+        titles = [title.replace(" ", "\n") for title in titles]
+    right = [index for index, title in enumerate(titles) if title != STATE]
+    table = new_table(map(Text, titles), right)
     for row in zip(*(texts for _, texts in columns), strict=True):
         table.add_row(*row)
     return table

@@ -85,17 +85,29 @@ def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_values_are_never_folded(width):
+def test_values_are_never_folded(width, weights):
     screen = Screen(width=width)
-    cells = [cell(k, metrics={"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}) for k in (1, 64)]
+    metrics = {"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}
+    cells = [cell(k, metrics=metrics, weights=weights("a", np.ones(4))) for k in (64, 1)]
     print_sweep(cells, screen)
     lines = screen.text.splitlines()
     rows = [line for line in lines if line.split()[:1] == ["64"]]
     assert all(len(line) <= width for line in lines)
     whole = " ".join(rows)
-    for part in ("finished", "4.50 s", "200 ms", "300 MiB", "0.5000", "0.2500", "2.00 MiB"):
+    for part in (
+        "finished",
+        "4.50 s",
+        "200 ms",
+        "300 MiB",
+        "0.5000",
+        "0.2500",
+        "2.00 MiB",
+        "reference",
+    ):
         assert part in whole
     assert len(rows) == (2 if width == 80 else 1)
+    for word in ("accuracy", "calibration", "collectives"):
+        assert word in screen.text
 
 
 def test_the_verdict_is_taken_from_the_figures():
