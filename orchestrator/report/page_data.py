@@ -15,12 +15,12 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.changes import flat
-from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import RunFolderError
 from orchestrator.report.status_tables import describe_search
 from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
+    current_overrides,
     differences,
     names,
     only_varying,
@@ -33,6 +33,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import Record
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import end_of, find_runs
+from orchestrator.rundir.warnings import read_warnings
 from orchestrator.units import (
     UNKNOWN,
     format_bytes,
@@ -112,7 +113,7 @@ def data_of(path: Path) -> dict[str, Any]:
             sound.append((run, run.read_submission()))
         except RunFolderError as error:
             unreadable.append(str(error))
-    varying = only_varying([s.get("overrides") or [] for _, s in sound])
+    varying = only_varying([current_overrides(run, s.get("overrides") or []) for run, s in sound])
     cells: list[SweptRun] = []
     configs: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
@@ -229,11 +230,7 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
             {key: str(note.get(key, "")) for key in ("attempt", "resumed_from", "why")}
             for note in result.get("restarts") or []
         ],
-        "warnings": list(
-            dict.fromkeys(
-                str(text) for record in cell.updates for text in record.get("warnings") or []
-            )
-        ),
+        "warnings": _warnings(run),
         "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
         "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
         "marks": _marks(cell.updates, rows, state, why),
@@ -242,6 +239,12 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
     }
+
+
+def _warnings(run: RunDir) -> list[str]:
+    """Return the warnings of all attempts, each once, also those that no update's record has."""
+    attempts = (run.attempt(number) for number in run.attempt_numbers())
+    return [*dict.fromkeys(w.text for attempt in attempts for w in read_warnings(attempt))]
 
 
 def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
@@ -335,10 +338,7 @@ def _command(run: RunDir, submission: Mapping[str, Any]) -> str:
     """Return the command that repeats the run in a folder of its own, with what resumes changed:
     without overrides that choose the folder, or the point among others.
     """
-    changed = [word for entry in run.read_resumes() for word in entry.get("overrides", [])]
-    later = {key_of(word) for word in changed}
-    later |= set(LENGTHS) if later.intersection(LENGTHS) else set()
-    stated = [w for w in submission.get("overrides") or [] if key_of(w) not in later]
-    overrides = [hidden(o) for o in (*stated, *changed) if not ELSEWHERE.match(o)]
+    words = current_overrides(run, submission.get("overrides") or [])
+    overrides = [hidden(o) for o in words if not ELSEWHERE.match(o)]
     flags = submission.get("flags") or []
     return f"python -m orchestrator.launch {shlex.join([*flags, *overrides])}".rstrip()

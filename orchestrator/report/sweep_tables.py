@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import groupby, pairwise
+from itertools import chain, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from orchestrator.config.command_line import LENGTHS, key_of
 from orchestrator.errors import UsageError
 from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
@@ -79,10 +80,10 @@ def print_sweep(cells: Sequence[SweptRun], console: Console, not_begun: int = 0)
     shown = [first]
     for column in others:
         if len(shown) > 1 and _width([*shown, column]) > console.width:
-            console.print(_point_table(shown))
+            console.print(_point_table(shown, console.width))
             shown = [first]
         shown.append(column)
-    console.print(_point_table(shown))
+    console.print(_point_table(shown, console.width))
     for name, cell in zip(names(cells), cells, strict=True):
         if not cell.finished:
             culprit = (cell.result or {}).get("culprit")
@@ -167,15 +168,21 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     return found
 
 
-def _width(columns: Sequence[Column]) -> int:
+def _width(columns: Sequence[Column], *, broken: bool = True) -> int:
     """Return the cells that a table needs: titles may be broken at spaces, values may not."""
-    cells = ([*title.split(), *(text.plain for text in texts)] for title, texts in columns)
+    cells = (
+        [*(title.split() if broken else [title]), *(text.plain for text in texts)]
+        for title, texts in columns
+    )
     return sum(max(map(cell_len, column)) for column in cells) + 2 * (len(columns) - 1)
 
 
-def _point_table(columns: Sequence[Column]) -> Table:
-    right = [index for index, (title, _) in enumerate(columns) if title != STATE]
-    table = new_table((Text(title) for title, _ in columns), right)
+def _point_table(columns: Sequence[Column], width: int) -> Table:
+    titles = [title for title, _ in columns]
+    if _width(columns, broken=False) > width:  # rich would fold words and values as well
+        titles = [title.replace(" ", "\n") for title in titles]
+    right = [index for index, title in enumerate(titles) if title != STATE]
+    table = new_table(map(Text, titles), right)
     for row in zip(*(texts for _, texts in columns), strict=True):
         table.add_row(*row)
     return table
@@ -185,6 +192,7 @@ def _point_table(columns: Sequence[Column]) -> Table:
 
 
 SAME_WITHIN = 0.03
+BATCH_KEYS = {f"accumulation.{name}" for name in ("global_batch", "steps", "micro_batch")}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -258,6 +266,20 @@ def swept_run(
     )
 
 
+def current_overrides(run: RunDir, stated: Sequence[str], more: Sequence[str] = ()) -> list[str]:
+    """Return a run's overrides with those of its resumes, and `more`, in place of what they
+    changed.
+    """
+    found = {key_of(override): override for override in stated}
+    resumes = (entry.get("overrides") or () for entry in run.read_resumes())
+    for override in (*chain.from_iterable(resumes), *more):
+        key = key_of(override)
+        for replaced in LENGTHS if key in LENGTHS else (key,):
+            found.pop(replaced, None)
+        found[key] = override
+    return [*found.values()]
+
+
 def only_varying(all_overrides: Sequence[Sequence[str]]) -> list[dict[str, str]]:
     """Return of each point the overrides whose value is not the same in all points (all of them, if
     there is one point).
@@ -293,10 +315,14 @@ def accumulation_pairs(cells: Sequence[SweptRun]) -> list[Pair]:
 
 
 def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) -> bool:
-    """Return True if two points have the same figure and differ in their accumulation only."""
-    differing = {k for k, v in other.overrides.items() if one.overrides.get(k) != v}
-    alike = all(key.split(".")[0] == "accumulation" for key in differing)
-    return alike and one.plan["ranks"] == other.plan["ranks"] and figure(one) == figure(other)
+    """Return True if two points have the same figure and differ in their batches only."""
+    keys = {*one.overrides, *other.overrides}  # points of different lines state different keys
+    differing = {key for key in keys if one.overrides.get(key) != other.overrides.get(key)}
+    return (
+        differing <= BATCH_KEYS
+        and one.plan["ranks"] == other.plan["ranks"]
+        and figure(one) == figure(other)
+    )
 
 
 def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:

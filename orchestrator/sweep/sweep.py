@@ -26,6 +26,7 @@ from orchestrator.errors import (
 )
 from orchestrator.report.sweep_tables import (
     accumulation_pairs,
+    current_overrides,
     only_varying,
     print_sweep,
     swept_run,
@@ -37,6 +38,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import OVER, UNREADABLE, RunStatus
 from orchestrator.sweep.points import Point, check_points
 from orchestrator.sweep.tasks import (
+    POINTS,
     Action,
     PointTask,
     locked_sweep,
@@ -80,9 +82,12 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         return _run_tasks(tasks, output)
 
 
-def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
+def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int = 0) -> int:
     """Start or resume unfinished points, and print the table; return the worst exit code. A point
     that fails does not end the sweep.
+
+    Args:
+        not_begun: how many points the sweep has besides these.
 
     Raises `UsageError` for what refuses them, before any is started.
     """
@@ -108,13 +113,13 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
         say(output.console, f"{text}{command('status', shown)}", "bold")
         return max(codes, default=EXIT_FINISHED)
     interrupted = len(ended) < len(here)
-    varying = only_varying([task.point.overrides for task in tasks])
+    varying = only_varying([current_overrides(task.run, task.point.overrides) for task in tasks])
     shown = [
         swept_run(task.run, overrides, result=_refusal(ended.get(task.run.path)))
         for task, overrides in zip(tasks, varying, strict=True)
         if not interrupted or task.run.config.exists()
     ]
-    print_sweep(shown, output.console, len(tasks) - len(shown))
+    print_sweep(shown, output.console, len(tasks) - len(shown) + not_begun)
     if concurrent := timed_concurrently(shown):
         say(output.console, concurrent, "dim", prose=True)
     else:
@@ -122,7 +127,17 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions) -> int:
             say(output.console, verdict(pair), prose=True)
     if interrupted:
         return EXIT_INTERRUPTED if EXIT_INTERRUPTED in codes else EXIT_STOPPED
-    return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=EXIT_FINISHED)
+    complete = EXIT_STOPPED if not_begun else EXIT_FINISHED
+    return EXIT_FAILED if EXIT_FAILED in codes else max(codes, default=complete)
+
+
+def _count_not_begun(runs: Sequence[RunDir]) -> int:
+    """Return how many points of a sweep have no folder, since it was interrupted before them."""
+    planned: dict[Path, list[int]] = {}
+    for run in runs:
+        count = int(run.read_submission().get(POINTS, 0))
+        planned.setdefault(run.path.parent, []).append(count)
+    return sum(max(0, max(counts) - len(counts)) for counts in planned.values())
 
 
 def _refusal(one: PointResult | None) -> dict[str, Any] | None:
@@ -172,7 +187,7 @@ def resume_sweep(
             if not any(task.action is Action.RESUME for task in tasks):
                 raise RunFolderError(f"{text}; to stop first: {command('cancel', folder)}")
             say(output.console, f"warning: {text}", "yellow", prose=True)
-        return _run_tasks(tasks, output)
+        return _run_tasks(tasks, output, _count_not_begun(runs))
 
 
 def _task_of_run(
@@ -201,9 +216,11 @@ def _task_of_run(
     config = replace(config, run=replace(config.run, dir=str(run.path)))
     with submission_directory(run):
         plan = prepare(config, new=False)
+    stated = run.read_submission().get("overrides") or ()
+    more = overrides if action is Action.RESUME else ()
     point = Point(
         number=int(run.path.name) if run.path.name.isdigit() else number,
-        overrides=tuple(run.read_submission().get("overrides") or ()),
+        overrides=tuple(current_overrides(run, stated, more)),
         config=config,
         plan=plan,
     )

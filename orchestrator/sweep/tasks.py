@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -30,6 +31,7 @@ from orchestrator.sweep.points import Point, refuse_points
 from orchestrator.units import plural
 
 CELL = "cell"  # in submission.json
+POINTS = "points"  # there, too: how many the command had for this folder
 # Sections and keys that say where, when and how long to wait: a result does not depend on them.
 IRRELEVANT_KEYS = (
     "run.", "sweep.", "facts.", "tracker.", "notify.", "cluster.partition.", "cluster.account.",
@@ -140,8 +142,12 @@ def tasks_of(points: Sequence[Point], *, force: bool = False) -> list[PointTask]
     runs = [RunDir(point.folder) for point in placed if point.folder in taken]
     by_folder = {status.folder: status for status in statuses(runs)[0]} if runs else {}
     wrong: dict[str, list[int]] = {}
+    counts = Counter(point.folder.parent for point in placed)
     with read_once():  # of data, too: thousands of points may share it
-        made = [notes_of(point.config, point.identity) for point in placed]
+        made = [
+            {**notes_of(point.config, point.identity), POINTS: counts[point.folder.parent]}
+            for point in placed
+        ]
         tasks = [
             _task_of_point(
                 point, by_folder.get(point.folder), known.get(point.identity, (None, {}))[1], now,

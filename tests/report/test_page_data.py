@@ -11,6 +11,7 @@ from orchestrator.report.page import FORMATS
 from orchestrator.report.page_data import data_of
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
+from orchestrator.rundir.warnings import warn_of
 from tests.run_folders import record, result
 
 
@@ -67,9 +68,11 @@ def test_no_name_or_word_of_others_does_anything_to_a_terminal(made, tmp_path):
     evil = "\x1b[2J\x07\x9b"
     culprit = {"rank": 0, "node": f"n{evil}", "cause": evil, "log_tail": []}
     ended = result(state="failed", culprit=culprit, metrics={f"top{evil}": math.nan, evil: 1.0})
-    lines = [record(0, warnings=[evil]), record(1, evaluation={f"top{evil}": math.inf})]
+    lines = [record(0), record(1, evaluation={f"top{evil}": math.inf})]
     run = made("run", records=lines, ended=ended, command=[evil])
+    warn_of(run.attempt(0) / "warnings-00000.jsonl", 0, f"see{evil}")
     data = data_of(run.path.rename(tmp_path / f"run{evil}"))
+    assert data["runs"][0]["warnings"] == ["see"]
     assert data["runs"][0]["metrics"]["top"] == {"value": None, "text": "nan"}
     for form in ("json", "csv"):
         text = FORMATS[form](data)
@@ -81,6 +84,16 @@ def test_a_run_that_has_not_begun_has_a_page(made):
     [run] = data_of(made("new", records=[], ended=False).path)["runs"]
     assert run["series"] == {}
     assert run["state"] == "no result"
+
+
+def test_warnings_of_every_attempt_are_shown_also_those_without_an_update(made):
+    run = made("warned", ended=result(state="failed"))
+    for attempt, sentences in enumerate((["slow", "early"], ["slow", "after the last boundary"])):
+        for sentence in sentences:
+            warn_of(run.attempt(attempt) / "warnings-00000.jsonl", 0, sentence)
+        run.begin_attempt()
+    [found] = data_of(run.path)["runs"]
+    assert found["warnings"] == ["slow", "early", "after the last boundary"]
 
 
 def test_a_page_and_status_say_the_same_of_a_stop(made):

@@ -85,17 +85,29 @@ def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
 
 
 @pytest.mark.parametrize("width", [80, 120])
-def test_values_are_never_folded(width):
+def test_values_are_never_folded(width, weights):
     screen = Screen(width=width)
-    cells = [cell(k, metrics={"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}) for k in (1, 64)]
+    metrics = {"accuracy": 0.5, "loss": 0.1, "calibration": 0.25}
+    cells = [cell(k, metrics=metrics, weights=weights("a", np.ones(4))) for k in (64, 1)]
     print_sweep(cells, screen)
     lines = screen.text.splitlines()
     rows = [line for line in lines if line.split()[:1] == ["64"]]
     assert all(len(line) <= width for line in lines)
     whole = " ".join(rows)
-    for part in ("finished", "4.50 s", "200 ms", "300 MiB", "0.5000", "0.2500", "2.00 MiB"):
+    for part in (
+        "finished",
+        "4.50 s",
+        "200 ms",
+        "300 MiB",
+        "0.5000",
+        "0.2500",
+        "2.00 MiB",
+        "reference",
+    ):
         assert part in whole
     assert len(rows) == (2 if width == 80 else 1)
+    for word in ("accuracy", "calibration", "collectives"):
+        assert word in screen.text
 
 
 def test_the_verdict_is_taken_from_the_figures():
@@ -118,13 +130,16 @@ def test_a_failed_run_is_compared_with_none():
     assert accumulation_pairs([cell(1), failed(4)]) == []
 
 
-def test_points_are_paired_that_differ_in_their_accumulation_alone():
+@pytest.mark.parametrize("key", ["train.seed", "accumulation.reduction"])
+def test_points_are_paired_that_differ_in_their_batches_alone(key):
     small, large, four = cell(1, samples=64), cell(1), cell(4)
     same_micro_batch, same_batch = accumulation_pairs([small, large, cell(2), four])
     assert (same_micro_batch.one, same_micro_batch.many) == (small, four)
     assert (same_batch.one, same_batch.many) == (large, four)
-    four.overrides["train.seed"] = 1
-    assert accumulation_pairs([large, four]) == []
+    for stating in (four, large):  # the other's line did not state it
+        stating.overrides[key] = "1"
+        assert accumulation_pairs([large, four]) == []
+        del stating.overrides[key]
 
 
 def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):

@@ -46,6 +46,21 @@ def test_unfinished_points_go_on_and_finished_ones_with_more_updates(tmp_path):
     assert "train.seed" in refused.stderr
 
 
+def test_tables_show_the_values_that_a_resume_set(tmp_path):
+    sweep = tmp_path / "sweep"
+    line = ("-m", LIGHT, *ONE, "tracker=none", "train.updates=1,2", f"run.dir={sweep}")
+    call(*line, code=0)
+    verb("resume", sweep / "0", "train.updates=4", code=0)
+    resumed = verb("resume", sweep, "train.updates=5", code=0).stdout
+    assert "train.updates=5: to go on" in resumed
+    verb("resume", sweep / "0", "train.updates=6", code=0)
+    runs = data_of(sweep)["runs"]
+    assert [run["overrides"] for run in runs] == [{"train.updates": n} for n in "65"]
+    for table in (verb("resume", sweep, code=0).stdout, call(*line, code=0).stdout):
+        rows = [row.split()[:3] for row in table.splitlines() if " finished " in row]
+        assert rows == [["0", "6", "finished"], ["1", "5", "finished"]]
+
+
 def test_a_sweep_goes_on_from_any_folder_also_where_its_job_cannot_be_imported(tmp_path):
     (tmp_path / "own_light.py").write_text("from tests.light_job import Light as Own\n")
     words = ("job._target_=own_light.Own", *ONE, "tracker=none", "train.updates=2", "run.dir=sweep")
