@@ -415,12 +415,20 @@ class Indexed(Counted):
 
 
 class AttentionDropout(Counted):
+    def __init__(self, rate=0.1, recompute=False):
+        super().__init__()
+        self.rate, self.recompute = rate, recompute
+
     def model(self):
+        job = self
+
         class Attending(nn.Cell):
             def __init__(self):
                 super().__init__()
                 self.embed, self.out = nn.Dense(1, 8), nn.Dense(8, 2)
-                self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+                self.attention = nn.MultiheadAttention(8, 2, dropout=job.rate, batch_first=True)
+                if job.recompute:
+                    self.embed.recompute()
 
             def construct(self, x):
                 x = self.embed(x.expand_dims(-1))

@@ -294,6 +294,14 @@ def test_dropout_of_attention_is_compared_with_nothing_and_warned_of():
     assert update(engine, [31, 30]).plain_step_s == 0
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+def test_cells_of_mindspore_may_change_what_they_keep_in_python(recompute):
+    engine = built(jobs.AttentionDropout(0.0, recompute), mode="jit")
+    compiled = update(engine, [31, 30])
+    plain = update(built(jobs.AttentionDropout(0.0), mode="pynative"), [31, 30])
+    assert compiled.loss == pytest.approx(plain.loss)
+
+
 @pytest.mark.parametrize(
     ("what", "mode"), [("calls", "jit"), ("beta", "pynative"), ("temperature", "pynative")]
 )
