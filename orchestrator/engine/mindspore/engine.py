@@ -46,7 +46,6 @@ from orchestrator.engine.mindspore.model import (
     build_model,
     build_optimizer,
     check_same_weights,
-    draws,
     kept_statistics,
     learning_rate_of,
     replica_checker,
@@ -211,14 +210,12 @@ class MindSporeEngine(Engine):
         self._rate = learning_rate_of(self._optimizer)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
-        random_cells = any(draws(cell) for _, cell in self._model.cells_and_names())
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
             group,
             settings,
-            # Two random draws cannot be compared.
-            reference=None if random_cells else python_loss(job),
+            reference=python_loss(job),
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         mantissa_bits = 53 if self._accumulator.dtype == ms.float64 else 24
