@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -271,7 +272,8 @@ class MindSporeEngine(Engine):
             totals = Trailer.from_numbers(numbers, self._limb_bits)
             self._replica_checker.check(totals, update)
             norm_of_sum, norm = self._accumulator.norm_of(gradients), None
-            found = self._policy.decide(update, totals, trailer, norm_of_sum, list)
+            named = partial(self._accumulator.not_finite, gradients)
+            found = self._policy.decide(update, totals, trailer, norm_of_sum, named)
             if found is not None:
                 norm, factor = found
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)

@@ -492,6 +492,7 @@ OWN = {"optimizer": {}}  # the job builds its own
         (jobs.ScaledOptimizer, OWN, r"has loss_scale=1024\.0 .*train\.precision=float16"),
         (partial(jobs.Thawing, True), {}, r"0\.bias began to require gradients after"),
         (partial(jobs.Thawing, False), {}, r"0\.bias ceased to require gradients after"),
+        (jobs.Overflowing, {}, r"the gradient became NaN or infinite, in 0\.weight, 0\.bias, "),
         (jobs.Overflowing, {"style": "framework"}, "the loss or a weight became NaN or infinite"),
         (jobs.RateOfNN, {"style": "framework", **OWN}, "in after_update of update 0"),
         (Stalled, {"style": "framework"}, r"called model\.set_train\(False\) without"),
