@@ -296,10 +296,8 @@ class Accumulator:
         differing = self._differing(added, [part.asnumpy() for part in wanted])
         if differing is not None:
             again = self._reference_gradient(form, leaves)
-            if (
-                self._differing(*([p.asnumpy() for p in parts] for parts in (again, wanted)))
-                is None
-            ):
+            arrays = ([part.asnumpy() for part in parts] for parts in (again, wanted))
+            if self._differing(*arrays) is None:
                 raise JobError(
                     f"compiled, the gradient of {differing} is not the one that plain Python "
                     f"gives: MindSpore's graph compiler cuts gradients at code that it leaves to "

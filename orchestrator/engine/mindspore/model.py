@@ -187,14 +187,19 @@ def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]
 @contextmanager
 def kept_statistics(model: nn.Cell) -> Generator[None]:
     """Restore parameters that are not trained, such as moving statistics, and dropout's state."""
-    others: list[Any] = [one for one in model.get_parameters() if not one.requires_grad]
-    others.append(mask_state())
+    others: list[Any] = [mask_state(), *model.untrainable_params()]
+    trained = [(parameter, parameter.asnumpy().copy()) for parameter in model.trainable_params()]
     before = [parameter.asnumpy().copy() for parameter in others]
     try:
         yield
     finally:
         for parameter, array in zip(others, before, strict=True):
             ops.assign(parameter, Tensor(array, parameter.dtype))
+    for parameter, array in trained:
+        if not np.array_equal(parameter.asnumpy(), array, equal_nan=True):
+            raise JobError(
+                f"loss() changes {parameter.name} between micro-steps: change it in after_update"
+            )
 
 
 def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[list[float]]]) -> None:

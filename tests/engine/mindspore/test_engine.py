@@ -502,6 +502,7 @@ OWN = {"optimizer": {}}  # the job builds its own
         (partial(jobs.Annealed, "FACTOR"), JIT, r"jobs\.FACTOR changed .*engine\.mode=pynative"),
         (partial(jobs.Annealed, "beta"), {**JIT, "style": "framework"}, r"Annealed\.beta changed"),
         (jobs.NumpyNoise, JIT, r"draws random numbers from NumPy .*ops\.standard_normal"),
+        (jobs.Assigning, JIT, r"changes 0\.bias between micro-steps.*after_update"),
         (jobs.Labelled, {}, r"a tuple or dictionary of tensors, but has a str at 1"),
         (Unmeasured, JIT, "Loss.metrics lacks 'error'"),
         (jobs.UnmeasuredAttention, JIT, "Loss.metrics lacks 'error'"),
