@@ -90,14 +90,8 @@ class Compiled:
         try:
             result = self._call(*tensors)
         except (
-            RuntimeError,
-            TypeError,
-            ValueError,
-            NameError,
-            AttributeError,
-            SyntaxError,
-            LookupError,
-        ) as error:
+            RuntimeError, TypeError, ValueError, NameError, AttributeError, SyntaxError, LookupError
+        ) as error:  # fmt: skip
             advice = "without compilation it may work: try engine.mode=pynative"
             raise JobError(f"{explain(error, self._what)}\n{advice}") from error
         self._met.add(met)
@@ -302,10 +296,8 @@ class Accumulator:
         differing = self._differing(added, [part.asnumpy() for part in wanted])
         if differing is not None:
             again = self._reference_gradient(form, leaves)
-            if (
-                self._differing(*([p.asnumpy() for p in parts] for parts in (again, wanted)))
-                is None
-            ):
+            arrays = ([part.asnumpy() for part in parts] for parts in (again, wanted))
+            if self._differing(*arrays) is None:
                 raise JobError(
                     f"compiled, the gradient of {differing} is not the one that plain Python "
                     f"gives: MindSpore's graph compiler cuts gradients at code that it leaves to "
@@ -432,6 +424,11 @@ class Accumulator:
         if not math.isfinite(largest):
             return largest
         return largest * math.sqrt(math.fsum(float(np.square(a / largest).sum()) for a in arrays))
+
+    def not_finite(self, gradients: Sequence[Tensor]) -> list[str]:
+        """Return the names of parameters whose gradient is not finite."""
+        pairs = zip(self.parameters, gradients, strict=True)
+        return [str(one.name) for one, part in pairs if not np.isfinite(part.asnumpy()).all()]
 
     def step_with(self, optimizer: Any) -> Compiled:
         """Return a compiled function (factor, *gradients) that averages and clips the gradients,

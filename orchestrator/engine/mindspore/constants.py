@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dis
 import inspect
 import types
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +41,8 @@ class Constants:
             self._hold(f"{type(job).__name__}.{name}", _spaces(job), name)
         bookkeeping = vars(nn.Cell())  # such as `training`, which compiled code follows
         for path, cell in model.cells_and_names():
-            for name in of_cells - bookkeeping.keys():
+            # PyNative calls of MultiheadAttention and of recomputation set some.
+            for name in of_cells - bookkeeping.keys() - _names_set(type(cell).__call__):
                 self._hold(".".join(filter(None, ("model", path, name))), _spaces(cell), name)
 
     def _hold(self, label: str, spaces: Sequence[Mapping[str, Any]], name: str) -> None:
@@ -69,7 +71,7 @@ def _names_read(function: Any, owner: type, functions: list[types.FunctionType])
     if not isinstance(function, types.FunctionType) or function in functions:
         return set()
     if function.__module__.startswith("mindspore."):
-        return set(function.__code__.co_names)
+        return set(function.__code__.co_names) - _names_set(function)
     functions.append(function)
     names = set(function.__code__.co_names)
     for name in list(names):
@@ -77,6 +79,11 @@ def _names_read(function: Any, owner: type, functions: list[types.FunctionType])
         for one in (*called, function.__globals__.get(name)):
             names |= _names_read(one, owner, functions)
     return names
+
+
+def _names_set(function: Any) -> set[str]:
+    steps = dis.get_instructions(function)
+    return {step.argval for step in steps if step.opname == "STORE_ATTR"}
 
 
 def _spaces(owner: Any) -> list[Mapping[str, Any]]:

@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,6 @@ from orchestrator.engine.mindspore.model import (
     build_model,
     build_optimizer,
     check_same_weights,
-    draws,
     kept_statistics,
     learning_rate_of,
     replica_checker,
@@ -211,14 +211,12 @@ class MindSporeEngine(Engine):
         self._rate = learning_rate_of(self._optimizer)
         self._names = tuple(settings.metric_names)
         compiled = settings.mode != "pynative"
-        random_cells = any(draws(cell) for _, cell in self._model.cells_and_names())
         self._accumulator = Accumulator(
             self._model,
             compiled_loss(job) if compiled else python_loss(job),
             group,
             settings,
-            # Two random draws cannot be compared.
-            reference=None if random_cells else python_loss(job),
+            reference=python_loss(job),
             trailer_numbers=trailer_numbers(len(self._names)),
         )
         mantissa_bits = 53 if self._accumulator.dtype == ms.float64 else 24
@@ -274,7 +272,8 @@ class MindSporeEngine(Engine):
             totals = Trailer.from_numbers(numbers, self._limb_bits)
             self._replica_checker.check(totals, update)
             norm_of_sum, norm = self._accumulator.norm_of(gradients), None
-            found = self._policy.decide(update, totals, trailer, norm_of_sum, list)
+            named = partial(self._accumulator.not_finite, gradients)
+            found = self._policy.decide(update, totals, trailer, norm_of_sum, named)
             if found is not None:
                 norm, factor = found
                 self._step(Tensor(factor, self._accumulator.dtype), *gradients)

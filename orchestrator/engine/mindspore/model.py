@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import inspect
 import random
@@ -30,7 +31,7 @@ from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
 
 BATCH_NORMS: tuple[Any, ...] = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
-RANDOM: Any = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.MultiheadAttention)
+DROPOUT: Any = (ops.Dropout, ops.Dropout2D, ops.Dropout3D)
 
 
 def batch_norms(model: nn.Cell) -> dict[str, Any]:
@@ -46,9 +47,12 @@ def batch_norms(model: nn.Cell) -> dict[str, Any]:
 
 
 def draws(cell: Any) -> bool:
-    """Return whether a cell drops elements out at random."""
+    """Return whether a cell drops elements out at random, by an operator of MindSpore's."""
     rates = (getattr(cell, "p", None), getattr(cell, "dropout", None))
-    return isinstance(cell, RANDOM) and 0 not in rates and getattr(cell, "keep_prob", None) != 1
+    if 0 in rates or getattr(cell, "keep_prob", None) == 1:
+        return False
+    calls_function = isinstance(cell, nn.Dropout1d | nn.MultiheadAttention)
+    return calls_function or any(isinstance(one, DROPOUT) for one in vars(cell).values())
 
 
 def draws_advice(what: str) -> str:
@@ -112,14 +116,49 @@ def with_norms(model: nn.Cell, choice: str) -> tuple[nn.Cell, list[str]]:
     return made.get(id(model), model), [replaced_norms(choice, found)]
 
 
+# ------------------------------------------------------------------ Dropout
+# On CPUs MindSpore's operator draws from one generator in several threads at once, so that its
+# masks do not repeat, and keeps the seed that it was built with, which is the same on all ranks.
+
+
+@functools.cache
+def mask_state() -> Any:
+    """Return the state that the masks of dropout are drawn from; each draw moves it on."""
+    return Parameter(Tensor(1, ms.uint32), name="mask_state", requires_grad=False)
+
+
+def seeded_dropout(operator: Any) -> Callable[[Any], Any]:
+    """Return a dropout operator's equal that draws from `mask_state`. Works in a graph."""
+    keep, state = operator.keep_prob, mask_state()
+    channels = {ops.Dropout2D: (1, 1), ops.Dropout3D: (1, 1, 1)}.get(type(operator), ())
+    # Constants of MurmurHash3 and the golden ratio; an even step leaves the state odd.
+    step, first, second, bits, limit = (
+        Tensor(number, ms.uint32)
+        for number in (0x9E3779B2, 0x85EBCA6B, 0xC2B2AE35, 16, round(keep * 0xFFFFFFFF))
+    )
+
+    def dropout(x: Any) -> Any:
+        shape = (*x.shape[:2], *channels) if channels else x.shape
+        count = shape[0] * shape[1] if channels else x.size
+        numbers: Any = ops.arange(1, count + 1)
+        hashed = numbers.astype(ms.uint32) * ops.assign_add(state, step)
+        for factor in (first, second):
+            hashed = ops.bitwise_xor(hashed, ops.bitwise_right_shift(hashed, bits)) * factor
+        mask = (hashed < limit).reshape(shape).astype(x.dtype)
+        return x * mask / keep, mask
+
+    return dropout
+
+
 # ------------------------------------------------------------------ Building
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and MindSpore's generators."""
+    """Seed Python's, NumPy's and MindSpore's generators, and the masks of dropout."""
     random.seed(seed)
     ms.set_seed(seed & 0x7FFFFFFF)  # takes 31 bits
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
+    ops.assign(mask_state(), Tensor(seed & 0xFFFFFFFF | 1, ms.uint32))
 
 
 def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]:
@@ -137,20 +176,30 @@ def build_model(job: Job, settings: EngineSettings) -> tuple[nn.Cell, list[str]]
             if parameter.is_floating_point():
                 parameter.set_dtype(ms.float64)
     model, warnings = with_norms(model, settings.norm)
+    for _, cell in model.cells_and_names():
+        for name, operator in list(vars(cell).items()):
+            if isinstance(operator, DROPOUT) and ms.get_context("device_target") == "CPU":
+                setattr(cell, name, seeded_dropout(operator))
     model.set_train()
     return model, warnings
 
 
 @contextmanager
 def kept_statistics(model: nn.Cell) -> Generator[None]:
-    """Give parameters that are not trained, such as moving statistics, their values back."""
-    others: list[Any] = [one for one in model.get_parameters() if not one.requires_grad]
+    """Restore parameters that are not trained, such as moving statistics, and dropout's state."""
+    others: list[Any] = [mask_state(), *model.untrainable_params()]
+    trained = [(parameter, parameter.asnumpy().copy()) for parameter in model.trainable_params()]
     before = [parameter.asnumpy().copy() for parameter in others]
     try:
         yield
     finally:
         for parameter, array in zip(others, before, strict=True):
             ops.assign(parameter, Tensor(array, parameter.dtype))
+    for parameter, array in trained:
+        if not np.array_equal(parameter.asnumpy(), array, equal_nan=True):
+            raise JobError(
+                f"loss() changes {parameter.name} between micro-steps: change it in after_update"
+            )
 
 
 def check_same_weights(sha256: str, gather: Callable[[Sequence[float]], list[list[float]]]) -> None:

@@ -402,28 +402,59 @@ class Labelled(Counted):
         return Tensor(np.float32([x for x, *_ in samples])), "name"
 
 
-class Indexed(Counted):
-    """Takes a column that its batch lacks. Only its graph meets it: with dropout, Python's gradient
-    is not compared.
-    """
-
-    def model(self):
-        return nn.SequentialCell([nn.Dense(5, 7), nn.Dropout(p=0.1), nn.Dense(7, 2)])
-
-    def loss(self, model, batch):
-        return Loss(ops.square(model(batch[0]) - batch[5]).sum(), weight=1.0)
-
-
 class AttentionDropout(Counted):
+    def __init__(self, rate=0.1, recompute=False):
+        super().__init__()
+        self.rate, self.recompute = rate, recompute
+
     def model(self):
+        job = self
+
         class Attending(nn.Cell):
             def __init__(self):
                 super().__init__()
                 self.embed, self.out = nn.Dense(1, 8), nn.Dense(8, 2)
-                self.attention = nn.MultiheadAttention(8, 2, dropout=0.1, batch_first=True)
+                self.attention = nn.MultiheadAttention(8, 2, dropout=job.rate, batch_first=True)
+                if job.recompute:
+                    self.embed.recompute()
 
             def construct(self, x):
                 x = self.embed(x.expand_dims(-1))
                 return self.out(self.attention(x, x, x)[0].mean(axis=1))
 
         return Attending()
+
+
+class Dropped(Counted):
+    """Dropout of elements and of channels; one cell is called three times."""
+
+    def model(self):
+        class Dropping(nn.Cell):
+            def __init__(self):
+                super().__init__()
+                self.hidden, self.out = nn.Dense(5, 8), nn.Dense(8, 2)
+                self.elements, self.channels = nn.Dropout(p=0.3), nn.Dropout2d(p=0.2)
+
+            def construct(self, x):
+                x = self.elements(ops.tanh(self.hidden(x)))
+                x = self.channels(x.reshape(-1, 8, 1, 1)).reshape(-1, 8)
+                return self.elements(self.out(self.elements(x)))
+
+        return Dropping()
+
+
+class CutDropped(Cut):
+    def model(self):
+        return nn.SequentialCell([nn.Dense(5, 7), nn.Dropout(p=0.1), nn.Dense(7, 2)])
+
+
+class UnmeasuredAttention(AttentionDropout):
+    metric_names = ("error",)
+
+
+class Assigning(Counted):
+    """Its loss shrinks a trained weight in every micro-step."""
+
+    def loss(self, model, batch):
+        ops.assign(model[0].bias, model[0].bias * 0.5)
+        return Loss(ops.square(model(batch[0]) - batch[1]).sum(), weight=len(batch[1]))
