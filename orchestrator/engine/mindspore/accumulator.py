@@ -60,6 +60,10 @@ def explain(error: Exception, what: str) -> str:
     return "\n".join([f"{what} does not compile: {said[:1200]}", *own[-2:]])
 
 
+_ERRORS = (RuntimeError, TypeError, ValueError, NameError, AttributeError, SyntaxError, LookupError)
+"""What MindSpore's compiler raises for code that it cannot compile, or that is wrong."""
+
+
 class Compiled:
     """A function, compiled once for each set of shapes that it meets.
 
@@ -89,9 +93,7 @@ class Compiled:
         began = time.perf_counter()
         try:
             result = self._call(*tensors)
-        except (
-            RuntimeError, TypeError, ValueError, NameError, AttributeError, SyntaxError, LookupError
-        ) as error:  # fmt: skip
+        except _ERRORS as error:
             advice = "without compilation it may work: try engine.mode=pynative"
             raise JobError(f"{explain(error, self._what)}\n{advice}") from error
         self._met.add(met)
