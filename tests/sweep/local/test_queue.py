@@ -121,7 +121,7 @@ def test_interrupted_twice_all_points_end_at_once(tmp_path):
     assert "point 0 (train.seed=1): " in said, "without what all points share"
     assert processes_of(sweep) == []
     assert not (sweep / "2").exists(), "it was not started any more"
-    resumed = verb("resume", sweep, "train.updates=2", code=3)
+    resumed = verb("resume", sweep, "train.updates=10", code=3)
     assert "2 of 3 points finished; 1 not begun yet: type the same line again" in resumed.stdout
 
 
