@@ -194,6 +194,10 @@ def cpus_per_node(cluster: ClusterConfig) -> int:
     return cluster.ranks_per_node * cluster.cpus_per_rank
 
 
+def _mebibytes(gibibytes: float) -> int:
+    return max(1, round(gibibytes * 1024))  # to SLURM 0 is all memory of a node
+
+
 def shape_of(cluster: ClusterConfig) -> Iterator[str]:
     """Return the options of srun and salloc for a run's share of an allocation."""
     nodes = node_range(cluster.nodes)[1]
@@ -203,7 +207,7 @@ def shape_of(cluster: ClusterConfig) -> Iterator[str]:
     if gpu_count(cluster.gpus_per_node):
         yield f"--gpus-per-node={cluster.gpus_per_node}"
     if cluster.memory_gib is not None:
-        yield f"--mem={round(cluster.memory_gib * 1024)}M"
+        yield f"--mem={_mebibytes(cluster.memory_gib)}M"
 
 
 def job_name(config: Config) -> str:
@@ -230,7 +234,7 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     if gpu_count(cluster.gpus_per_node):
         yield "gpus-per-node", cluster.gpus_per_node
     if cluster.memory_gib is not None:
-        yield "mem", f"{round(cluster.memory_gib * 1024)}M"
+        yield "mem", f"{_mebibytes(cluster.memory_gib)}M"
     if cluster.time_min is not None:
         yield "time", cluster.time_min
     if cluster.exclusive:

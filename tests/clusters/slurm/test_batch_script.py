@@ -261,6 +261,12 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
         gpu_count(gpus)
 
 
+def test_a_little_memory_is_not_all_of_it():
+    text = script_of(slurm_config(memory_gib=0.0004))
+    assert re.findall(r"--mem=(\w+)", text)
+    assert {*re.findall(r"--mem=(\w+)", text)} == {"1M"}
+
+
 def text_of(tmp_path, **cluster):
     submit_host = SubmitHost(
         python="/usr/bin/python3", folder=tmp_path / "here", package=tmp_path / "code/orchestrator",
