@@ -21,8 +21,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 from torch.distributed import DistError
+from torch.torch_version import TorchVersion
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.common.rendezvous import (
@@ -128,6 +130,7 @@ def host(spec: GroupSpec) -> SecretStore:
         timeout=timedelta(seconds=_STORE_TIMEOUT_S),
         wait_for_workers=False,
         master_listen_fd=listener.detach(),
+        use_libuv=torch.__version__ >= TorchVersion("2.8"),  # before, it took no socket
     )
     token = secrets.token_hex(16)
     ours = SecretStore(store, token)

@@ -227,8 +227,8 @@ class TorchGroup(BaseGroup):
             )
         if device is None:
             device = getattr(process_group, "bound_device_id", None)
-        if device is None and (accelerator := torch.accelerator.current_accelerator()) is not None:
-            device = torch.device(accelerator.type, torch.accelerator.current_device_index())
+        if device is None and torch.accelerator.is_available():
+            device = torch.device(torch.accelerator.current_device_index())
         device = torch.device(device or "cpu")
         backend = process_group
         with suppress(AttributeError, RuntimeError):  # a backend, or an unknown device

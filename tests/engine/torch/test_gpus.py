@@ -268,6 +268,11 @@ def test_the_device_of_a_backend_that_is_no_ones_known_is_the_given_or_the_cpu(f
             Accumulator(given, torch.optim.SGD(model.parameters(), lr=1.0))
 
 
+def test_torch_built_for_gpus_works_on_a_machine_without(fake_world, monkeypatch):
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
+    assert TorchGroup.wrap(fake_world).device.type == "cpu"
+
+
 def test_of_a_group_with_several_backends_the_models_device_chooses_one(tmp_path):
     """As of `init_process_group()` on a machine with GPUs: "cpu:gloo,cuda:nccl"."""
     store = dist.FileStore(str(tmp_path / "store"), 1)

@@ -13,6 +13,7 @@ from datetime import timedelta
 import pytest
 import torch
 from torch._C._distributed_c10d import TCPStore
+from torch.torch_version import TorchVersion
 
 from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
@@ -36,6 +37,13 @@ def test_ranks_listen_only_at_their_own_nodes_address(tmp_path):
     for rank, (_, addresses) in enumerate(results):
         assert addresses
         assert {address.rpartition(":")[0] for address in addresses} == {f"127.0.1.{rank + 1}"}
+
+
+def test_torch_2_6_whose_store_takes_no_socket_with_libuv_can_meet_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(torch, "__version__", TorchVersion("2.6.0+cu124"))
+    first, second = _formed(spec(0, 2, tmp_path), spec(1, 2, tmp_path))
+    assert second.result().size == 2
+    assert not first.result().store._whole.libuvBackend
 
 
 def test_the_next_generation_is_formed_while_the_first_exists(tmp_path):
