@@ -194,7 +194,8 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
         raise RunFolderError(f"{folder.journal} is damaged: {error}") from error
     now = search.made_of
     if differing := [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]:
-        keys = ", ".join(f"{key.lstrip('+')} is not what it was" for key in differing)
+        names = dict.fromkeys(key.lstrip("+") for key in differing)
+        keys = ", ".join(f"{name} is not what it was" for name in names)
         raise ConfigError(
             f"{folder.path} holds another search ({keys}); choose another run.dir, or begin the "
             f"search anew with --force"

@@ -153,8 +153,9 @@ def test_another_search_is_refused_in_the_same_folder(tmp_path):
         ("job.arguments.pause=9", "job.arguments.pause is not what it was"),
         ("sweep.trials=1", "2 trials already"),
         ("job.arguments.lr=interval(0,2)", "job.arguments.lr is not what it was"),
+        ("++job.arguments.lr=0.5", r"\(job.arguments.lr is not what it was\)"),
     ):
-        key = other.partition("=")[0]
+        key = other.partition("=")[0].lstrip("+")
         kept = [text for text in line if text.partition("=")[0] != key]
         with pytest.raises(ConfigError, match=why):
             run_to_end(search_of(*kept[:-2], other, *kept[-2:]))
