@@ -96,9 +96,10 @@ class MLflow(Tracker):
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
         os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._metric: Any = Metric
+        self._metric, self._error = Metric, MlflowException
         uri = self.options.uri or run.mlflow.absolute().as_uri()
         self._client: Any = MlflowClient(tracking_uri=uri)
         self._run_id = self._find_or_create_run()
@@ -107,15 +108,25 @@ class MLflow(Tracker):
 
     def _find_or_create_run(self) -> str:
         """Return the id of MLflow's run: an earlier attempt's, if there is one."""
-        name, identity = self.options.experiment, self.run.identity
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        experiment, identity = self._find_or_create_experiment(), self.run.identity
         for begun in self._client.search_runs([experiment], f"tags.`{TAG}` = '{identity}'"):
             self._client.update_run(begun.info.run_id, status="RUNNING")
             return begun.info.run_id
         tags = {TAG: identity}
         made = self._client.create_run(experiment, tags=tags, run_name=self.run.path.name)
         return made.info.run_id
+
+    def _find_or_create_experiment(self) -> str:
+        name = self.options.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return self._client.create_experiment(name)
+            except self._error:  # points of a sweep begin together, and another one was faster
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return found.experiment_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)

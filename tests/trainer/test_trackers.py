@@ -114,6 +114,25 @@ def test_a_server_that_does_not_answer_is_a_warning_within_seconds(run):
     assert time.monotonic() - began < 15, "MLflow itself tries for four minutes"
 
 
+def test_runs_that_begin_together_share_the_experiment_in_mlflow(run, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    config = compose(["tracker=mlflow", f"run.dir={run.path}"])
+    run.write_config(to_yaml(config))
+    Scalars(run, config).close(State.FINISHED)
+    find, found = MlflowClient.get_experiment_by_name, []
+
+    def too_early(self, name):
+        found.append(find(self, name) if found else None)
+        return found[-1]
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", too_early)
+    scalars = Scalars(run, config)
+    scalars.write(0, {"train/loss": 0.5})
+    scalars.close(State.FINISHED)
+    assert [values for _, values in TestMLflow().read(run)] == [{"train/loss": 0.5}]
+
+
 @pytest.mark.parametrize("failing", [0, 1])
 def test_mlflow_has_all_updates_of_a_failed_run_and_how_each_attempt_ended(
     tmp_path, failing, monkeypatch
