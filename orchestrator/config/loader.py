@@ -17,7 +17,7 @@ from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Override
+from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep, Sweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
 from hydra.plugins.search_path_plugin import SearchPathPlugin
@@ -117,6 +117,12 @@ def search_path(config_dir: str | None) -> UserFirstSearchPath:
     return path
 
 
+def _has_sweep(value: Any) -> bool:
+    """Return whether a list or a dictionary contains a sweep, at any depth."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return any(isinstance(part, Sweep) or _has_sweep(part) for part in parts)
+
+
 class Loader(ConfigLoaderImpl):
     """Composes, and reads sweeps."""
 
@@ -137,6 +143,19 @@ class Loader(ConfigLoaderImpl):
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
+
+    def refuse_nested_sweeps(self, overrides: Sequence[str]) -> None:
+        """Raise `ConfigError` for a range without a step, or a sweep within another value."""
+        for override in self.parse(overrides):
+            value: Any = override.value()
+            if isinstance(value, RangeSweep) and not value.step:
+                raise ConfigError(f"{override.input_line}: the step of a range cannot be 0")
+            parts = value.list if isinstance(value, ChoiceSweep) else value
+            if _has_sweep(parts):
+                raise ConfigError(
+                    f"{override.input_line}: choice(), range() and interval() are no part of "
+                    f"another value; list all values, as in {override.key_or_group}=1,2,3"
+                )
 
     def swept(self, overrides: Sequence[str]) -> list[Override]:
         """Parse all overrides. Raises `ConfigError` for a sweep over keys that its points share."""

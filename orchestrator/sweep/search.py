@@ -194,7 +194,8 @@ def open_study(search: Search) -> tuple[Study, JournalStorage]:
         raise RunFolderError(f"{folder.journal} is damaged: {error}") from error
     now = search.made_of
     if differing := [k for k in sorted(before.keys() | now.keys()) if before.get(k) != now.get(k)]:
-        keys = ", ".join(f"{key.lstrip('+')} is not what it was" for key in differing)
+        names = dict.fromkeys(key.lstrip("+") for key in differing)
+        keys = ", ".join(f"{name} is not what it was" for name in names)
         raise ConfigError(
             f"{folder.path} holds another search ({keys}); choose another run.dir, or begin the "
             f"search anew with --force"
@@ -312,13 +313,20 @@ class Searcher:
         self._newest: PointTask | None = None
         self.table: dict[str, Any] = {}
 
-    def run(self) -> None:
+    def run(self, given: Sequence[str] = ()) -> None:
         """Run to the end of the last trial, or to an interrupt.
+
+        Args:
+            given: overrides to resume with, of which trials in progress are warned.
 
         Raises:
             ConfigError: earlier trials were of other code, or none has measured the objective.
         """
         self._find_earlier_trials()
+        if given and (busy := sorted(trial.number for trial in self._running.values())):
+            named = f"{named_numbers('trial', busy)} of {self._search.folder}"
+            text = f"warning: {named} cannot take {' '.join(given)} while in progress"
+            say(self._output.console, text, "yellow", prose=True)
         self._write_table()
         while True:
             if not interrupts.count:
@@ -571,8 +579,11 @@ def is_judged(updates: int) -> bool:
     return updates % 10 ** max(0, len(str(updates)) - 2) == 0
 
 
-def run_search(composer: Composer, output: OutputOptions) -> int:
+def run_search(composer: Composer, output: OutputOptions, given: Sequence[str] = ()) -> int:
     """Run trials until there are as many as the line asks for; print them.
+
+    Args:
+        given: overrides to resume with.
 
     Returns:
         The exit code: 0 once one trial has a value, whatever became of others.
@@ -586,7 +597,7 @@ def run_search(composer: Composer, output: OutputOptions) -> int:
         runs = TrialRuns(search, output)
         with runs.queue or interrupts:  # after the first interrupt nothing more starts
             searcher = Searcher(search, runs, output)
-            searcher.run()
+            searcher.run(given)
             count, left = interrupts.count, len(runs.followed)
         print_search(searcher.table, output.console)
         say(output.console, f"the search's folder: {search.folder}")
@@ -632,4 +643,4 @@ def resume_search(
     with submission_directory(search, Path(line["folder"])):
         composer = Composer(resumed)
         composer.compose()
-        return run_search(composer, output)
+        return run_search(composer, output, overrides)

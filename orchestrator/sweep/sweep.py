@@ -42,6 +42,7 @@ from orchestrator.sweep.tasks import (
     Action,
     PointTask,
     locked_sweep,
+    note_count,
     refuse_replacing,
     submit,
     tasks_of,
@@ -79,6 +80,7 @@ def run_sweep(composer: Composer, output: OutputOptions) -> int:
         tasks = tasks_of(points, force=any(p.config.sweep.force for p in points))
         if not composer.line.changed:
             refuse_replacing(tasks)
+        note_count(tasks)
         return _run_tasks(tasks, output)
 
 

@@ -23,7 +23,7 @@ from orchestrator.config.rules import at_once
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ClusterError, Interrupted, NotNow, RunFolderError, UsageError
 from orchestrator.plugins import CLUSTERS
-from orchestrator.rundir.files import make_folder, names_in, written_together
+from orchestrator.rundir.files import make_folder, names_in, write_json, written_together
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.status import OVER, RunStatus
@@ -260,6 +260,18 @@ def refuse_replacing(tasks: Sequence[PointTask]) -> None:
         f"these results"
     )
     refuse_points(wrong, tasks[0].point.number, len(tasks), ways)
+
+
+def note_count(tasks: Sequence[PointTask]) -> None:
+    """Note in a point of an earlier command how many points the sweep has now, so that `resume`
+    counts new ones also if an interrupt comes before the first of them.
+    """
+    counts = Counter(task.run.path.parent for task in tasks)
+    for task in tasks:
+        if task.action in (Action.NOTHING, Action.RESUME):
+            noted, count = task.run.read_submission(), counts.pop(task.run.path.parent, 0)
+            if noted.get(POINTS, 0) < count:
+                write_json(task.run.submission, {**noted, POINTS: count})
 
 
 # ------------------------------------------------------------------ Starting them

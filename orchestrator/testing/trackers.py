@@ -28,6 +28,7 @@ from orchestrator.engine.conformance import expect
 from orchestrator.errors import ConfigError
 from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import State
 from orchestrator.trainer.recorder import Scalars, Tracker
 
 LOSS, ACCURACY = "train/loss", "evaluation/accuracy"
@@ -57,14 +58,14 @@ class TrackerSuite(ABC):
             scalars = Scalars(run, config)
             for step, values in attempt:
                 scalars.write(step, values)
-            scalars.close()
+            scalars.close(State.FINISHED)
         expect([(step, dict(values)) for step, values in self.read(run)], written, "what is read")
 
     def test_non_finite_values_are_accepted(self, tracker: Sequence[str], tmp_path: Path) -> None:
         run, config = _create_run(tracker, tmp_path)
         chosen = TRACKERS.make(config.tracker.kind, Tracker, run, config)
         chosen.write(0, {LOSS: math.nan, ACCURACY: math.inf})
-        chosen.close()
+        chosen.close(State.FINISHED)
         [(_, values)] = self.read(run)
         expect(
             (math.isnan(values[LOSS]), values[ACCURACY]), (True, math.inf), "not a number, infinity"
@@ -80,7 +81,7 @@ class TrackerSuite(ABC):
             warnings.simplefilter("always")
             for step in range(3):
                 scalars.write(step, {LOSS: 1.0})
-            scalars.close()
+            scalars.close(State.FINISHED)
         expect(len(given) <= 1, True, f"at most one warning, of {[str(one) for one in given]}")
 
     def test_an_unknown_option_is_refused(self, tracker: Sequence[str], tmp_path: Path) -> None:

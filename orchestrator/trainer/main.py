@@ -34,6 +34,7 @@ def _train(worker: WorkerProcess) -> int:
     """Train to the end; on the rank that is 0 then, write the result. Collective."""
     with this_process_alone(), _audited(worker.topology.rank):
         training = set_up(worker)
+        worker.close_tracker = training.close_tracker
         progress, began = training.progress, time.perf_counter()
         facts = _train_in_groups(worker, training)
         seconds = time.perf_counter() - began

@@ -21,6 +21,7 @@ from orchestrator.plugins import TRACKERS
 from orchestrator.rundir.files import LineFile
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import ProgressWriter
+from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import NewWarnings, warn
 from orchestrator.units import format_learning_rate, format_number, format_rate
 
@@ -78,8 +79,8 @@ class Tracker(ABC):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of update `step`, from 0. After a resume a step may come twice."""
 
-    def close(self) -> None:  # most have nothing to end
-        """Nothing follows."""
+    def close(self, state: State) -> None:  # most have nothing to end
+        """Nothing follows in this attempt, which ended in `state`: finished, stopped or failed."""
 
 
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
@@ -111,8 +112,8 @@ class Scalars:
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._try(lambda tracker: tracker.write(step, values))
 
-    def close(self) -> None:
-        self._try(lambda tracker: tracker.close())
+    def close(self, state: State) -> None:
+        self._try(lambda tracker: tracker.close(state))
 
     def _try(self, write: Callable[[Tracker], None]) -> None:
         """Write, unless the tracker failed before: it need not work after an error."""
@@ -144,6 +145,7 @@ class Recorder(Callback):
     never ends a training: lines wait for room. Only at the end (`close`) does it matter.
 
     Attributes:
+        scalars: the tracker, which is closed later, once the end is known.
         note: goes with the next update's line, once.
         generation: of the attempt's newest recorded change.
     """
@@ -160,7 +162,7 @@ class Recorder(Callback):
         self._attempt, self._engine, self._checkpoints = attempt, engine, checkpoints
         self._metrics = LineFile(run.metrics)
         self._progress = ProgressWriter(run.progress(attempt))
-        self._scalars = Scalars(run, config)
+        self.scalars = Scalars(run, config)
         self.note: dict[str, Any] = {}
         self.generation = 0
         self._warnings = NewWarnings(run.attempt(attempt))  # of all ranks
@@ -183,7 +185,7 @@ class Recorder(Callback):
         self._line(line | self.note | self._warned())
         self.note = {}
         log_update(done, self._updates)
-        self._scalars.write(
+        self.scalars.write(
             window.update,
             {
                 "train/loss": report.loss,
@@ -213,9 +215,7 @@ class Recorder(Callback):
             }
         )
         log_evaluation(update, figures)
-        self._scalars.write(
-            update, {f"evaluation/{name}": value for name, value in figures.items()}
-        )
+        self.scalars.write(update, {f"evaluation/{name}": value for name, value in figures.items()})
 
     def close(self, *, finished: bool) -> None:
         """Write down what was warned of after the last boundary, in a line of its own.
@@ -234,7 +234,6 @@ class Recorder(Callback):
             self._metrics.close()
         except OSError as error:
             unwritten = unwritten or f"metrics.jsonl could not be written: {error.strerror}"
-        self._scalars.close()
         if finished and unwritten:
             raise RunFolderError(f"trained to the end, but {unwritten}; make room, and resume")
 

@@ -131,6 +131,11 @@ class Training:
         self.recorder.note["planned_collectives"] = self.planned.traffic.among(ranks)
         return self.recorder
 
+    def close_tracker(self, state: State) -> None:
+        """Close the tracker, if it is this rank's; the run ended in `state`."""
+        if self.recorder is not None:
+            self.recorder.scalars.close(state)
+
     def take_over_record(self, changes: Sequence[Mapping[str, Any]]) -> None:
         """On rank 0 of a new group, record changes; continue the record of a lost rank 0."""
         progress, took_over = self.progress, self.recorder is None

@@ -16,6 +16,7 @@ from typing import Any
 
 from orchestrator.config.schema import Config
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import EXIT_CODES, State
 from orchestrator.trainer.recorder import Tracker
 
 
@@ -50,7 +51,8 @@ class TensorBoard(Tracker):
             summary.value.add(tag=tag, simple_value=value)
         self._add(step=step, summary=summary)
 
-    def close(self) -> None:
+    def close(self, state: State) -> None:
+        del state
         self._file.close()
 
 
@@ -58,6 +60,7 @@ SEND_EVERY_S = 1.0  # between two calls of the store, which may be far away
 MOST_VALUES = 500  # values in a call; servers take 1000
 NOT_IN_NAMES = re.compile(r"[^\w\-./: ]")
 TAG = "orchestrator.run"
+STATUS = {State.FINISHED: "FINISHED", State.STOPPED: "KILLED", State.FAILED: "FAILED"}
 
 
 @dataclass
@@ -88,10 +91,15 @@ class MLflow(Tracker):
         # databases, and requires this to be set.
         os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
         os.environ.setdefault("MLFLOW_DISABLE_TELEMETRY", "true")
+        # The training waits, and a failure is not known before the close. MLflow would try a
+        # server that is gone for four minutes.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "2")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow.entities import Metric
+        from mlflow.exceptions import MlflowException
         from mlflow.tracking import MlflowClient
 
-        self._metric: Any = Metric
+        self._metric, self._error = Metric, MlflowException
         uri = self.options.uri or run.mlflow.absolute().as_uri()
         self._client: Any = MlflowClient(tracking_uri=uri)
         self._run_id = self._find_or_create_run()
@@ -100,14 +108,25 @@ class MLflow(Tracker):
 
     def _find_or_create_run(self) -> str:
         """Return the id of MLflow's run: an earlier attempt's, if there is one."""
-        name, identity = self.options.experiment, self.run.identity
-        found = self._client.get_experiment_by_name(name)
-        experiment = found.experiment_id if found else self._client.create_experiment(name)
+        experiment, identity = self._find_or_create_experiment(), self.run.identity
         for begun in self._client.search_runs([experiment], f"tags.`{TAG}` = '{identity}'"):
+            self._client.update_run(begun.info.run_id, status="RUNNING")
             return begun.info.run_id
         tags = {TAG: identity}
         made = self._client.create_run(experiment, tags=tags, run_name=self.run.path.name)
         return made.info.run_id
+
+    def _find_or_create_experiment(self) -> str:
+        name = self.options.experiment
+        found = self._client.get_experiment_by_name(name)
+        if found is None:
+            try:
+                return self._client.create_experiment(name)
+            except self._error:  # points of a sweep begin together, and another one was faster
+                found = self._client.get_experiment_by_name(name)
+                if found is None:
+                    raise
+        return found.experiment_id
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
         now_ms = int(time.time() * 1000)
@@ -123,9 +142,9 @@ class MLflow(Tracker):
             del self._waiting[:MOST_VALUES]
         self._sent = time.monotonic()
 
-    def close(self) -> None:
+    def close(self, state: State) -> None:
         self._send()
-        self._client.set_terminated(self._run_id)
+        self._client.set_terminated(self._run_id, STATUS[state])
 
 
 # The scalars, and nothing of the machine, the code or what is printed: these stay ours.
@@ -172,6 +191,6 @@ class WandB(Tracker):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"update": step, **values})
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, state: State) -> None:
+        self._run.finish(EXIT_CODES[state])
         self._end()  # its service's process has written all, and is gone

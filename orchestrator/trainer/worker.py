@@ -33,7 +33,7 @@ from orchestrator.errors import (
 )
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
+from orchestrator.rundir.outcome import State, failure_record, note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink
 from orchestrator.trainer.failure import describe, hide_own_frames
@@ -64,12 +64,19 @@ def run_in_worker(path: Path, attempt: int, body: Callable[[WorkerProcess], int]
     except BaseException as error:  # noqa: BLE001  # all ranks learn what ended this one
         code = worker.fail(error)
     finally:
-        worker.link.send_end(FINAL_STATES.get(code, FAILED), worker.failure)
+        final_state = FINAL_STATES.get(code, FAILED)
+        if final_state != EVICTED:  # another rank writes on
+            worker.close_tracker(State(final_state))
+        worker.link.send_end(final_state, worker.failure)
     return code
 
 
 class WorkerProcess:
-    """This process as its agent and the run folder see it."""
+    """This process as its agent and the run folder see it.
+
+    Attributes:
+        close_tracker: called at the end, however the run ended.
+    """
 
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
@@ -79,6 +86,7 @@ class WorkerProcess:
         )
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
+        self.close_tracker: Callable[[State], None] = lambda _: None
         self._requeue, self._ahead_s = False, 0.0
 
     def begin(self, config: Config) -> None:

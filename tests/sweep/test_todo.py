@@ -15,9 +15,11 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.outcome import State, write_result
 from orchestrator.sweep.points import check_points
+from orchestrator.sweep.sweep import _count_not_begun
 from orchestrator.sweep.tasks import (
     REPLACED,
     Action,
+    note_count,
     prepared_task,
     refuse_replacing,
     replaced_folder,
@@ -207,6 +209,13 @@ def test_values_more_leave_the_other_points_where_they_are_and_force_runs_all(sw
     assert [task.action for task in forced] == [Action.START] * 2
     sweep.run(forced)
     assert {path.name for path in (sweep.folder / REPLACED).iterdir()} == {"0-0", "1-0"}
+
+
+def test_a_resume_counts_points_of_a_longer_line_of_which_none_has_begun(sweep):
+    assert _count_not_begun([sweep.run_of(0), sweep.run_of(1)]) == 0
+    note_count(sweep.tasks(over=("train.seed=7,8,2,1",)))
+    assert _count_not_begun([sweep.run_of(0), sweep.run_of(1)]) == 2
+    assert [task.changed for task in sweep.tasks()] == [None, None]
 
 
 def test_a_point_that_changed_while_it_is_in_progress_is_refused(sweep):

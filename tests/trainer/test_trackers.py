@@ -2,6 +2,7 @@
 
 import json
 import struct
+import time
 from itertools import groupby
 
 import psutil
@@ -12,9 +13,11 @@ from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.outcome import EXIT_CODES, State
 from orchestrator.testing import TrackerSuite
 from orchestrator.trainer.recorder import Scalars, check_tracker
-from tests.helpers import SMALL, TINY, call, records
+from tests.helpers import SMALL, TINY, await_exit, begin, call, records, verb
+from tests.hold import Hold
 
 
 class TestTensorBoard(TrackerSuite):
@@ -39,16 +42,22 @@ class TestMLflow(TrackerSuite):
         return ["tracker=mlflow"]
 
     def read(self, run):
-        from mlflow.tracking import MlflowClient
-
-        client = MlflowClient(tracking_uri=run.mlflow.as_uri())
-        [experiment] = [e for e in client.search_experiments() if e.name == "orchestrator"]
-        [found] = client.search_runs([experiment.experiment_id])
+        client, found = _mlflow_run(run)
         metrics = [m for key in found.data.metrics
                 for m in client.get_metric_history(found.info.run_id, key)]  # fmt: skip
         written = sorted(metrics, key=lambda one: (one.timestamp, one.step))
         for (_, step), values in groupby(written, key=lambda one: (one.timestamp, one.step)):
             yield step, {one.key: one.value for one in values}
+
+
+def _mlflow_run(run):
+    """Return MLflow's client and its only run."""
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(tracking_uri=run.mlflow.as_uri())
+    [experiment] = [e for e in client.search_experiments() if e.name == "orchestrator"]
+    [found] = client.search_runs([experiment.experiment_id])
+    return client, found
 
 
 class TestWandB(TrackerSuite):
@@ -96,12 +105,73 @@ def test_an_option_that_a_tracker_does_not_have_is_refused_before_the_run(option
         prepare(config)
 
 
-def test_a_server_that_does_not_answer_is_a_warning(run, monkeypatch):
-    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+def test_a_server_that_does_not_answer_is_a_warning_within_seconds(run):
     config = compose(["tracker=mlflow", "tracker.options.uri=http://127.0.0.1:9"])
     run.write_config(to_yaml(config))
+    began = time.monotonic()
     with pytest.warns(UserWarning, match="tracker=mlflow could not start"):
         Scalars(run, config).write(0, {"train/loss": 0.5})
+    assert time.monotonic() - began < 15, "MLflow itself tries for four minutes"
+
+
+def test_runs_that_begin_together_share_the_experiment_in_mlflow(run, monkeypatch):
+    from mlflow.tracking import MlflowClient
+
+    config = compose(["tracker=mlflow", f"run.dir={run.path}"])
+    run.write_config(to_yaml(config))
+    Scalars(run, config).close(State.FINISHED)
+    find, found = MlflowClient.get_experiment_by_name, []
+
+    def too_early(self, name):
+        found.append(find(self, name) if found else None)
+        return found[-1]
+
+    monkeypatch.setattr(MlflowClient, "get_experiment_by_name", too_early)
+    scalars = Scalars(run, config)
+    scalars.write(0, {"train/loss": 0.5})
+    scalars.close(State.FINISHED)
+    assert [values for _, values in TestMLflow().read(run)] == [{"train/loss": 0.5}]
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_mlflow_has_all_updates_of_a_failed_run_and_how_each_attempt_ended(
+    tmp_path, failing, monkeypatch
+):
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
+    run = RunDir(tmp_path / "run")
+
+    def mlflow_has():
+        client, found = _mlflow_run(run)
+        history = client.get_metric_history(found.info.run_id, "train/loss")
+        return found.info.status, [one.step for one in history]
+
+    hold = Hold(tmp_path / "hold")
+    call(
+        TINY, SMALL, "tracker=mlflow", "train.updates=12", "train.checkpoint_every=2",
+        "job.fault=raise", f"job.fault_rank={failing}", "job.fault_after=21", hold.override,
+        f"run.dir={run.path}", "-q", cwd=tmp_path, code=1,
+    )  # fmt: skip
+    assert mlflow_has() == ("FAILED", [record["update"] for record in records(run.path)])
+    hold.hold_before(6)
+    resumed = begin("resume", run.path, module="orchestrator", cwd=tmp_path)
+    hold.wait_until_held(6, [failing])
+    assert mlflow_has()[0] == "RUNNING"
+    verb("cancel", run.path, code=0)
+    hold.release()
+    await_exit(resumed, 3)
+    stopped = [record["update"] for record in records(run.path)]
+    assert mlflow_has() == ("KILLED", stopped)
+    assert len(stopped) > 6, stopped
+
+
+@pytest.mark.parametrize("state", [State.FINISHED, State.STOPPED, State.FAILED])
+def test_weights_and_biases_has_the_exit_code(run, state):
+    config = compose(["tracker=wandb", f"run.dir={run.path}"])
+    run.write_config(to_yaml(config))
+    Scalars(run, config).close(state)
+    [path] = run.wandb.rglob("*.wandb")
+    codes = [r.exit.exit_code for r in _records(path.read_bytes()) if r.HasField("exit")]
+    assert codes == [EXIT_CODES[state]]
 
 
 def test_a_run_is_tracked_and_leaves_no_process(tmp_path):

@@ -99,9 +99,9 @@ def write_result(run: RunDir, arguments):
     })  # fmt: skip
 
 
-def run_to_end(search, trial_runs=None):
+def run_to_end(search, trial_runs=None, given=(), output=QUIET):
     """A start of a search, to its end; its table."""
     with locked_sweep(search.folder):
-        begun = Searcher(search, trial_runs or AtOnce(), QUIET)
-        begun.run()
+        begun = Searcher(search, trial_runs or AtOnce(), output)
+        begun.run(given)
     return begun.table

@@ -5,14 +5,18 @@ Trials end at once here, in real folders and a real journal; whole ones are in `
 
 import json
 import shutil
+from io import StringIO
 from pathlib import Path
 
 import pytest
 from optuna.storages.journal import JournalFileBackend
+from rich.console import Console
 
+from orchestrator.cli.follow import OutputOptions
 from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.lock import locked
 from tests.sweep.search.helpers import AtOnce, line_of, loss_of, run_to_end, search_of
 
 MANY = 8
@@ -149,11 +153,32 @@ def test_another_search_is_refused_in_the_same_folder(tmp_path):
         ("job.arguments.pause=9", "job.arguments.pause is not what it was"),
         ("sweep.trials=1", "2 trials already"),
         ("job.arguments.lr=interval(0,2)", "job.arguments.lr is not what it was"),
+        ("++job.arguments.lr=0.5", r"\(job.arguments.lr is not what it was\)"),
     ):
-        key = other.partition("=")[0]
+        key = other.partition("=")[0].lstrip("+")
         kept = [text for text in line if text.partition("=")[0] != key]
         with pytest.raises(ConfigError, match=why):
             run_to_end(search_of(*kept[:-2], other, *kept[-2:]))
+
+
+def test_a_resume_warns_of_trials_in_progress_that_cannot_take_what_is_given(tmp_path):
+    class Left(AtOnce):
+        def follow(self, task):
+            self.running.append(task)
+
+        def wait(self):
+            raise Killed
+
+    folder = tmp_path / "found"
+    search = search_of(*line_of(folder, "sweep.trials=2"))
+    with pytest.raises(Killed):
+        run_to_end(search, Left())
+    console = Console(record=True, file=StringIO(), width=300)
+    given, output = ["cluster.heartbeat_timeout_s=9"], OutputOptions(console=console)
+    with locked(RunDir(folder / "0")), pytest.raises(Killed):
+        run_to_end(search, Left(), given, output)
+    warning = f"warning: trial 0 of {folder} cannot take {given[0]} while in progress"
+    assert warning in console.export_text()
 
 
 def test_a_search_anew_puts_the_old_one_aside_and_other_code_is_refused(tmp_path):
