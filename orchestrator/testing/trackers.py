@@ -65,7 +65,7 @@ class TrackerSuite(ABC):
         run, config = _create_run(tracker, tmp_path)
         chosen = TRACKERS.make(config.tracker.kind, Tracker, run, config)
         chosen.write(0, {LOSS: math.nan, ACCURACY: math.inf})
-        chosen.close(State.FINISHED)
+        chosen.close()
         [(_, values)] = self.read(run)
         expect(
             (math.isnan(values[LOSS]), values[ACCURACY]), (True, math.inf), "not a number, infinity"

@@ -65,10 +65,12 @@ class Tracker(ABC):
     Attributes:
         Options: a dataclass of what `tracker.options` may hold.
         title: of what it writes, for messages.
+        state: how the attempt ended; set before `close`.
     """
 
     Options: ClassVar[type] = NoOptions
     title: str = "the output of tracker.kind"
+    state: State = State.FINISHED
 
     def __init__(self, run: RunDir, config: Config) -> None:
         """Prepare to write. Raise `ConfigError` for invalid options, which ends the run."""
@@ -79,8 +81,8 @@ class Tracker(ABC):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         """Scalars of update `step`, from 0. After a resume a step may come twice."""
 
-    def close(self, state: State) -> None:  # most have nothing to end
-        """Nothing follows in this attempt, which ended in `state`: finished, stopped or failed."""
+    def close(self) -> None:  # most have nothing to end
+        """Nothing follows in this attempt."""
 
 
 _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "wandb"}
@@ -113,7 +115,11 @@ class Scalars:
         self._try(lambda tracker: tracker.write(step, values))
 
     def close(self, state: State) -> None:
-        self._try(lambda tracker: tracker.close(state))
+        def close(tracker: Tracker) -> None:
+            tracker.state = state
+            tracker.close()
+
+        self._try(close)
 
     def _try(self, write: Callable[[Tracker], None]) -> None:
         """Write, unless the tracker failed before: it need not work after an error."""

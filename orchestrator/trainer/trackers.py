@@ -51,8 +51,7 @@ class TensorBoard(Tracker):
             summary.value.add(tag=tag, simple_value=value)
         self._add(step=step, summary=summary)
 
-    def close(self, state: State) -> None:
-        del state
+    def close(self) -> None:
         self._file.close()
 
 
@@ -142,9 +141,9 @@ class MLflow(Tracker):
             del self._waiting[:MOST_VALUES]
         self._sent = time.monotonic()
 
-    def close(self, state: State) -> None:
+    def close(self) -> None:
         self._send()
-        self._client.set_terminated(self._run_id, STATUS[state])
+        self._client.set_terminated(self._run_id, STATUS[self.state])
 
 
 # The scalars, and nothing of the machine, the code or what is printed: these stay ours.
@@ -191,6 +190,6 @@ class WandB(Tracker):
     def write(self, step: int, values: Mapping[str, float]) -> None:
         self._run.log({"update": step, **values})
 
-    def close(self, state: State) -> None:
-        self._run.finish(EXIT_CODES[state])
+    def close(self) -> None:
+        self._run.finish(EXIT_CODES[self.state])
         self._end()  # its service's process has written all, and is gone

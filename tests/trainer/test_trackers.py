@@ -1,8 +1,8 @@
 """The built-in trackers pass the suite of trackers, each read back by its own package."""
 
 import json
+import os
 import struct
-import time
 from itertools import groupby
 
 import psutil
@@ -105,13 +105,13 @@ def test_an_option_that_a_tracker_does_not_have_is_refused_before_the_run(option
         prepare(config)
 
 
-def test_a_server_that_does_not_answer_is_a_warning_within_seconds(run):
+def test_a_server_that_does_not_answer_is_a_warning(run, monkeypatch):
+    monkeypatch.delenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", raising=False)
     config = compose(["tracker=mlflow", "tracker.options.uri=http://127.0.0.1:9"])
     run.write_config(to_yaml(config))
-    began = time.monotonic()
     with pytest.warns(UserWarning, match="tracker=mlflow could not start"):
         Scalars(run, config).write(0, {"train/loss": 0.5})
-    assert time.monotonic() - began < 15, "MLflow itself tries for four minutes"
+    assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2", "by default it tries for minutes"
 
 
 def test_runs_that_begin_together_share_the_experiment_in_mlflow(run, monkeypatch):
