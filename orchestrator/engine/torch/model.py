@@ -61,6 +61,20 @@ def seed_torch(seed: int) -> None:
         getattr(device, "manual_seed_all", torch.manual_seed)(seed)
 
 
+@contextmanager
+def kept_random_state() -> Generator[None]:
+    """Give Python's, NumPy's and torch's global generators the state that they had before."""
+    device: Any = torch.get_device_module()
+    devices = range(device.device_count()) if hasattr(device, "get_rng_state_all") else ()
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices, device_type=device.__name__.rpartition(".")[2]):
+            yield
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
+
+
 # ------------------------------------------------------------------ Devices and dtypes
 
 
