@@ -29,19 +29,15 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.learning_rate import LearningRate
+from orchestrator.engine.common.micro_steps import seed_python_and_numpy
 from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, as `seed_torch` does.
-
-    Args:
-        seed: 64 bits. NumPy's legacy generator takes them as two words.
-    """
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # what users' code draws from
+    """Seed Python's, NumPy's and torch's global generators, from 64 bits."""
+    seed_python_and_numpy(seed)
     seed_torch(seed)
 
 
