@@ -29,7 +29,7 @@ from orchestrator.config.job_source import check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
 from orchestrator.config.reading import options_of, read_config, to_yaml
-from orchestrator.config.rules import planned_survival, refuse_schedule, refuse_unsupported
+from orchestrator.config.rules import refuse_schedule, refuse_unsupported
 from orchestrator.config.schema import Config
 from orchestrator.errors import (
     ClusterError,
@@ -185,7 +185,7 @@ def prepared_run(
         cluster.trust(run)
         for sentence in plan.warnings:
             output.note(f"warning: {sentence}", "yellow")
-        if survival := planned_survival(config).line:
+        if survival := cluster.survival_line:
             output.note(survival, "dim", prose=True)
         try:
             run.create()
@@ -318,7 +318,7 @@ def with_notes(plan: Plan | ProgramPlan, config: Config) -> dict[str, Any]:
     """Return a plan as in plan.json, with `notes` about it."""
     if isinstance(plan, ProgramPlan):
         return {**plan.to_json(), "notes": notes_of_program(config)}
-    survival = planned_survival(config).line
+    survival = cluster_of(config).survival_line
     return {**plan.to_json(), "notes": [survival] if survival else []}
 
 

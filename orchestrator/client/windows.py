@@ -12,7 +12,8 @@ import os
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -46,7 +47,7 @@ from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
-from orchestrator.engine.torch.model import be_deterministic, seed_everything
+from orchestrator.engine.torch.model import be_deterministic, kept_random_state, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
@@ -107,6 +108,17 @@ class _Once(Iterator[list[int]]):
     def __next__(self) -> list[int]:
         self._begun = True
         return next(self._items)
+
+
+def _apart(batches: Generator[Any]) -> Generator[Any]:
+    """Yield the same. What reading them draws changes no random number of a micro-step."""
+    with closing(batches):
+        while True:
+            with kept_random_state():
+                batch = next(batches, batches)
+            if batch is batches:
+                return
+            yield batch
 
 
 class Windows:
@@ -222,7 +234,7 @@ class Windows:
         )
         # Before multiprocessing's own, which waits for workers that ignore its SIGTERM.
         atexit.register(found.close)
-        return found
+        return _apart(found)
 
     def _refuse_late(self, call: str) -> None:
         if self._begun:

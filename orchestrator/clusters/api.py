@@ -206,6 +206,11 @@ class Cluster(ABC):
         return planned_survival(self.config).on
 
     @property
+    def survival_line(self) -> str:
+        """Return a line about `run.survive`, perhaps "". Raises `JobError` for no job."""
+        return planned_survival(self.config).line
+
+    @property
     def decided(self) -> Config:
         """Return the configuration with the effective `run.survive`."""
         return with_survival(self.config, on=self.survives)

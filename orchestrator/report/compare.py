@@ -53,7 +53,13 @@ def compare(a: Path, b: Path) -> Comparison:
     Raises:
         UsageError: a file is missing or is not a safetensors file, or names or shapes differ.
     """
-    mine, theirs = SafetensorsFile(a).tensors, SafetensorsFile(b).tensors
+    files = SafetensorsFile(a), SafetensorsFile(b)
+    mine, theirs = files[0].tensors, files[1].tensors
+    # Tied weights have one name in a file, and all of their names in a checkpoint in parts.
+    for file, other in (files, reversed(files)):
+        for alias, name in file.aliases.items():
+            if alias in other.tensors:
+                file.tensors[alias] = file.tensors[name]
     problems = {
         f"only in {a}": mine.keys() - theirs.keys(),
         f"only in {b}": theirs.keys() - mine.keys(),

@@ -44,6 +44,7 @@ STATE = "state.json"
 WEIGHTS = "weights.safetensors"
 PARTS = "part-*.safetensors"
 MODEL = "model."  # begins the names of the weights in a part
+EXTRA = "extra"  # in the metadata of other files: names of shared and complex tensors, as JSON
 SHARDS = "DCP_SHARDING_INFO"  # in a part's metadata: the place of each shard, as JSON
 PREFIX = "update-"
 PARTIAL = ".partial-"

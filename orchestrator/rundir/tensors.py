@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 
 from orchestrator.errors import UsageError
-from orchestrator.rundir.checkpoints import MODEL, PARTS, SHARDS
+from orchestrator.rundir.checkpoints import EXTRA, MODEL, PARTS, SHARDS
 
 Array = NDArray[Any]
 
@@ -74,19 +74,24 @@ class Tensor:
 class SafetensorsFile:
     """A file's tensors by name, in name order; of a checkpoint folder in parts, the model's.
 
+    Attributes:
+        aliases: further names of tensors that the file holds once, and the names that they have.
+
     Raises:
         UsageError: there is no such file, it is damaged, or it has an unknown dtype.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        self.aliases: dict[str, str] = {}
         found: dict[str, Tensor] = {}
         parts = sorted(path.glob(PARTS))
         for part in parts:
             self._add_shards(found, part)
         if not parts:
             header, data = _mapped(path)
-            header.pop("__metadata__", None)
+            metadata = header.pop("__metadata__", {})
+            self.aliases = json.loads(metadata.get(EXTRA, "{}")).get("aliases", {})
             for name, entry in header.items():
                 found[name] = self._tensor(name, entry, data)
         self.tensors = dict(sorted(found.items()))

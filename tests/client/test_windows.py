@@ -4,6 +4,7 @@ import random
 import signal
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -293,6 +294,23 @@ def test_batches_are_those_of_the_windows_and_draw_alike_in_workers_and_after_a_
     whole = train(0, 6, "whole")
     assert len({*whole}) == len(whole)
     assert train(2, 3, "parts") + train(0, 6, "parts") == whole
+
+
+def test_reading_batches_changes_no_random_number_of_a_micro_step():
+    def train(workers):
+        ours, drawn = sgd_accumulator(model := net()), []
+        windows = Run({}).windows(SAMPLES, ours, global_batch=16, micro_batch=5, updates=2)
+        batches = None if workers is None else windows.batches(Noisy(), workers=workers)
+        for window in windows:
+            for piece in window:
+                if batches is not None:
+                    next(batches)
+                drawn.append((torch.rand(()).item(), random.random(), np.random.rand()))
+                backward(ours, model, piece)
+            ours.boundary()
+        return drawn
+
+    assert train(None) == train(0) == train(2)
 
 
 def test_what_a_loop_draws_once_an_update_is_equal_on_all_ranks_and_after_a_resume(tmp_path):

@@ -33,6 +33,26 @@ def test_gpus_are_shared_out_or_their_idleness_is_said(
     assert warning in "".join(warnings)
 
 
+@pytest.mark.parametrize(
+    ("visible", "overrides", "line"),
+    [
+        ("", [], "the run goes on without a lost rank"),
+        ("0", [], "the run goes on without a lost rank"),
+        ("0,1,2,3", [], "a lost rank ends the run: over NCCL"),
+        ("0,1,2,3", ["transport=gloo"], "the run goes on without a lost rank"),
+        ("0,1,2,3", ["run.survive=true"], "the run goes on without a lost rank"),
+        ("0,1,2,3", ["run.survive=false"], ""),
+    ],
+)
+def test_what_a_lost_rank_means_is_said_for_the_transport_that_gpus_will_use(
+    visible, overrides, line, monkeypatch
+):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    found = cluster_of(compose(["job=digits", *overrides])).survival_line
+    assert found.startswith(line)
+    assert bool(found) == bool(line)
+
+
 @pytest.mark.parametrize(("visible", "hosts"), [("4", ["node0", "node1"]), ("4,5", [None] * 2)])
 def test_nodes_that_share_a_gpu_are_hosts_of_their_own(visible, hosts, monkeypatch, tmp_path):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)

@@ -134,6 +134,17 @@ def test_other_names_and_shapes_are_listed(folder):
         assert part in str(caught.value)
 
 
+def test_tied_weights_have_one_name_in_one_file_and_two_in_another(folder):
+    one, two = {"in": np.ones(2)}, {"in": np.ones(2), "out": np.ones(2)}
+    metadata = {"extra": json.dumps({"aliases": {"out": "in"}, "complex": []})}
+    assert both(folder, two, one, metadata=metadata).equal_bits
+    assert both(folder, one, one, metadata=metadata).equal_bits
+    one["in"][1] = 2
+    found = both(folder, two, one, metadata=metadata).tensors
+    assert not found["in"].equal_bits
+    assert not found["out"].equal_bits
+
+
 def test_damaged_files_are_named(folder, tmp_path):
     good = tmp_path / "good"
     save_file({"w": np.ones(4)}, good)

@@ -34,6 +34,7 @@ from orchestrator.clusters.machine import (
     visible_gpus,
 )
 from orchestrator.config.program import is_program
+from orchestrator.config.rules import planned_survival
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, TransportError, describe_status
 from orchestrator.rundir.files import APPENDING, open_nofollow
@@ -255,6 +256,15 @@ class LocalCluster(Cluster):
             _refuse_beyond_memory(request)
         found = (_crowding_warning(request), self._gpu_warning(request))
         return Admission(warnings=tuple(filter(None, found)))
+
+    @property
+    def survival_line(self) -> str:
+        cluster, config = self.config.cluster, self.config
+        nodes = node_range(cluster.nodes)[1]
+        gpus = share_gpus(visible_gpus(os.environ), nodes, cluster.ranks_per_node)
+        if config.transport == "auto" and any(gpus or ()):
+            config = replace(config, transport="nccl")  # as the ranks will find it
+        return planned_survival(config).line
 
     @property
     def _uses_framework(self) -> bool:

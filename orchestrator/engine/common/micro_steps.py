@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+import random
 import struct
 import time
 from typing import Any
+
+import numpy as np
 
 
 def derived_seed(purpose: str, seed: int, *position: int) -> int:
@@ -24,6 +27,16 @@ def derived_seed(purpose: str, seed: int, *position: int) -> int:
     packed = struct.pack(f"<{1 + len(position)}q", seed, *position)
     digest = hashlib.blake2b(packed, digest_size=8, person=purpose.encode("ascii")).digest()
     return int.from_bytes(digest, "little")
+
+
+def seed_python_and_numpy(seed: int) -> None:
+    """Seed the global generators of both, from 64 bits.
+
+    They are the same algorithm: from the same words they would give the same numbers, and whoever
+    draws from both draws everything twice.
+    """
+    random.seed(seed)
+    np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
 
 
 # ------------------------------------------------------------------ Time accounting

@@ -180,6 +180,13 @@ class ReplicaChecker:
         """Return the error, in which all ranks name the same culprits. Collective."""
         rows = self._gather([float(folded([digest])) for digest in self._digests(pieces)])
         odd = [self._numbers[row] for row in minority_ranks(rows)]
+        if not odd:
+            return ReplicasDiffer(
+                f"the sums of ranks' digests do not fit together at {until}, although the weights "
+                "of all ranks are the same: the transport did not add up what they sent (torch's "
+                "fake process group adds up nothing), so the gradient's sum is wrong, too",
+                odd,
+            )
         columns = zip(pieces, zip(*rows, strict=True), strict=True)
         first = next((piece for piece, column in columns if len(set(column)) > 1), None)
         begun = "the start" if since is None else f"the start of update {since}"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
-import random
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -32,7 +31,7 @@ from orchestrator.engine.common.job_checks import (
     refuse_scheduler,
     uncompiled,
 )
-from orchestrator.engine.common.micro_steps import Clock, derived_seed
+from orchestrator.engine.common.micro_steps import Clock, derived_seed, seed_python_and_numpy
 from orchestrator.engine.mindspore.accumulator import (
     Accumulator,
     Sums,
@@ -110,8 +109,7 @@ class Loader:
             # Without `augments` once a micro-batch. Threads share the generators, so not in them.
             if self._augments or (place == micro_batch.start and not self._workers):
                 seed = derived_seed("data", self._seed, micro_batch.update, place)
-                random.seed(seed)
-                np.random.seed([seed & 0xFFFFFFFF, seed >> 32])
+                seed_python_and_numpy(seed)
                 ms.dataset.config.set_seed(seed & 0x7FFFFFFF)  # of mindspore.dataset.vision
             samples.append(self._dataset[index])
         collated = self._collate(samples)

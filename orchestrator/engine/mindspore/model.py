@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import hashlib
 import inspect
-import random
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -25,7 +24,7 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.learning_rate import LearningRate
-from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.micro_steps import derived_seed, seed_python_and_numpy
 from orchestrator.engine.common.replicas import ReplicaChecker, WeightRange
 from orchestrator.errors import ConfigError, JobError
 from orchestrator.job import Job
@@ -155,9 +154,8 @@ def seeded_dropout(operator: Any) -> Callable[[Any], Any]:
 
 def seed_everything(seed: int) -> None:
     """Seed Python's, NumPy's and MindSpore's generators, and the masks of dropout."""
-    random.seed(seed)
-    ms.set_seed(seed & 0x7FFFFFFF)  # takes 31 bits
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # users' code draws from it
+    ms.set_seed(seed & 0x7FFFFFFF)  # takes 31 bits; it seeds NumPy, too
+    seed_python_and_numpy(seed)
     ops.assign(mask_state(), Tensor(seed & 0xFFFFFFFF | 1, ms.uint32))
 
 

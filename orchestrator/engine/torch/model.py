@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import copy
 import os
-import random
 from collections import UserDict
 from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Embedding, EmbeddingBag, Module, functional
@@ -20,6 +18,7 @@ from torch.nn.utils.rnn import PackedSequence
 from torch.optim import Optimizer
 from torch.utils.data import get_worker_info
 
+from orchestrator.data import kept_generators
 from orchestrator.engine.common.boundary import LossScale
 from orchestrator.engine.common.job_checks import (
     name_layers,
@@ -29,19 +28,15 @@ from orchestrator.engine.common.job_checks import (
     replaced_norms,
 )
 from orchestrator.engine.common.learning_rate import LearningRate
+from orchestrator.engine.common.micro_steps import seed_python_and_numpy
 from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
 
 
 def seed_everything(seed: int) -> None:
-    """Seed Python's, NumPy's and torch's global generators, as `seed_torch` does.
-
-    Args:
-        seed: 64 bits. NumPy's legacy generator takes them as two words.
-    """
-    random.seed(seed)
-    np.random.seed([seed & 0xFFFFFFFF, seed >> 32])  # what users' code draws from
+    """Seed Python's, NumPy's and torch's global generators, from 64 bits."""
+    seed_python_and_numpy(seed)
     seed_torch(seed)
 
 
@@ -59,6 +54,23 @@ def seed_torch(seed: int) -> None:
         device: Any = torch.get_device_module()
         # Of one that has none (Apple's), torch's own way is the one that is known.
         getattr(device, "manual_seed_all", torch.manual_seed)(seed)
+
+
+@contextmanager
+def kept_random_state() -> Generator[None]:
+    """Give Python's, NumPy's and torch's global generators, those of devices too, their states
+    back.
+    """
+    device: Any = torch.get_device_module()  # of the CPU, which has one only, where there is none
+    states = None
+    if hasattr(device, "get_rng_state_all") and device.is_initialized():
+        states = device.get_rng_state_all()
+    try:
+        with kept_generators():
+            yield
+    finally:
+        if states is not None:
+            device.set_rng_state_all(states)
 
 
 # ------------------------------------------------------------------ Devices and dtypes

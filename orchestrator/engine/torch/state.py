@@ -34,13 +34,12 @@ from orchestrator.engine.common.job_checks import check_fits, uncompiled
 from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
 from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import JobError, RunFolderError
-from orchestrator.rundir.checkpoints import MODEL, SHARDS, WEIGHTS, part_name
+from orchestrator.rundir.checkpoints import EXTRA, MODEL, SHARDS, WEIGHTS, part_name
 
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 OPTIMIZER = "optimizer.safetensors"
-EXTRA = "extra"  # metadata entry: aliases and complex tensors
 
 
 Held = Callable[[str], Tensor | None]

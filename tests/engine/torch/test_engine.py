@@ -1,8 +1,10 @@
 """The engine behind the loop: windows of a job become updates, on any split the same."""
 
+import random
 from collections import UserDict
 from typing import NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -13,7 +15,7 @@ from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.common.replicas import minority_ranks
 from orchestrator.engine.torch import TorchGroup
 from orchestrator.engine.torch.consistency_checks import machine_warning, versions
-from orchestrator.engine.torch.model import moved
+from orchestrator.engine.torch.model import moved, seed_everything
 from orchestrator.errors import ConfigError, JobError, SilenceError
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.testing.threads import run_in_threads
@@ -262,3 +264,11 @@ def test_seeds_are_written_down():
     """They are part of what makes a run repeat in a year: they must never change."""
     found = [derived_seed("step", 1, 2, 3), derived_seed("data", 1, 2, 3), derived_seed("model", 1)]
     assert found == [3512366156060974893, 12678527393264773468, 10538647175422201918]
+
+
+def test_python_and_numpy_draw_other_numbers_from_the_same_seed():
+    seed_everything(found := derived_seed("step", 1, 2, 3))
+    drawn = [random.random(), np.random.rand()]
+    assert drawn[0] != drawn[1]
+    seed_everything(found)
+    assert [random.random(), np.random.rand()] == drawn

@@ -25,11 +25,11 @@ from orchestrator.engine.torch import (
     rendezvous,
     transports,
 )
-from orchestrator.errors import ConfigError, JobError, PeerLost, TransportError
+from orchestrator.errors import ConfigError, JobError, PeerLost, ReplicasDiffer, TransportError
 from orchestrator.testing import threads
 from orchestrator.testing.processes import run_ranks, spec
 from orchestrator.testing.threads import run_in_threads
-from tests.engine.torch.jobs import numbers_of
+from tests.engine.torch.jobs import numbers_of, sgd_accumulator
 
 
 class LateGroup(threads.InProcessGroup):
@@ -271,6 +271,14 @@ def test_the_device_of_a_backend_that_is_no_ones_known_is_the_given_or_the_cpu(f
 def test_torch_built_for_gpus_works_on_a_machine_without(fake_world, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
     assert TorchGroup.wrap(fake_world).device.type == "cpu"
+
+
+def test_a_transport_that_does_not_add_up_is_not_taken_for_other_weights(fake_world):
+    model = nn.Linear(1, 1)
+    ours = sgd_accumulator(model, TorchGroup.wrap(fake_world))
+    ours.backward(Loss(model(torch.ones(1, 1)).sum(), 1))
+    with pytest.raises(ReplicasDiffer, match="the transport did not add up what they sent"):
+        ours.boundary()
 
 
 def test_of_a_group_with_several_backends_the_models_device_chooses_one(tmp_path):
