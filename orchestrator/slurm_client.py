@@ -73,13 +73,13 @@ DOWN = (
     "problem talking to the database",
     "temporarily unable to",
 )
-# The keys behind sbatch's messages, where they do not name what to change.
+# The keys behind sbatch's messages, where neither they nor a line before names what to change.
 MEANINGS = {
     "requested node configuration is not available": (
         "no node of the partition has what is asked of one: look at cluster.ranks_per_node x "
         "cluster.cpus_per_rank, cluster.memory_gib, cluster.gpus_per_node"
     ),
-    "invalid generic resource": (
+    r"\A[^\n]*invalid generic resource": (
         "there is no such resource (GPU, NPU) on this cluster: look at cluster.gpus_per_node and "
         "cluster.slurm_flags.gres"
     ),
@@ -132,7 +132,8 @@ class Answer:
 
 def explained(message: str) -> str:
     """Return the scheduler's error message with an explanation."""
-    meaning = next((text for phrase, text in MEANINGS.items() if phrase in message.lower()), None)
+    known = (text for words, text in MEANINGS.items() if re.search(words, message, re.IGNORECASE))
+    meaning = next(known, None)
     return f"the scheduler refuses it: {message}" + (f"\n{meaning}" if meaning else "")
 
 

@@ -1,6 +1,7 @@
 """Requests that a scheduler could never run, by its own answers. Nothing is started."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -109,6 +110,20 @@ def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is
         check_request(client, {}, 5, "")
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sbatch: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.",
+        "sbatch: unrecognized option '--foo=1'",
+        "sbatch: error: Invalid --mail-type specification",
+        "allocation failure: Invalid license specification",
+    ],
+)
+def test_a_wrong_option_is_refused_without_advice_on_waiting(words):
+    with pytest.raises(ClusterError, match=f"^the scheduler refuses it: {re.escape(words)}$"):
+        check_request(Scheduler(1, words), {}, 1, "")
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):

@@ -112,9 +112,12 @@ def test_a_silent_scheduler_is_told_from_a_refusal_and_from_none(words, down, no
 
 
 def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
-    said = explained("sbatch: error: Invalid generic resource (gres) specification")
+    refusal = "sbatch: error: Invalid generic resource (gres) specification"
+    said = explained(refusal)
     assert "Invalid generic resource (gres)" in said
     assert "cluster.gpus_per_node" in said
+    why = "sbatch: error: Requested mem_per_tres=gres:gpu:1024 but did not request any GPU.\n"
+    assert "there is no such resource" not in explained(f"{why}{refusal}")
 
 
 def test_submission_waits_for_a_scheduler_but_not_for_ever():

@@ -248,6 +248,8 @@ def test_users_sbatch_variables_decide_what_the_configuration_leaves_open(cluste
         ("cluster.gpus_per_node=a100:2,h100:2", "gpus_per_node", "a100:2,h100:2"),
         ("+cluster.slurm_flags.mail-type=END,FAIL", "slurm_flags", {"mail-type": "END,FAIL"}),
         ("cluster.constraint=a&b|c", "constraint", "a&b|c"),
+        ("cluster.constraint=[a|b]", "constraint", "[a|b]"),
+        ("cluster.constraint=[a*2&b*2]&c", "constraint", "[a*2&b*2]&c"),
         ("+cluster.srun_flags.mem-bind=v,local", "srun_flags", {"mem-bind": "v,local"}),
     ],
 )
