@@ -34,6 +34,15 @@ def test_an_error_never_means_that_a_job_is_gone(words):
     assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
 
 
+@pytest.mark.parametrize("words", ["The cluster is in maintenance", "7|RUNNING"])
+def test_a_line_that_is_no_job_is_no_answer(words):
+    answer = Answer(0, f"{queue_line()}\n{words}\n", "")
+    with pytest.raises(SchedulerDown, match="squeue gave no answer that can be read, but this"):
+        read_queue(answer)
+    with pytest.raises(SchedulerDown, match="sacct gave no answer that can be read, but this"):
+        accounted(Client(Answer(0, words, "")), ["7"])
+
+
 def squeue(**values):
     return list(read_queue(Answer(0, queue_line(**values), "")).values())
 
