@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, Config
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, expand_user
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
@@ -217,8 +217,13 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     for number, line in enumerate(cluster.preamble):
         wrong += _line(f"cluster.preamble[{number}]", line.replace("\t", " "))
     wrong += _path("run.dir", str(run))
-    if cluster.slurm_conf is not None:
-        wrong += _path("cluster.slurm_conf", cluster.slurm_conf)
+    if (conf := cluster.slurm_conf) is not None:
+        wrong += _path("cluster.slurm_conf", conf)
+        if not expand_user(conf).is_absolute():
+            wrong.append(
+                f"cluster.slurm_conf={conf} must be an absolute path, since the run is followed "
+                f"from any folder; try cluster.slurm_conf={Path(conf).absolute()}"
+            )
     if cluster.container_runtime not in (None, "pyxis", "apptainer"):
         wrong.append(
             f"cluster.container_runtime must be pyxis or apptainer, "

@@ -263,6 +263,13 @@ def test_what_is_no_number_of_gpus_is_refused(gpus):
         gpu_count(gpus)
 
 
+def test_a_slurm_conf_by_relative_path_would_not_be_found_from_another_folder():
+    for conf in ("/etc/slurm.conf", "~/slurm.conf"):
+        check_values(slurm_config(slurm_conf=conf), Path("/run"))
+    with pytest.raises(ConfigError, match=f"try cluster.slurm_conf={Path.cwd()}/etc/slurm.conf$"):
+        check_values(slurm_config(slurm_conf="etc/slurm.conf"), Path("/run"))
+
+
 def test_a_little_memory_is_not_all_of_it():
     text = script_of(slurm_config(memory_gib=0.0004))
     assert re.findall(r"--mem=(\w+)", text)
