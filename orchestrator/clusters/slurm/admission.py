@@ -27,7 +27,7 @@ PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
 # sbatch's messages on missing things and wrong options; waiting would not help.
 NEVER = re.compile(
     r"invalid .*specif|invalid (partition|account)|reservation is invalid|mutually exclusive"
-    r"|unrecognized option",
+    r"|unrecognized option|dependency problem",
     re.IGNORECASE,
 )
 TAKEN_ALL_THE_SAME = "(the scheduler would accept the job, which would wait forever)"
