@@ -394,6 +394,8 @@ def with_value(key: str, value: str) -> tuple[Config, Path]:
     config, run = slurm_config(), RUN
     if key == "run.dir":
         return config, Path("/shared/" + value)
+    if key == "cluster.slurm_conf":
+        value = "/shared/" + value
     section, name, *entry = key.split(".")
     if entry:
         table = getattr(getattr(config, section), name)
