@@ -9,6 +9,7 @@ is accounting, knows the others, and every earlier start of a requeued job.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -73,13 +74,13 @@ DOWN = (
     "problem talking to the database",
     "temporarily unable to",
 )
-# The keys behind sbatch's messages, where they do not name what to change.
+# The keys behind sbatch's messages, where neither they nor a line before names what to change.
 MEANINGS = {
     "requested node configuration is not available": (
         "no node of the partition has what is asked of one: look at cluster.ranks_per_node x "
         "cluster.cpus_per_rank, cluster.memory_gib, cluster.gpus_per_node"
     ),
-    "invalid generic resource": (
+    r"\A[^\n]*invalid generic resource": (
         "there is no such resource (GPU, NPU) on this cluster: look at cluster.gpus_per_node and "
         "cluster.slurm_flags.gres"
     ),
@@ -132,7 +133,8 @@ class Answer:
 
 def explained(message: str) -> str:
     """Return the scheduler's error message with an explanation."""
-    meaning = next((text for phrase, text in MEANINGS.items() if phrase in message.lower()), None)
+    known = (text for words, text in MEANINGS.items() if re.search(words, message, re.IGNORECASE))
+    meaning = next(known, None)
     return f"the scheduler refuses it: {message}" + (f"\n{meaning}" if meaning else "")
 
 
@@ -381,6 +383,17 @@ def seconds(span: str) -> float | None:
     return float(int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
 
 
+@contextlib.contextmanager
+def _line_of(command: str, line: str) -> Generator[None]:
+    """Raise `SchedulerDown` if a line cannot be parsed: a site's wrapper printed it."""
+    try:
+        yield
+    except ValueError as error:
+        raise SchedulerDown(
+            f"{command} gave no answer that can be read, but this line: {line}"
+        ) from error
+
+
 def _number(text: str) -> float | None:
     return float(text) if text.strip().isdigit() else None
 
@@ -397,8 +410,10 @@ def read_queue(answer: Answer) -> dict[str, Job]:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")
     jobs: dict[str, Job] = {}
     for line in answer.out.splitlines():
-        values = dict(zip(QUEUE_FIELDS, line.split("|", len(QUEUE_FIELDS) - 1), strict=True))
-        status = int(values["exit_code"] or 0)  # as `wait` gives it
+        with _line_of("squeue", line):
+            values = dict(zip(QUEUE_FIELDS, line.split("|", len(QUEUE_FIELDS) - 1), strict=True))
+            status = int(values["exit_code"] or 0)  # as `wait` gives it
+            restarts = int(values["RestartCnt"] or 0)
         jobs[values["JobArrayID"]] = Job(
             id=values["JobArrayID"],
             state=values["State"],
@@ -406,7 +421,7 @@ def read_queue(answer: Answer) -> dict[str, Job]:
             time_left_s=seconds(values["TimeLeft"]),
             ends_at=_number(values["EndTime"]),
             preempted_at=_number(values["PreemptTime"]),
-            restarts=int(values["RestartCnt"] or 0),
+            restarts=restarts,
             requeue=values["Requeue"] not in ("0", "no"),
             reason="" if values["Reason"] == "None" else values["Reason"],
             command=values["Command"],
@@ -460,16 +475,17 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     jobs: dict[str, Job] = {}
     listed, wanted = _job_list(ids), frozenset(ids)
     for line in _accounting(client, "-j", listed, "-o", "JobID,State,ExitCode,NodeList"):
-        job, state, ended, nodes = line.split("|")
+        with _line_of("sacct", line):
+            job, state, ended, nodes = line.split("|")
+            code, number = map(int, ended.split(":"))
         if job not in wanted:
             continue
-        code, _, number = ended.partition(":")
         jobs[job] = Job(  # later starts of a job follow
             id=job,
             state=state.split(" ", 1)[0],
             nodes=nodes.replace("None assigned", ""),
-            exit_code=int(code),
-            exit_signal=int(number or 0),
+            exit_code=code,
+            exit_signal=number,
         )
     return jobs
 

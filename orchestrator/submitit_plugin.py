@@ -60,11 +60,12 @@ KEYS = {
 }  # fmt: skip
 """Parameters of submitit's executor for SLURM, and our keys below `cluster`."""
 FLAGS = (
-    "comment", "cpus_per_gpu", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
+    "comment", "mem_per_gpu", "mem_per_cpu", "gres", "mail_type",
     "mail_user", "nodelist", "dependency", "wckey",
 )  # fmt: skip
 """Parameters that become flags of sbatch as they are."""
 NOT_OURS = {
+    "cpus_per_gpu": "cpus_per_task",
     "gpus_per_task": "gpus_per_node, of which each rank uses the one of its local rank",
     "num_gpus": "gpus_per_node",
     "srun_args": f"cluster.srun_flags in {VARIABLE}",

@@ -230,7 +230,7 @@ def key_of(override: str) -> str:
 # Values of SLURM's own notations, in which a comma or a bracket is not Hydra's.
 SCHEDULER_OPTIONS = re.compile(
     r"cluster\.(?:partition|account|qos|constraint|exclude|gpus_per_node|interface"
-    r"|slurm_flags\.[^=]+|srun_flags\.[^=]+)=([^'\"\[{$\s][^'\"$]*)"
+    r"|slurm_flags\.[^=]+|srun_flags\.[^=]+)=([^'\"{$\s][^'\"$]*)"
 )
 
 
@@ -243,6 +243,8 @@ def to_hydra(override: str, *, sweep: bool = False) -> str:
 
     >>> to_hydra("cluster.partition=long,short"), to_hydra("cluster.partition=long")
     ("cluster.partition='long,short'", 'cluster.partition=long')
+    >>> to_hydra("cluster.constraint=[a|b]")
+    "cluster.constraint='[a|b]'"
     >>> to_hydra("+cluster=slurm"), to_hydra("job.width=3"), to_hydra("job.data_dir=~/mnist")
     ('cluster=slurm', '++job.width=3', "++job.data_dir='~/mnist'")
     >>> to_hydra("cluster.slurm_flags.gres=gpu:8"), to_hydra("cluster.environment={A: b}")

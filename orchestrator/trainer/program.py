@@ -47,6 +47,7 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     config = read_config(run.existing().read_config())
     program, cluster = program_of(config.job), config.cluster
     worker.begin(config)
+    enter_submission_directory(run, topology.node)
     if attempt and topology.rank == 0:
         write_json(run.restart(attempt), restart_note(run, attempt, topology, 0))
     rendezvous = None
@@ -92,6 +93,26 @@ def _execute(worker: WorkerProcess) -> NoReturn:
     except OSError as error:
         named = f"{program.target} cannot be started: {error.strerror}"
         raise OrchestratorError(named) from error
+
+
+def enter_submission_directory(run: RunDir, node: str) -> None:
+    """Change to the directory from which the program's relative paths are meant.
+
+    SLURM starts ranks in /tmp where that directory is missing, and a preamble may have left it: a
+    file of the same name elsewhere must not start.
+
+    Raises:
+        ClusterError: this node cannot enter it.
+    """
+    home = run.read_submission().get("folder", ".")
+    try:
+        os.chdir(home)
+    except OSError as error:
+        raise ClusterError(
+            f"the program's relative paths are meant from {home}, where the run was submitted, but "
+            f"node {node} cannot enter that folder ({error.strerror}); submit from a folder on a "
+            f"shared file system"
+        ) from error
 
 
 class Rendezvous(NamedTuple):

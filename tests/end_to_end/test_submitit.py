@@ -89,6 +89,7 @@ def test_the_executor_takes_the_place_of_submitit_s_own_only_when_asked_for(monk
     ("parameters", "instead"),
     [
         ({"gpus_per_task": 1}, "gpus_per_node"),
+        ({"cpus_per_gpu": 1}, "cpus_per_task"),
         ({"teardown": ["rm x"]}, "the function itself"),
         ({"srun_args": ["--mpi=pmix"]}, "cluster.srun_flags"),
         ({"use_srun": False}, "agents start the ranks"),

@@ -76,7 +76,7 @@ def planned(overrides, *more, **flags):
         (SMALL, (10**6,), "there can be 1 to"),
         ((*SMALL, "train.updates=5"), (1,), f"try train.updates={LEAST_UPDATES}"),
         ((*SMALL, "run.dir=here"), (1,), "use --into FOLDER"),
-        ((*SMALL, "+cluster=slurm", "cluster.slurm_conf=none.conf"), (1,), "there is no such file"),
+        ((*SMALL, "+cluster=slurm", "cluster.slurm_conf=/no.conf"), (1,), "there is no such file"),
         ((*SMALL, "+cluster=slurm", "cluster.allocation=current"), (1,), "current out"),
         (("job=program", "job.command=[train.py]"), (1,), "a program keeps"),
         ((*SMALL, "train.seed=1,2"), (1,), "sweep"),

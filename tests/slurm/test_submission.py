@@ -83,6 +83,26 @@ def test_a_job_runs_the_code_that_was_submitted(slurm, tmp_path):
         assert json.loads(environment_file.read_text())["git"]["commit"] == expected
 
 
+def test_a_program_starts_where_it_was_submitted_or_not_at_all(slurm, tmp_path):
+    """A preamble's cd starts no file of the same name, nor does a folder that a node lacks."""
+    home, other = tmp_path / "home", tmp_path / "other"
+    for folder in (home, other):
+        folder.mkdir()
+        (folder / "train.py").write_text(f"print('this is {folder.name}')\n")
+    for name in ("kept", "gone"):
+        shape = ("cluster.ranks_per_node=1", "cluster.nodes=1", f"run.dir={tmp_path / name}", HELD)
+        preamble = f"cluster.preamble=[cd {other}]" if name == "kept" else ""
+        where = ("+cluster=slurm_dev", f"cluster.slurm_conf={slurm.slurm_conf}", *shape)
+        runs.verb("run", *where, *filter(None, [preamble]), "--", "train.py", cwd=home, code=0)
+    runs.release(slurm, tmp_path / "kept")
+    assert runs.wait_over(slurm, tmp_path / "kept")["state"] == "finished"
+    assert "this is home" in (tmp_path / "kept" / "logs" / "rank-00000.log").read_text()
+    home.rename(tmp_path / "moved")
+    runs.release(slurm, tmp_path / "gone")
+    cause = runs.wait_over(slurm, tmp_path / "gone")["culprit"]["cause"]
+    assert f"from {home}, where the run was submitted, but node n" in cause
+
+
 REFUSED = (
     ("cluster.partition=hihg", "invalid partition specified: hihg", "did you mean 'high'?"),
     ("cluster.account=devv", "Invalid account", "the scheduler refuses it"),

@@ -24,11 +24,12 @@ ACCOUNTING_S = 15.0
 KILL_WAIT_S = 30.0  # SLURM's default
 # Printed for a job that sbatch --test-only accepts; all other output is the site's.
 PLACED = re.compile(r"Job \d+ to start at .* in partition (\S+)")
-# sbatch's messages on missing things; waiting would not create them.
-NEVER = (
-    "invalid partition", "invalid account", "invalid qos", "invalid generic resource",
-    "invalid feature", "invalid node name", "reservation is invalid",
-)  # fmt: skip
+# sbatch's messages on missing things and wrong options; waiting would not help.
+NEVER = re.compile(
+    r"invalid .*specif|invalid (partition|account)|reservation is invalid|mutually exclusive"
+    r"|unrecognized option|dependency problem",
+    re.IGNORECASE,
+)
 TAKEN_ALL_THE_SAME = "(the scheduler would accept the job, which would wait forever)"
 
 
@@ -118,7 +119,7 @@ def check_request(
     misfits = [misfit(one, nodes, minutes) for one in chosen]
     if all(misfits):
         against += filter(None, misfits)
-    if against or (answer.code and any(phrase in answer.message.lower() for phrase in NEVER)):
+    if against or (answer.code and NEVER.search(answer.message)):
         refused = (
             [explained(answer.message), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
         )

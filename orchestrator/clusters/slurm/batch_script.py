@@ -350,6 +350,7 @@ def _srun(config: Config, host: SubmitHost, run: RunDir, shape: Sequence[str]) -
         "--wait=0",
         *(["--no-kill"] if config.run.survive else []),
         "--export=ALL",
+        f"--chdir={host.folder}",  # whatever the preamble's is
         f"--cpus-per-task={cpus_per_node(cluster)}",
         *shape,
         f"--output={run.logs}/node%n.log",

@@ -69,6 +69,13 @@ class SlurmCluster(BaseSlurmCluster):
                 f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
             )
             warnings = (*warnings, few_cpus)
+        if cluster.time_min is not None and cluster.signal_ahead_s >= 60 * cluster.time_min:
+            no_time = (
+                f"cluster.signal_ahead_s={cluster.signal_ahead_s} takes all of "
+                f"cluster.time_min={cluster.time_min}, so each start is stopped within half a "
+                f"minute; try cluster.signal_ahead_s={30 * cluster.time_min}"
+            )
+            warnings = (*warnings, no_time)
         if ignored := without_effect(cluster, os.environ):
             none = (
                 f"variables without effect here: {', '.join(ignored)}; set the key of cluster.*, "

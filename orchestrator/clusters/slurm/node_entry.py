@@ -46,11 +46,14 @@ def after(run: str, attempt: str, code: str, stop_signal: str) -> None:
         stop_signal: the first signal that the script got, or "".
     """
     from orchestrator.clusters.slurm.finalize import Next, finalize_in_job
-    from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN
+    from orchestrator.errors import EXIT_FAILED, EXIT_STOPPED, START_AGAIN, ClusterError
     from orchestrator.notify import Notifier
     from orchestrator.rundir.folder import RunDir
 
-    follows = finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
+    try:
+        follows = finalize_in_job(Path(run), int(attempt), int(code), stop_signal)
+    except ClusterError as error:
+        sys.exit(f"error: the run was neither requeued nor ended: {error}; resume goes on")
     notifier = Notifier(RunDir(Path(run)))
     notifier.send()
     notifier.wait()

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import ClusterConfig, Config
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, expand_user
 
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.@+-]*")
 NAMES = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.,@+-]*")
@@ -38,17 +38,17 @@ PATTERNS: Mapping[str, tuple[re.Pattern[str], str]] = {
 }
 # Options that the batch script sets itself.
 OWN_FLAGS = (
-    "account", "array", "chdir", "clusters", "constraint", "cpus-per-task", "error",
+    "account", "array", "chdir", "clusters", "constraint", "cpus-per-gpu", "cpus-per-task", "error",
     "exclude", "exclusive", "export", "export-file", "gid", "gpu-bind", "gpus-per-node",
     "gpus-per-task", "input", "job-name", "mem", "no-kill", "no-requeue", "nodes", "ntasks",
     "ntasks-per-node", "open-mode", "output", "parsable", "partition", "qos", "quiet", "requeue",
     "signal", "test-only", "time", "uid", "wait", "wrap",
 )  # fmt: skip
 OWN_SRUN_FLAGS = (
-    "bcast", "chdir", "cpu-bind", "cpus-per-task", "error", "export", "gid", "gpu-bind",
-    "gpus-per-task", "het-group", "immediate", "input", "jobid", "kill-on-bad-exit", "mpi",
-    "multi-prog", "no-kill", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output", "pty",
-    "relative", "signal", "task-prolog", "test-only", "time", "uid", "unbuffered", "wait",
+    "bcast", "chdir", "cpu-bind", "cpus-per-gpu", "cpus-per-task", "error", "export", "gid",
+    "gpu-bind", "gpus-per-task", "het-group", "immediate", "input", "jobid", "kill-on-bad-exit",
+    "mpi", "multi-prog", "no-kill", "nodelist", "nodes", "ntasks", "ntasks-per-node", "output",
+    "pty", "relative", "signal", "task-prolog", "test-only", "time", "uid", "unbuffered", "wait",
 )  # fmt: skip
 OF_THE_AGENT = (
     "srun starts one agent on each node, which starts and binds the ranks, so this would hold for "
@@ -64,6 +64,7 @@ INSTEAD: Mapping[str, str] = {
     },
     "clusters": "cluster.slurm_conf chooses the cluster",
     "cpu-bind": OF_THE_AGENT,
+    "cpus-per-gpu": "use cluster.cpus_per_rank",
     "cpus-per-task": "use cluster.cpus_per_rank",
     "error": OUTPUT,
     "export": "use cluster.environment",
@@ -216,8 +217,13 @@ def check_values(config: Config, run: Path, folder: Path | None = None) -> None:
     for number, line in enumerate(cluster.preamble):
         wrong += _line(f"cluster.preamble[{number}]", line.replace("\t", " "))
     wrong += _path("run.dir", str(run))
-    if cluster.slurm_conf is not None:
-        wrong += _path("cluster.slurm_conf", cluster.slurm_conf)
+    if (conf := cluster.slurm_conf) is not None:
+        wrong += _path("cluster.slurm_conf", conf)
+        if not expand_user(conf).is_absolute():
+            wrong.append(
+                f"cluster.slurm_conf={conf} must be an absolute path, since the run is followed "
+                f"from any folder; try cluster.slurm_conf={Path(conf).absolute()}"
+            )
     if cluster.container_runtime not in (None, "pyxis", "apptainer"):
         wrong.append(
             f"cluster.container_runtime must be pyxis or apptainer, "

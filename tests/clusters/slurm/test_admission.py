@@ -1,6 +1,7 @@
 """Requests that a scheduler could never run, by its own answers. Nothing is started."""
 
 import contextlib
+import re
 
 import pytest
 
@@ -109,6 +110,32 @@ def test_a_job_that_cannot_be_placed_now_waits_or_is_refused_if_it_names_what_is
         check_request(client, {}, 5, "")
     with pytest.raises(ClusterError, match=r"no partition 'mian'; did you mean 'main'"):
         check_request(client, {"partition": "mian"}, 1, "")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        "sbatch: fatal: --mem, --mem-per-cpu, and --mem-per-gpu are mutually exclusive.",
+        "sbatch: unrecognized option '--foo=1'",
+        "sbatch: error: Invalid --mail-type specification",
+        "allocation failure: Invalid license specification",
+        "allocation failure: Job dependency problem",
+    ],
+)
+def test_a_wrong_option_is_refused_without_advice_on_waiting(words):
+    with pytest.raises(ClusterError, match=f"^the scheduler refuses it: {re.escape(words)}$"):
+        check_request(Scheduler(1, words), {}, 1, "")
+
+
+@pytest.mark.parametrize(("minutes", "ahead_s"), [(10, 600), (1, 60), (2, 119)])
+def test_a_notice_as_long_as_the_time_limit_is_warned_of(monkeypatch, tmp_path, minutes, ahead_s):
+    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+    monkeypatch.setattr(slurm_cluster, "_answers", {})
+    limits = (f"cluster.time_min={minutes}", f"cluster.signal_ahead_s={ahead_s}")
+    cluster = cluster_of(compose(["+cluster=slurm", *limits]))
+    warnings = "".join(cluster.check(cluster.request(tmp_path / "run", 0)).warnings)
+    stopped_at_once = ahead_s >= 60 * minutes
+    assert (f"try cluster.signal_ahead_s={30 * minutes}" in warnings) == stopped_at_once
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):

@@ -34,6 +34,15 @@ def test_an_error_never_means_that_a_job_is_gone(words):
     assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
 
 
+@pytest.mark.parametrize("words", ["The cluster is in maintenance", "7|RUNNING"])
+def test_a_line_that_is_no_job_is_no_answer(words):
+    answer = Answer(0, f"{queue_line()}\n{words}\n", "")
+    with pytest.raises(SchedulerDown, match="squeue gave no answer that can be read, but this"):
+        read_queue(answer)
+    with pytest.raises(SchedulerDown, match="sacct gave no answer that can be read, but this"):
+        accounted(Client(Answer(0, words, "")), ["7"])
+
+
 def squeue(**values):
     return list(read_queue(Answer(0, queue_line(**values), "")).values())
 
@@ -112,9 +121,12 @@ def test_a_silent_scheduler_is_told_from_a_refusal_and_from_none(words, down, no
 
 
 def test_a_refusal_keeps_the_schedulers_words_and_adds_what_they_mean():
-    said = explained("sbatch: error: Invalid generic resource (gres) specification")
+    refusal = "sbatch: error: Invalid generic resource (gres) specification"
+    said = explained(refusal)
     assert "Invalid generic resource (gres)" in said
     assert "cluster.gpus_per_node" in said
+    why = "sbatch: error: Requested mem_per_tres=gres:gpu:1024 but did not request any GPU.\n"
+    assert "there is no such resource" not in explained(f"{why}{refusal}")
 
 
 def test_submission_waits_for_a_scheduler_but_not_for_ever():

@@ -248,6 +248,8 @@ def test_users_sbatch_variables_decide_what_the_configuration_leaves_open(cluste
         ("cluster.gpus_per_node=a100:2,h100:2", "gpus_per_node", "a100:2,h100:2"),
         ("+cluster.slurm_flags.mail-type=END,FAIL", "slurm_flags", {"mail-type": "END,FAIL"}),
         ("cluster.constraint=a&b|c", "constraint", "a&b|c"),
+        ("cluster.constraint=[a|b]", "constraint", "[a|b]"),
+        ("cluster.constraint=[a*2&b*2]&c", "constraint", "[a*2&b*2]&c"),
         ("+cluster.srun_flags.mem-bind=v,local", "srun_flags", {"mem-bind": "v,local"}),
     ],
 )
@@ -259,6 +261,13 @@ def test_lists_are_written_as_for_sbatch(written, key, value):
 def test_what_is_no_number_of_gpus_is_refused(gpus):
     with pytest.raises(ConfigError, match=r"as in a100:4"):
         gpu_count(gpus)
+
+
+def test_a_slurm_conf_by_relative_path_would_not_be_found_from_another_folder():
+    for conf in ("/etc/slurm.conf", "~/slurm.conf"):
+        check_values(slurm_config(slurm_conf=conf), Path("/run"))
+    with pytest.raises(ConfigError, match=f"try cluster.slurm_conf={Path.cwd()}/etc/slurm.conf$"):
+        check_values(slurm_config(slurm_conf="etc/slurm.conf"), Path("/run"))
 
 
 def test_a_little_memory_is_not_all_of_it():
@@ -385,6 +394,8 @@ def with_value(key: str, value: str) -> tuple[Config, Path]:
     config, run = slurm_config(), RUN
     if key == "run.dir":
         return config, Path("/shared/" + value)
+    if key == "cluster.slurm_conf":
+        value = "/shared/" + value
     section, name, *entry = key.split(".")
     if entry:
         table = getattr(getattr(config, section), name)

@@ -20,6 +20,8 @@ from orchestrator.clusters.slurm.finalize import (
     finalize_in_job,
     restart_or_end,
 )
+from orchestrator.clusters.slurm.node_entry import after
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
@@ -61,6 +63,15 @@ def ended(run, attempt, state, *, culprit=None, lost=None):
     """Write how the attempt ended, as its coordinator does."""
     culprit = culprit and {**culprit.to_json(), "usage": False, "hangs": False}
     write_json(run.outcome(attempt), {"state": state, "culprit": culprit, "lost": lost})
+
+
+def test_a_refused_requeue_is_one_message(run, monkeypatch):
+    def refused(*_):
+        raise ClusterError("scontrol requeue 77: Access/permission denied")
+
+    monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", refused)
+    with pytest.raises(SystemExit, match=r"^error: .* requeue 77: Access.*; resume goes on$"):
+        after(str(run.path), "0", "0", "")
 
 
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
