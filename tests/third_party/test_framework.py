@@ -9,6 +9,7 @@ import pytest
 
 from orchestrator.engine.api import GroupSpec
 from orchestrator.engine.conformance import CHECKS
+from orchestrator.errors import StopRequested
 from tests import warm
 from tests.helpers import LIGHT, call, compare, result
 
@@ -18,18 +19,23 @@ WORDS = (LIGHT, "tracker=none", "accumulation.global_batch=40", "accumulation.st
 
 
 @pytest.fixture
-def groups(tmp_path, monkeypatch):
+def form(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(HERE)
+    from toy_letters import Letters
 
+    def one(rank, size, *, stop=False):
+        place = {"rank": rank, "size": size, "local_rank": rank, "node": "n"}
+        where = {"address": "127.0.0.1", "folder": tmp_path}
+        return Letters(GroupSpec(**place, **where, stop_requested=lambda: stop))
+
+    return one
+
+
+@pytest.fixture
+def groups(form):
     def on_every_rank(size, be):
-        from toy_letters import Letters
-
         def form_and_be(rank):
-            spec = GroupSpec(
-                rank=rank, size=size, local_rank=rank, node="n", address="127.0.0.1",
-                folder=tmp_path,
-            )  # fmt: skip
-            with closing(Letters(spec)) as group:
+            with closing(form(rank, size)) as group:
                 be(group)
 
         with ThreadPoolExecutor(size) as threads:
@@ -49,6 +55,12 @@ class Float32:
 @pytest.mark.parametrize("size", [1, 2, 3])
 def test_its_groups_keep_the_contract_of_all_groups(groups, size):
     groups(size, lambda group: [check(group, Float32()) for check in CHECKS])
+
+
+def test_who_sees_all_ranks_after_one_has_left_at_a_stop_is_stopped_too(form):
+    for rank, stop in ((0, True), (1, False)):
+        with pytest.raises(StopRequested):
+            form(rank, 2, stop=stop)
 
 
 def test_a_run_of_it_has_the_same_losses_on_any_ranks_and_goes_on_where_it_stood(tmp_path):

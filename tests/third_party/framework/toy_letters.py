@@ -20,11 +20,25 @@ class Letters(Group):
         super().__init__(**place, transport="letters")
         self._folder, self._turn = spec.folder / f"letters-{spec.generation}", 0
         self._folder.mkdir(exist_ok=True)
+        self._left = self._folder / "left"
         self._alive = self._sign_of_life(self.rank).open("w")  # open as long as we are
         fcntl.flock(self._alive, fcntl.LOCK_EX)
+        try:
+            self._meet(spec)
+        except BaseException:
+            self.close()
+            raise
+
+    def _meet(self, spec):
         self._stop_requested, self._timeout = spec.stop_requested, spec.timeout_s
         self._letters(b"")  # turn 0: all are there
         self._stop_requested, self._timeout = lambda: False, spec.collective_timeout_s
+        try:
+            self._letters(b"")  # turn 1: and none has left at a stop that the others saw too late
+        except PeerLost:
+            if self._left.exists():
+                raise StopRequested("another rank was asked to stop before it saw all") from None
+            raise
 
     def all_reduce_sum(self, tensor):
         self._admit("all_reduce_sum", 2 * (self.size - 1) * tensor.nbytes)
@@ -87,10 +101,11 @@ class Letters(Group):
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 return False
-        return self._turn > 1  # before that it may not have locked it yet
+        return self._turn > 1  # in turn 0 it may not have locked it yet
 
     def _look_up(self, missing, until):
         if self._stop_requested():
+            self._left.touch()
             raise StopRequested("asked to stop before all ranks were there")
         if time.monotonic() > until:
             kind = PeerLost if self._turn > 1 else RanksMissing
