@@ -110,8 +110,8 @@ class _Once(Iterator[list[int]]):
         return next(self._items)
 
 
-def _apart(batches: Generator[Any]) -> Generator[Any]:
-    """Yield the same. What reading them draws changes no random number of a micro-step."""
+def _keeping_random_state(batches: Generator[Any]) -> Generator[Any]:
+    """Yield the batches. Random numbers drawn to read them change none of a micro-step's."""
     with closing(batches):
         while True:
             with kept_random_state():
@@ -234,7 +234,7 @@ class Windows:
         )
         # Before multiprocessing's own, which waits for workers that ignore its SIGTERM.
         atexit.register(found.close)
-        return _apart(found)
+        return _keeping_random_state(found)
 
     def _refuse_late(self, call: str) -> None:
         if self._begun:

@@ -205,7 +205,7 @@ class Composer:
         mode = RunMode.MULTIRUN if self.line.multirun else RunMode.RUN
         with config_errors():
             refuse_unused(self.line.overrides)
-            self.loader.refuse_nested_sweeps(self.overrides)
+            self.loader.refuse_unusable_sweeps(self.overrides)
             found = self.load(self.overrides, mode)
             stated = OmegaConf.select(found, "hydra.mode")
             if stated == RunMode.RUN and self.line.multirun:

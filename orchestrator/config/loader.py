@@ -144,7 +144,7 @@ class Loader(ConfigLoaderImpl):
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))
 
-    def refuse_nested_sweeps(self, overrides: Sequence[str]) -> None:
+    def refuse_unusable_sweeps(self, overrides: Sequence[str]) -> None:
         """Raise `ConfigError` for a range without a step, or a sweep within another value."""
         for override in self.parse(overrides):
             value: Any = override.value()

@@ -32,8 +32,8 @@ def derived_seed(purpose: str, seed: int, *position: int) -> int:
 def seed_python_and_numpy(seed: int) -> None:
     """Seed the global generators of both, from 64 bits.
 
-    They are the same algorithm: from the same words they would give the same numbers, and whoever
-    draws from both draws everything twice.
+    They are the same algorithm: from the same words they would give the same numbers, so
+    augmentations that draw from both would be correlated.
     """
     random.seed(seed)
     np.random.seed([seed & 0xFFFFFFFF, seed >> 32, 1])
