@@ -213,7 +213,7 @@ class Agent:
 
     def _beat(self) -> None:
         now = self._clock()
-        self._workers.report_unresponsive()
+        self._workers.judge()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
         for link in self._links():
@@ -274,6 +274,8 @@ class Agent:
             self._workers.send(command["rank"], **command["message"])
         elif kind == "keep positions":
             self._workers.keep_positions(stacks=command["stacks"])
+        elif kind == "stacks":
+            self._workers.write_stacks()
         elif kind == "die":
             self._dying = True
         elif kind == "end":

@@ -17,19 +17,11 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from orchestrator.agent.judge import Standing
 from orchestrator.agent.links import closed_ports
-from orchestrator.agent.liveness import (
-    ASLEEP,
-    BEAT_S,
-    BUSY,
-    EVICTED,
-    FINISHED,
-    SILENT,
-    STOPPED,
-    STOPPED_PROCESS,
-    RankPosition,
-)
+from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec, agent_file
+from orchestrator.agent.programs import NOT_JOINED
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     NODE_WENT_AWAY,
@@ -37,13 +29,15 @@ from orchestrator.agent.root_cause import (
     Straggler,
     add_position,
     add_waits,
+    describe_idle_programs,
+    describe_waits,
     find_root_cause,
+    stopped_cause,
     tail,
-    unresponsive_cause,
 )
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.errors import RunFolderError
-from orchestrator.rundir.files import is_folder, write_json
+from orchestrator.rundir.files import is_folder, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
@@ -59,6 +53,8 @@ from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
+STALL_S = 300.0
+"""After which `notify` sends a message about a run that makes no progress."""
 GRACE_S = 1.0
 """Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
@@ -88,6 +84,8 @@ class WorkerState:
         code: digests of its job's modules, once it is ready to train; training: its loop has begun.
         awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
             for new workers.
+        standing: what it does while it makes no progress, since `stands_since`, by the
+            coordinator's clock; `program`: a user's program, whose waits look like idleness.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         log_bytes: size of its log when its stack was requested.
@@ -101,7 +99,9 @@ class WorkerState:
     training: bool = False
     awaits_newcomers: tuple[int, int] | None = None
     final_state: str | None = None
-    silence_reported: bool = False
+    standing: Standing = Standing.MOVES
+    stands_since: float = 0.0
+    program: bool = False
     given_up: str = ""
     seen: RankPosition = field(default_factory=RankPosition)
     log_bytes: int | None = None
@@ -158,6 +158,9 @@ class Coordinator:
         self._give_up_at: float | None = None
         self._saving: int | None = None  # rank
         self._killed = False
+        self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
+        self._stands: set[int] = set()  # ranks that make no progress
+        self._standstill_reported = self._standstill_known = self._stall_written = False
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
         for index in lost:
@@ -239,20 +242,26 @@ class Coordinator:
             worker.seen = RankPosition.from_json(event["seen"])
         if kind == "started":
             self.workers[worker.rank] = WorkerState(worker.rank, event["incarnation"], "alive")
+            self._stands.discard(worker.rank)
             self._restart_at.pop(worker.rank, None)  # it lives: its agent was only late
             if self._over and not self._is_member(self.workers[worker.rank]):
                 self._command(index, "kill", rank=worker.rank)  # it came too late to join
         elif kind == "exit":
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join = "ended", False
+                self._stands.discard(worker.rank)
                 if self._saving == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
-        elif kind == "unresponsive":
-            self._check_unresponsive(worker, event)
+        elif kind == "stopped":
+            self._check_stopped(worker, event["seconds"])
+        elif kind == "standing":
+            self._note_standing(worker, event)
         elif kind == "hangs":
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
-            self._give_up(worker, event["cause"], lines)
+            self._give_up(worker, event["cause"], lines, stalled=event["asleep"])
+        elif kind == "stuck":
+            self._give_up(worker, event["cause"], worker.seen.stack_lines())
         elif kind == "begins":
             worker.code = event["code"]
         elif kind == "trains":
@@ -267,33 +276,15 @@ class Coordinator:
             if ending and self._saving is None:
                 self._saving, self._give_up_at = worker.rank, self._clock() + SAVE_S
 
-    def _check_unresponsive(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
-        """Give up a worker that sends nothing, after the limit of its state."""
-        state, seconds, silent_s = event["state"], event["seconds"], event["silent_s"]
-        if state == BUSY and not self._survives_losses:
-            return  # the others wait for it
-        limit_s = self._spec.hang_s
-        if state == STOPPED_PROCESS:
-            limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
-        elif state == SILENT and worker.training:  # before, it may wait for others in C code
-            limit_s = self._spec.heartbeat_s
-        if seconds >= limit_s:
-            cause = unresponsive_cause(event, limit_s, hang=limit_s == self._spec.hang_s)
-            worker.log_bytes = 0
-            with contextlib.suppress(OSError):  # it may have no log
-                worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
-            self._give_up(worker, cause, stalled=state in (STOPPED_PROCESS, ASLEEP))
-        elif (
-            self._survives_losses
-            and silent_s > self._spec.silence_s
-            and not worker.silence_reported
-        ):
-            worker.silence_reported = True
-            self._warn(
-                worker.rank,
-                f"rank {worker.rank} has said nothing for {silent_s:.0f} s, but its process lives, "
-                "perhaps in code that holds Python's interpreter; the others wait for it",
-            )
+    def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
+        """Give up a worker that has been stopped (SIGSTOP) for too long."""
+        limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
+        if seconds < limit_s:
+            return
+        worker.log_bytes = 0
+        with contextlib.suppress(OSError):  # it may have no log
+            worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
+        self._give_up(worker, stopped_cause(limit_s), stalled=True)
 
     def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
@@ -384,7 +375,10 @@ class Coordinator:
             rank=worker.rank, node=self._spec.name_of(index), cause=cause, log_tail=tuple(lines),
             hangs=True,
         )  # fmt: skip
-        if self._survives_losses:
+        # What one process was ended for ends the run the second time: a third would do the same.
+        again = not stalled and worker.rank in self._given_up
+        self._given_up.add(worker.rank)
+        if self._survives_losses and not again:
             cause = self._described(culprit).cause
             self._warn(worker.rank, f"{cause}; it is ended, and the others go on without it")
             self._command(index, "kill", rank=worker.rank)
@@ -393,8 +387,138 @@ class Coordinator:
             self._command(None, "keep positions", stacks=True)
             self._kill_at[worker.rank] = self._clock() + STACK_S
 
+    # ------------------------------------------------------------------ standstills
+    # What the ranks do together: `judge.py` judges each alone. A rank that computes, saves,
+    # evaluates or prepares data is waited for.
+
+    def _note_standing(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
+        """Note what an agent reports of a worker that makes no progress, or makes it again."""
+        standing = Standing(event["standing"])
+        worker.program = event["program"]
+        # A node that was suspended may report more seconds than it was awake.
+        seconds = min(event["seconds"], self._spec.limits.notice_s)
+        if standing is not worker.standing:
+            worker.standing, worker.stands_since = standing, self._clock() - seconds
+        if standing is Standing.MOVES:
+            self._stands.discard(worker.rank)
+            if not self._stands:
+                self._stall_written = self._standstill_reported = False
+        else:
+            self._stands.add(worker.rank)
+
+    def _check_standstill(self, now: float) -> None:
+        """Warn of a run in which no rank makes progress; end one in which none ever can."""
+        alive = [one for one in self.workers.values() if one.state == "alive"]
+        standing = [one for one in alive if one.rank in self._stands]
+        waiting = [one for one in standing if one.standing is Standing.WAITS]
+        idle = [one for one in standing if one.program and one.standing is Standing.IDLE]
+        all_wait = bool(waiting) and len(waiting) == len(alive)
+        all_idle = bool(idle) and len(idle) == len(alive)
+        self._inform_of_standstill(now, alive if all_wait else [])
+        self._notify_of_stall(now, standing, everyone=all_wait or all_idle)
+        if not (all_wait or all_idle):
+            self._standstill_reported = False
+            self._end_vain_waits(now, waiting, alive)
+            return
+        key, limit_s = "hang", self._spec.hang_s
+        if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
+            key, limit_s = "collective", self._spec.collective_s
+        seconds = now - max(one.stands_since for one in alive)
+        describe = describe_waits if all_wait else describe_idle_programs
+        seen = {one.rank: one.seen for one in alive}
+        if not self._standstill_reported:
+            self._standstill_reported = True
+            self._command(None, "stacks")
+            ends = f"; the run is ended after {limit_s:g} s of this (cluster.{key}_timeout_s)"
+            if all_idle and len(alive) == 1:
+                ends = ""  # no other rank waits for it: a program may wait for the outside world
+            self._warn(0, describe(seen, seconds) + ends)
+        if seconds < limit_s or (all_idle and len(alive) == 1):
+            return
+        late = [one for one in alive if one.seen.where == NOT_JOINED] if all_idle else []
+        blamed = (late or alive)[0]
+        self._end_standstill(
+            blamed, f"it hangs: {describe(seen, seconds)} (cluster.{key}_timeout_s)"
+        )
+
+    def _end_standstill(self, blamed: WorkerState, cause: str) -> None:
+        """End an attempt in which no rank makes progress any more."""
+        if self._culprit is None and not self._ends:
+            self._culprit = Culprit(
+                rank=blamed.rank,
+                node=self._spec.name_of(self._spec.node_of(blamed.rank)),
+                cause=cause,
+                log_tail=tuple(blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))),
+                hangs=True,
+                complete=True,
+            )
+            self._end_others()
+
+    def _end_vain_waits(
+        self, now: float, waiting: list[WorkerState], alive: list[WorkerState]
+    ) -> None:
+        """Give up a rank that computes while others wait for it, if a key asks for it."""
+        limit_s = self._spec.collective_s
+        if limit_s is None or not waiting or self._over:
+            return
+        others = [one for one in alive if one.standing is not Standing.WAITS]
+        if any(one.standing is Standing.DECLARED for one in others):
+            for one in waiting:  # the limit pauses
+                one.stands_since = max(one.stands_since, now - self._spec.limits.notice_s)
+            return
+        first = min(waiting, key=lambda one: one.stands_since)
+        if now - first.stands_since < limit_s or not others:
+            return
+        blamed = min(others, key=lambda one: one.stands_since or now)
+        cause = f"the others waited in vain (cluster.collective_timeout_s={limit_s:g})"
+        if blamed.standing is Standing.MOVES:
+            self._ask_for_position(blamed)
+        else:
+            cause += f": it was still {blamed.seen.at}"
+        lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
+        self._give_up(blamed, cause, lines)
+
+    def _ask_for_position(self, worker: WorkerState) -> None:
+        """Have a culprit's cause completed by the stack that it writes before it is killed."""
+        worker.log_bytes = 0
+        with contextlib.suppress(OSError):  # it may have no log
+            worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
+
+    def _inform_of_standstill(self, now: float, waiting: list[WorkerState]) -> None:
+        """Send all workers for how long all of them have waited, if that begins or ends: the limits
+        of their waits count only then (`engine/common/waiting.py`).
+        """
+        if bool(waiting) == self._standstill_known:
+            return
+        self._standstill_known = bool(waiting)
+        seconds = now - max(one.stands_since for one in waiting) if waiting else None
+        self._to_worker(None, standstill_s=seconds)
+
+    def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
+        """Write down, once, that a rank has made no progress for long, for `notify`."""
+        stands = [one for one in standing if one.standing is not Standing.WAITS and not one.program]
+        stands += [one for one in standing if one.program and one.standing is Standing.BUSY]
+        if everyone:
+            stands = standing
+        if not stands:
+            self._stall_written = False
+            return
+        after_s = min(STALL_S, self._spec.hang_s / 2)
+        first = min(stands, key=lambda one: one.stands_since)
+        if self._stall_written or now - first.stands_since < after_s:
+            return
+        self._stall_written = True
+        seconds = now - first.stands_since
+        text = f"rank {first.rank} has made no progress for {seconds:.0f} s: it is {first.seen.at}"
+        if everyone:
+            describe = describe_idle_programs if first.program else describe_waits
+            text = describe({one.rank: one.seen for one in stands}, seconds)
+        write_json(self._run.stall(self._spec.attempt), {"time": time.time(), "text": text})
+
     def _described(self, culprit: Culprit) -> Culprit:
         """Add where a hanging culprit is, and what the others wait for."""
+        if culprit.complete:
+            return culprit
         if culprit.hangs and culprit.rank is not None:
             worker = self.workers[culprit.rank]
             if worker.log_bytes is not None:
@@ -490,6 +614,8 @@ class Coordinator:
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
                 self._give_up_at = now
                 self._end_in_order()
+        if look and (self._stands or self._standstill_known) and not self._killed:
+            self._check_standstill(now)
         self._check_agents(now)
         if not self._over:
             if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
@@ -665,7 +791,7 @@ class Coordinator:
         lost: str | None = None  # described if it is not the job's fault: a scheduler restarts it
         if culprit is not None and culprit.rank is None:
             lost = f"node {culprit.node} stopped answering"
-        elif culprit is not None and self._stalled:
+        elif culprit is not None and self._stalled and not self._stalled_before():
             lost = f"rank {culprit.rank} on {culprit.node}: {culprit.cause}"
         self.outcome = {
             "state": state.value,
@@ -679,6 +805,14 @@ class Coordinator:
         except OSError as error:  # a full disk: the agents' output informs the launcher
             log.warning("the outcome could not be written: %s", error)
         self._command(None, "end")
+
+    def _stalled_before(self) -> bool:
+        """Return whether the attempt before ended for a hanging rank, too: not by bad luck."""
+        if not self._spec.attempt:
+            return False
+        before = read_json(self._run.outcome(self._spec.attempt - 1)) or {}
+        hung = bool((before.get("culprit") or {}).get("hangs"))
+        return hung and "it hangs" in (before["lost"] or "")
 
     def _decide(self) -> tuple[State, Culprit | None]:
         """Return the outcome: finished only if every worker said so."""
@@ -694,7 +828,7 @@ class Coordinator:
                     seen=one.seen,
                 )
                 for one in self.workers.values()
-                if one.seen.stood_s
+                if one.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
             ]
             records = [*self._run.failures(self._spec.attempt), *self._failures]
             done = [

@@ -24,7 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.liveness import IdleTimer
+from orchestrator.agent.judge import IdleTimer, Work
+from orchestrator.agent.liveness import AwakeClock
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
@@ -32,7 +33,6 @@ from orchestrator.agent.processes import (
     fork_session,
     leave,
     name_process,
-    processor_s,
     set_parent_death_signal,
     wait_readable,
 )
@@ -45,6 +45,7 @@ from orchestrator.engine.api import Framework
 from orchestrator.errors import OrchestratorError
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.warnings import warn_of
 
 # By name, since a trainer imports the agent's modules. Each has `main(run, attempt)`.
 PROGRAM, TRAINER = "orchestrator.trainer.program", "orchestrator.trainer.main"
@@ -56,7 +57,7 @@ END_S = 3.0
 POLL_S = 0.1
 EXIT_IMPORT_HANGS = 120
 IMPORT_HANGS = (
-    "the import of the framework has used no processor for {} s (cluster.hang_timeout_s); the "
+    "in the import of the framework nothing has moved for {} s (cluster.hang_timeout_s); the "
     "node's log has its stack"
 )
 
@@ -92,7 +93,7 @@ class NodeProcesses:
 
     def run(self) -> int:
         """Run this process, or the agent or worker that it becomes; return the exit status."""
-        job = import_framework(self._run, self._specs[0].hang_s)
+        job = import_framework(self._run, self._specs[0])
         rank = self.serve()
         if rank is None:
             return self.status
@@ -184,19 +185,30 @@ class NodeProcesses:
             self._restart_at[index] = now + REST_S
 
 
-def import_framework(run: RunDir, hang_s: float) -> Mapping[str, Any]:
-    """Import what workers need; return the job, {} if it cannot be read. If that hangs, write the
-    stack to the node's log, and exit.
+def import_framework(run: RunDir, spec: NodeSpec) -> Mapping[str, Any]:
+    """Import what workers need; return the job, {} if it cannot be read. If nothing of it moves,
+    warn with the stack in the node's log, and exit after `spec.hang_s`.
     """
     job: Mapping[str, Any] = {}
     done = threading.Event()
-    idle = IdleTimer(hang_s)
+    idle, clock = IdleTimer(), AwakeClock()
 
     def watch_import() -> None:
+        warned = False
         while not done.wait(1.0):
-            if idle.hangs(time.monotonic(), processor_s(os.getpid())):
+            idle_s = idle.idle_s(clock(), Work.of_main_thread())
+            if idle_s > spec.limits.notice_s and not warned:
+                warned = True
                 faulthandler.dump_traceback(all_threads=True)
-                message = IMPORT_HANGS.format(f"{hang_s:g}")
+                sentence = (
+                    f"nothing has moved for {idle_s:.0f} s in the import of the framework on "
+                    f"{spec.name}, a slow disk, say; logs/{spec.log_of(spec.index).name} has its "
+                    "stack"
+                )
+                warn_of(run.warnings(spec.attempt, spec.index), 0, sentence)
+            if idle_s > spec.hang_s:
+                faulthandler.dump_traceback(all_threads=True)
+                message = IMPORT_HANGS.format(f"{spec.hang_s:g}")
                 print(f"error: {message}", file=sys.stderr, flush=True)
                 os._exit(EXIT_IMPORT_HANGS)
 

@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.judge import Limits
 from orchestrator.agent.links import Peer
 from orchestrator.config.schema import Config
 from orchestrator.rundir.files import create_once, read_json, write_json
@@ -27,8 +28,10 @@ class NodeSpec:
         silence_s: for how long an agent or a stopped worker may be silent if the others would
             continue without it.
         heartbeat_s: the same if the run would fail (`cluster.heartbeat_timeout_s`).
-        hang_s: for how long a worker may sleep in the kernel, or hold the interpreter.
+        hang_s: after which a worker of which nothing moves has failed (`cluster.hang_timeout_s`).
         join_s: for how long agents wait for each other at the start.
+        collective_s: after which a worker that computes while others wait for it has failed
+            (`cluster.collective_timeout_s`); None: never.
         replacements: how many processes may be restarted.
         whole_nodes: the ranks of a node hold one copy of the model together, so they are lost, and
             come back, together.
@@ -47,6 +50,7 @@ class NodeSpec:
     join_s: float
     survive: bool
     replacements: int
+    collective_s: float | None = None
     whole_nodes: bool = False
     incarnation: int = 0
     cpus_per_rank: int = 0
@@ -75,9 +79,20 @@ class NodeSpec:
             join_s=cluster.rendezvous_timeout_s,
             survive=survive,
             replacements=config.run.max_replacements if survive else 0,
+            collective_s=cluster.collective_timeout_s,
             whole_nodes=config.engine.shard_model == "node",
             cpus_per_rank=cluster.cpus_per_rank if bind else 0,
             **node,
+        )
+
+    @property
+    def limits(self) -> Limits:
+        """Return the times by which each worker is judged."""
+        return Limits.of(
+            heartbeat_s=self.heartbeat_s,
+            hang_s=self.hang_s,
+            join_s=self.join_s,
+            collective_s=self.collective_s,
         )
 
     @property

@@ -1,16 +1,14 @@
 """Programs: a rank's process that has executed a user's program, as its agent watches it.
 
 A worker becomes its program by `exec` (`trainer/program.py`), so the agent forwards stops as
-signals, and sees all else from outside: the exit status, the log, `/proc`, the TCP connections.
+signals, and sees all else from outside: the exit status, the log, `/proc`, the TCP connections, and
+the stacks that py-spy reads.
 
-A rank that is stuck before it joins (in an import, say) leaves the others waiting for the half hour
-that torch gives it. Its agent sees that the port is served and that the program has no connection
-to it. A rank that uses no processor either fails after `cluster.rendezvous_timeout_s`; one that
-computes (a data set that is prepared first) after `cluster.collective_timeout_s`. A program that
-never forms a group is not judged.
+From outside, a rank that waits for others looks like one that waits for a lock, so no rank is
+judged alone: the coordinator warns once all ranks of a program are idle, and ends them once they
+have been for `cluster.hang_timeout_s`. A program in plain style forms no group, and is not judged.
 
-Rank 0 serves the port, so while it is stuck, nothing shows whether others want to connect. It is
-only warned of, and blamed once the others give up. MindSpore's port is served by ours.
+A program whose main thread has ended, and which does not exit, is ended as finished.
 """
 
 from __future__ import annotations
@@ -30,23 +28,19 @@ from typing import Any
 
 import psutil
 
+from orchestrator.agent.judge import ProgramJudge, Standing, Work
 from orchestrator.agent.links import is_port_closed
-from orchestrator.agent.liveness import (
-    FAILED,
-    FINISHED,
-    STOPPED,
-    IdleTimer,
-    RankPosition,
-)
+from orchestrator.agent.liveness import FAILED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import descendants, processor_s, state_of
+from orchestrator.agent.processes import descendants, state_of
+from orchestrator.agent.rank_log import append_line
 from orchestrator.agent.root_cause import RAISED
-from orchestrator.agent.stacks import describe_processes
+from orchestrator.agent.stacks import ProgramStacks, describe_stack
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import APPENDING, open_nofollow, read_end, read_json, write_json
+from orchestrator.rundir.files import read_end, read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
 from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
@@ -56,6 +50,9 @@ log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
 REACH_S = 0.2
+NOT_JOINED = "before it joined the others"
+REFRESH_S = 60.0
+"""Between two readings of a program's stacks, while it does not move."""
 STOP_AGAIN_S = 5.0
 """After which another stop signal is forwarded to the program as well."""
 SHOULD_STOP_S = 5.0
@@ -96,18 +93,27 @@ class RankProgram:
 
     Args:
         pid: of its first process, which leads its session.
+        clock: of the agent, which leaves out the time for which it was suspended.
         facts: what the worker has sent before it became the program:
             `stop_signal`: its name without SIG; `rendezvous`: address and port,
-            None in plain style; `serves`: this rank's program opens that port; `most_s`: for how
-            long a rank that is at work may take to join; `restarts`: the scheduler restarts the run
-            after a stop; `log_bytes`: the size of its log.
+            None in plain style; `serves`: this rank's program opens that port; `restarts`: the
+            scheduler restarts the run after a stop; `log_bytes`: the size of its log.
 
     Attributes:
-        seen: its position: unknown, but for a rank 0 that others may wait for.
-        hangs: the cause, once it is certain that the others wait for it in vain.
+        standing: see `judge.Standing`.
+        seen: its position while it does not move, by its stack.
+        stood_s: for how long it has not moved.
     """
 
-    def __init__(self, spec: NodeSpec, rank: int, pid: int, facts: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        spec: NodeSpec,
+        rank: int,
+        pid: int,
+        facts: Mapping[str, Any],
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._clock = clock
         self._spec, self._rank, self._pid = spec, rank, pid
         self._run, self.seen = RunDir(spec.run), RankPosition()
         self._log = self._run.rank_log(rank)
@@ -116,11 +122,15 @@ class RankProgram:
         self._rendezvous: tuple[str, int] | None = (
             tuple(facts["rendezvous"]) if facts["rendezvous"] else None
         )
-        self._serves, self._most_s = facts["serves"], max(facts["most_s"], spec.join_s)
         self._began = self._checked = time.monotonic()
-        self._idle = IdleTimer(spec.join_s / 2)
+        self._judge = ProgramJudge(spec.limits, clock())
+        self._stacks: ProgramStacks | None = None  # the newest that are complete
+        self._request: ProgramStacks | None = None
+        self._requested_at = 0.0
+        self._own_bytes = 0  # of lines that the agent wrote into the log
+        self._serves, self._joined = bool(facts["serves"]), self._rendezvous is None
+        self.standing, self.stood_s = Standing.MOVES, 0.0
         self._warned: set[str] = set()
-        self.hangs = ""
         self._stop_request = str(self._run.stop_requested(spec.attempt))
         self._stop_name = ""  # of the latest signal
         self._stop_sent: float | None = None
@@ -130,7 +140,7 @@ class RankProgram:
     # ------------------------------------------------------------------ while it runs
 
     def check(self, stops: Mapping[str, float]) -> None:
-        """Forward a stop; once a second, check whether the program makes progress.
+        """Forward a stop; once a second, judge whether the program makes progress.
 
         Args:
             stops: monotonic time of the first stop signal of each name that the agent received.
@@ -144,8 +154,8 @@ class RankProgram:
         self._checked = now
         if self._rank == 0:
             self.check_all_handle(now)
-        if self._rendezvous is not None and not stops and not self.hangs:
-            self._check_joins(now, *self._rendezvous)
+        if self._rendezvous is not None and not stops:
+            self._judge_progress(self._clock(), self._rendezvous)
 
     def _forward_stop(self, now: float, *, latest: float) -> None:
         """Forward a stop to the program, as the signal that it knows.
@@ -200,64 +210,91 @@ class RankProgram:
                 f"ranks must after every update; the stop waits for that"
             )
 
-    def _check_joins(self, now: float, address: str, port: int) -> None:
-        """Report that the program hangs once it is certain that the others wait for this rank."""
-        pids, patience_s, waited_s = self._processes(), self._spec.join_s, now - self._began
-        idle = self._idle.hangs(now, sum(map(processor_s, pids)))
-        if has_joined(pids, port):
-            self._rendezvous, self.seen = None, RankPosition()
-        elif waited_s >= patience_s and self._serves:
-            # Rank 0 is blamed only if the others give up: nothing shows whether they wait.
-            self.seen = RankPosition(
-                at="at the start of its program, and has not opened the port where the ranks meet",
-                stood_s=waited_s,
-            )
-            if idle and "serves" not in self._warned:
-                self._warned.add("serves")
-                self._warn(
-                    f"the program of rank 0 has not opened {address}:{port}, where the ranks meet, "
-                    f"in {patience_s:g} s (cluster.rendezvous_timeout_s), and uses no processor: "
-                    f"ranks that wait for it there do so until a time-out of their own"
-                )
-        elif waited_s >= patience_s and not is_port_closed(address, port, REACH_S, unknown=True):
-            sentence = (
-                f"it has not joined the others, who wait for it at {address}:{port}, "
-                f"in {waited_s:.0f} s"
-            )
-            if idle:
-                self._report_hang(
-                    f"{sentence} (cluster.rendezvous_timeout_s), and uses no processor: it is "
-                    f"stuck before its group is formed"
-                )
-            elif waited_s >= self._most_s:
-                self._report_hang(f"{sentence} (cluster.collective_timeout_s)")
-            elif "joins" not in self._warned:
-                self._warned.add("joins")
-                self._warn(f"{sentence}; it uses a processor, so the others wait on")
+    def _judge_progress(self, now: float, rendezvous: tuple[str, int]) -> None:
+        """Judge whether the program makes progress; while it does not, find out where it is."""
+        pids = self._processes()
+        self._joined = self._joined or has_joined(pids, rendezvous[1])
+        is_done = self._stacks is not None and self._stacks.is_done
+        standing = self._judge.look(now, self._output(), Work.of(pids), done=is_done)
+        self.stood_s = self._judge.stood_s
+        if standing is Standing.MOVES:
+            self._stacks = self._request = None
+            self.seen, self.standing = RankPosition(), standing
+            return
+        if self._request is None and (
+            self._stacks is None or now - self._requested_at >= REFRESH_S
+        ):
+            self._request, self._requested_at = ProgramStacks(pids), now
+        if self._request is not None and self._request.poll():
+            self._stacks, self._request = self._request, None
+        if self._stacks is None:
+            return  # the standing is reported together with the stack
+        if standing is Standing.IDLE and self._stacks.is_done:
+            standing = Standing.DONE
+        if standing is not self.standing:
+            self._describe(standing, self._stacks)
+        self.standing = standing
 
-    def _report_hang(self, cause: str) -> None:
-        self.hangs = cause + describe_processes(self._processes(), self._log)
+    def _describe(self, standing: Standing, stacks: ProgramStacks) -> None:
+        """Note where the program is, in its log and for the coordinator; warn where it alone can
+        be meant.
+        """
         with _log_file_errors():
-            self._write_line(f"error: {self.hangs}\n")
+            self._write_line("\n".join(["its stacks:", *stacks.dump] if stacks.dump else []))
+        where = describe_stack(stacks.stack)
+        if stacks.problem:
+            where = f"at an unknown place, as its stack cannot be read ({stacks.problem})"
+        late = not self._joined and (self._serves or not self._is_port_closed())
+        if late:
+            does = "opened the port where the ranks meet" if self._serves else "joined the others"
+            where += f", and has not {does}"
+        self.seen = RankPosition(
+            at=where,
+            where=NOT_JOINED if late else "",
+            stack=tuple(stacks.stack),
+            stood_s=self.stood_s,
+        )
+        if standing is Standing.BUSY:
+            self._warn(
+                f"it uses a processor, but has written and reported nothing for {self.stood_s:.0f} "
+                f"s, which is unusually long; it is {where}"
+            )
+        elif standing is Standing.DONE:
+            self._warn(
+                f"it has not exited, although its main thread has ended (its log has the stacks of "
+                f"its threads); it is ended as finished after {self._spec.limits.exit_s:.0f} s in "
+                f"which nothing of it moves"
+            )
+
+    def _is_port_closed(self) -> bool:
+        """Return whether the ranks cannot meet yet, since rank 0 is late."""
+        assert self._rendezvous is not None  # noqa: S101  # only such programs are judged
+        return is_port_closed(*self._rendezvous, REACH_S, unknown=True)
+
+    def _output(self) -> tuple[int, ...]:
+        """Return the sizes of what the program writes, without the agent's own lines."""
+        sizes = [-self._own_bytes]
+        for path in (self._log, self._run.metrics)[: 1 + (self._rank == 0)]:
+            with contextlib.suppress(FileNotFoundError):
+                sizes.append(path.stat().st_size)
+        return (sum(sizes[:2]), *sizes[2:])
+
+    @property
+    def stays(self) -> bool:
+        """Return whether its work is done, and it has to be ended."""
+        return self._judge.stays
 
     def _processes(self) -> list[int]:
         return [self._pid, *descendants(self._pid)]
 
     def _warn(self, sentence: str) -> None:
         """Warn in the rank's log and in its node's file, as ranks of a job do."""
-        self._write_line(f"warning: {sentence}\n")
+        self._write_line(f"warning: {sentence}")
         warn_of(self._run.warnings(self._spec.attempt, self._spec.index), self._rank, sentence)
 
     def _write_line(self, line: str = "") -> None:
         """Append a line to the rank's log, after the end of the program's last one."""
-        broken = read_end(self._log, 1) not in (b"", b"\n")
-        descriptor = open_nofollow(self._log, APPENDING)
-        try:
-            os.write(descriptor, ("\n" * broken + line).encode())
-        except OSError:  # a full disk
-            return
-        finally:
-            os.close(descriptor)
+        self._own_bytes += append_line(self._log, line)
 
     # ------------------------------------------------------------------ its end
 
@@ -275,8 +312,11 @@ class RankProgram:
             seconds = time.monotonic() - self._began
             with _log_file_errors():
                 write_json(self._run.program_end(spec.attempt), {"seconds": seconds})
-        if self.hangs:  # reported
-            return FAILED, None
+        if self.stays:  # ended by its agent: what its script did counts
+            status = 1 if raised_in(output) else 0
+            if not status:
+                with _log_file_errors():
+                    self._warn("it was ended as finished: its work was done, and it did not exit")
         agreed, failure = False, None
         with _log_file_errors():
             agreed = self._agreed_to_stop
@@ -304,7 +344,7 @@ class RankProgram:
         failure = failure_record(self._rank, spec.name, cause, secondary=secondary)
         with _log_file_errors():
             write_failure(self._run, spec.attempt, failure)
-            self._write_line(f"error: {cause}\n")
+            self._write_line(f"error: {cause}")
         return FAILED, failure
 
 

@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from orchestrator.rundir.files import APPENDING, open_nofollow
+from orchestrator.rundir.files import APPENDING, open_nofollow, read_end
 
 
 class LossyFile(io.RawIOBase):
@@ -71,3 +71,17 @@ def _lines(descriptor: int) -> io.TextIOWrapper:
     return io.TextIOWrapper(
         buffered, encoding="utf-8", errors="backslashreplace", line_buffering=True
     )
+
+
+def append_line(path: Path, line: str = "") -> int:
+    """Append a line to a rank's log from its agent, after the end of the last line; "" only ends
+    that. Return how many bytes were written: 0 on a full disk.
+    """
+    descriptor = open_nofollow(path, APPENDING)
+    try:
+        broken = read_end(path, 1) not in (b"", b"\n")
+        return os.write(descriptor, ("\n" * broken + (f"{line}\n" if line else "")).encode())
+    except OSError:
+        return 0
+    finally:
+        os.close(descriptor)

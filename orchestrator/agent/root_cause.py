@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import ASLEEP, BUSY, SILENT, STOPPED_PROCESS, RankPosition
+from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.stacks import (
     DUMP_BYTES,
     Frame,
@@ -227,27 +227,46 @@ def from_failure(run: RunDir, failure: Mapping[str, Any]) -> Culprit:
 
 
 # ----------------------------------------------------------------------
-# Workers that send nothing, and workers that hang.
-
-UNRESPONSIVE = {
-    STOPPED_PROCESS: "it was frozen (SIGSTOP) for {0} s (cluster.heartbeat_timeout_s)",
-    ASLEEP: "it slept in {1} for {0} s (cluster.hang_timeout_s), where nothing wakes it: a disk or "
-    "a file system does not answer",
-    SILENT: "it gave no sign of life for {0} s ({2}): code that holds Python's interpreter waits "
-    "there for something",
-    BUSY: "it said nothing for {0} s (cluster.hang_timeout_s), although its process lives: code "
-    "that holds Python's interpreter",
-}
+# Workers that are stopped, and ranks that make no progress.
 
 
-def unresponsive_cause(event: Mapping[str, Any], limit_s: float, *, hang: bool) -> str:
-    """Return why a worker that sent nothing for `limit_s` is given up.
+def stopped_cause(limit_s: float) -> str:
+    """Return why a worker that was stopped for `limit_s` is given up."""
+    return f"it was frozen (SIGSTOP) for {limit_s:g} s (cluster.heartbeat_timeout_s)"
 
-    Args:
-        hang: the limit is `cluster.hang_timeout_s`.
+
+def describe_waits(seen: Mapping[int, RankPosition], seconds: float) -> str:
+    """Describe a run in which every rank waits for others.
+
+    >>> waits = {0: RankPosition(waits="9 s at the boundary of update 3"),
+    ...          1: RankPosition(waits="8 s at micro-step 1 of 2 of update 4")}
+    >>> describe_waits(waits, 8.0)[:70]
+    'all ranks have waited for each other for 8 s, so no rank was behind: r'
     """
-    key = f"cluster.{'hang' if hang else 'heartbeat'}_timeout_s"
-    return UNRESPONSIVE[event["state"]].format(f"{limit_s:g}", event["asleep_in"], key)
+    each = [f"rank {rank} waited {one.waits or one.at}" for rank, one in sorted(seen.items())]
+    return (
+        f"all ranks have waited for each other for {seconds:.0f} s, so no rank was behind: "
+        f"{_some(each)}. A link between them is cut, or they did not call the same collectives"
+    )
+
+
+def describe_idle_programs(seen: Mapping[int, RankPosition], seconds: float) -> str:
+    """Describe a program of which no rank does anything, by the stacks of its ranks.
+
+    >>> describe_idle_programs({0: RankPosition(at="in wait (train.py, line 3)")}, 20.0)[:56]
+    'for 20 s no rank has used a processor or written anythin'
+    """
+    each = [f"rank {rank} is {one.at}" for rank, one in sorted(seen.items())]
+    return (
+        f"for {seconds:.0f} s no rank has used a processor or written anything: {_some(each)}. "
+        "Ranks that wait for one another in different collectives wait for ever; a lock, a mount "
+        "or a licence may still come. Their logs have the stacks"
+    )
+
+
+def _some(sentences: Sequence[str]) -> str:
+    more = len(sentences) - MOST_NAMED
+    return "; ".join(sentences[:MOST_NAMED]) + f"; and {more} more" * (more > 0)
 
 
 def add_position(culprit: Culprit, seen: RankPosition, log: Path, log_bytes: int) -> Culprit:

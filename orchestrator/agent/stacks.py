@@ -1,32 +1,43 @@
-"""Python stacks of main threads: of this process, or of another one.
+"""Python stacks of main threads: of this process, of ranks and their children, of programs.
 
 SIGQUIT requests a dump: every rank and loader process has a handler (`install_stack_handler`) that
 writes the stacks of all threads to the rank's log, even while code holds the interpreter. No
 scheduler sends it by itself, and jobs do not use it: USR1 and USR2 are used by SLURM and people,
 TERM and INT request a stop. A process that is stopped, or sleeps in the kernel, cannot answer: for
 it the report of the last second counts.
+
+A user's program has no such handler. py-spy reads its stacks from outside, as far as the machine
+lets a parent trace its children.
+
+An agent's loop must not wait: both kinds of requests are polled until they are done.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import json
 import linecache
 import os
 import re
 import signal
+import subprocess
 import sys
 import sysconfig
+import tempfile
 import threading
 import time
+from collections import deque
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from orchestrator.rundir.files import read_end
 
 STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
+ANSWER_S = 10.0
+"""Time limit for a request that is polled."""
 MOST_FRAMES = 40
 MOST_PROCESSES = 2  # processes of one rank, each with its position
 DUMP_BYTES = 32 * 1024
@@ -108,27 +119,124 @@ def catches(pid: int) -> bool:
     return bool(int(caught.split()[1], 16) >> (STACK_SIGNAL - 1) & 1)
 
 
-def describe_processes(pids: Iterable[int], log: Path) -> str:
-    """Describe where processes are, to append to a sentence, by the stacks that they write.
+class ProcessStacks:
+    """Request for the stacks of some of a rank's processes, by `STACK_SIGNAL`.
 
-    They write them one by one, to their shared log. One without a handler, or without an answer
-    within `STACK_S`, is left out.
+    They write them one by one, to their shared log. One without a handler, or without an answer, is
+    left out.
+
+    Attributes:
+        text: where they are, to append to a sentence.
     """
-    found: list[str] = []
-    for pid in filter(catches, pids):
-        before = log.stat().st_size
-        os.kill(pid, STACK_SIGNAL)
-        until = time.monotonic() + STACK_S
-        while time.monotonic() < until and log.stat().st_size == before:
-            time.sleep(0.01)
-        time.sleep(0.05)  # a dump is many small writes
-        if log.stat().st_size == before:
-            continue
-        if stack := of_main_thread(read_end(log, DUMP_BYTES).decode(errors="replace")):
-            found.append(f"; its process {pid} is {describe_stack(stack)}")
-        if len(found) == MOST_PROCESSES:
-            break
-    return "".join(found)
+
+    def __init__(self, pids: Iterable[int], log: Path) -> None:
+        self._left, self._log = deque(pid for pid in pids if catches(pid)), log
+        self._asked: tuple[int, int, float] | None = None  # pid, size of the log, time
+        self._answers = 0
+        self.text = ""
+
+    def poll(self) -> bool:
+        """Return whether it is done. Call it again some time later if it is not."""
+        if self._asked is not None:
+            pid, before, asked_at = self._asked
+            written = self._log.stat().st_size - before
+            if not written and time.monotonic() - asked_at < ANSWER_S:
+                return False
+            self._asked = None
+            dump = read_end(self._log, DUMP_BYTES) if written else b""
+            if stack := of_main_thread(dump.decode(errors="replace")):
+                self.text += f"; its process {pid} is {describe_stack(stack)}"
+                self._answers += 1
+        while self._left and self._answers < MOST_PROCESSES:
+            pid = self._left.popleft()
+            size = self._log.stat().st_size
+            try:
+                os.kill(pid, STACK_SIGNAL)
+            except ProcessLookupError:
+                continue
+            self._asked = pid, size, time.monotonic()
+            return False
+        return True
+
+
+class ProgramStacks:
+    """Request for the stacks of a program's Python process, by py-spy.
+
+    Attributes:
+        stack: of its main thread, innermost first.
+        dump: all threads, as lines for people.
+        is_done: the main thread has left its script: the interpreter waits for other threads, or
+            runs what was registered for its end.
+        problem: why there is no stack.
+    """
+
+    def __init__(self, pids: Iterable[int]) -> None:
+        self.stack: list[Frame] = []
+        self.dump: list[str] = []
+        self.is_done, self.problem = False, ""
+        self._process: subprocess.Popen[bytes] | None = None
+        self._until = time.monotonic() + ANSWER_S
+        pid = next(filter(_is_python, pids), None)
+        if pid is None:
+            self.problem = "it is no Python program"
+            return
+        command = Path(sysconfig.get_path("scripts"), "py-spy")
+        self._output = tempfile.TemporaryFile()  # noqa: SIM115  # closed in `poll`
+        arguments = ["dump", "--json", "--nonblocking", "--pid", str(pid)]
+        try:
+            self._process = subprocess.Popen(
+                [str(command), *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=self._output,
+                stderr=subprocess.STDOUT,
+            )
+        except OSError as error:
+            self.problem = f"py-spy cannot be started: {error.strerror}"
+            self._output.close()
+
+    def poll(self) -> bool:
+        """Return whether it is done. Call it again some time later if it is not."""
+        if self._process is None:
+            return True
+        if self._process.poll() is None and time.monotonic() < self._until:
+            return False
+        if self._process.poll() is None:
+            self._process.kill()
+        self._process = None
+        with self._output:
+            self._output.seek(0)
+            text = self._output.read().decode(errors="replace")
+        try:
+            threads: list[dict[str, Any]] = json.loads(text)
+        except ValueError:  # it says what is wrong: no permission, an unknown Python
+            last = text.strip().splitlines()[-1:] or ["py-spy gave no answer"]
+            self.problem = last[0].removeprefix("Error: ")
+            return True
+        for thread in threads:
+            frames = [Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]]
+            self.dump += [f"thread {thread['thread_name']}:", *as_lines(frames)]
+            if thread["thread_name"] == "MainThread":
+                self.stack = frames
+                self.is_done = bool(frames) and _is_after_script(frames[-1])
+        return True
+
+
+def _is_python(pid: int) -> bool:
+    """Return whether a process executes a Python interpreter."""
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
+    except OSError:  # it has ended
+        return False
+
+
+def _is_after_script(outermost: Frame) -> bool:
+    """Return whether the main thread has left its script, by its outermost frame.
+
+    Until then that is the script's, or runpy's for `python -m`; before, the import system's.
+    """
+    return outermost.name not in {"<module>", "_run_module_as_main"} and not (
+        outermost.file.startswith("<frozen")
+    )
 
 
 def of_main_thread(log: str) -> list[Frame]:

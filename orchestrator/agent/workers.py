@@ -2,8 +2,8 @@
 
 Workers are children of the agent, so their ends come from `waitpid`. Whether one is stopped,
 computing or asleep comes from `/proc`. Each worker reports its position in training in a line a
-second over a socket pair (`trainer/agent_link.py` is the other end). A worker whose code holds
-Python's interpreter cannot send that line, but its processor time still shows that it is alive.
+second over a socket pair (`trainer/agent_link.py` is the other end). Once a second the agent judges
+each worker's progress by that (`judge.py`), reports changes to the coordinator, and warns.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import selectors
 import signal
 import socket
@@ -21,21 +22,38 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from orchestrator.agent.judge import Standing, Work, WorkerJudge
 from orchestrator.agent.links import Link
-from orchestrator.agent.liveness import FAILED, LINK_VARIABLE, RankPosition, WorkerLiveness
+from orchestrator.agent.liveness import (
+    BEAT_S,
+    FAILED,
+    LINK_VARIABLE,
+    RankPosition,
+    WorkerLiveness,
+)
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import (
     adopt_orphans,
     asleep_in,
     descendants,
     fork_session,
+    state_of,
     wait_readable,
 )
 from orchestrator.agent.programs import RankProgram
-from orchestrator.agent.stacks import STACK_SIGNAL, catches
+from orchestrator.agent.rank_log import append_line
+from orchestrator.agent.stacks import (
+    STACK_SIGNAL,
+    ProcessStacks,
+    as_lines,
+    catches,
+    describe_stack,
+)
 from orchestrator.agent.topology import INCARNATION_VARIABLE
 from orchestrator.errors import EXIT_FAILED
+from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import failure_record
+from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
@@ -63,7 +81,11 @@ class Worker:
 
     Attributes:
         incarnation: how many processes had this rank before in this attempt.
+        judge: of its progress, until it becomes a program.
         program: what it has become by exec, if it has.
+        children: the request for its children's stacks, while its progress is unusual.
+        warned: of the present stay; hangs: reported to the coordinator, which ends it.
+        killed: by the coordinator's command.
         latest_events: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
         ended: monotonic time of its end.
@@ -73,7 +95,12 @@ class Worker:
     incarnation: int
     signs: WorkerLiveness
     link: Link
+    judge: WorkerJudge
     program: RankProgram | None = None
+    children: ProcessStacks | None = None
+    warned: bool = False
+    hangs: bool = False
+    killed: bool = False
     status: int | None = None
     ended: float = 0.0
     out_of_memory: bool = False
@@ -149,7 +176,12 @@ class Workers:
             )
             log.warning("rank %d: %s", rank, cause)
             failed = Worker(
-                rank, incarnation, WorkerLiveness(0), self._closed_link, status=-signal.SIGKILL
+                rank,
+                incarnation,
+                WorkerLiveness(0),
+                self._closed_link,
+                WorkerJudge(self._spec.limits),
+                status=-signal.SIGKILL,
             )
             failed.ended = time.monotonic()
             if not incarnation:  # else it counts as a replacement that was killed at once
@@ -166,7 +198,8 @@ class Workers:
             ours.close()
             self._become(rank, incarnation, theirs)
         theirs.close()
-        worker = Worker(rank, incarnation, WorkerLiveness(pid), Link(ours, peer_index=rank))
+        judge = WorkerJudge(self._spec.limits)
+        worker = Worker(rank, incarnation, WorkerLiveness(pid), Link(ours, peer_index=rank), judge)
         self.all[rank] = worker
         self._selector.register(ours, selectors.EVENT_READ, partial(self._hear, worker))
         self._report({"event": "started", "rank": rank, "incarnation": incarnation})
@@ -222,7 +255,9 @@ class Workers:
                 message.pop("seen", None)
             worker.signs.receive(message, self._clock())
             if facts := message.get("program"):
-                worker.program = RankProgram(self._spec, worker.rank, worker.pid, facts)
+                worker.program = RankProgram(
+                    self._spec, worker.rank, worker.pid, facts, self._clock
+                )
             if "event" in message:
                 self._report_of(worker, message)
 
@@ -233,37 +268,137 @@ class Workers:
         self._report(worker.latest_events[event["event"]])
 
     def check_programs(self) -> None:
-        """Forward stops to programs, and report those that hang."""
+        """Forward stops to programs, and judge their progress."""
         for worker in self.alive:
-            if (program := worker.program) is None or program.hangs:
+            if (program := worker.program) is None:
                 continue
+            before = program.standing
             program.check(self._stops)
-            if program.hangs:
-                self._report_of(worker, {"event": "hangs", "cause": program.hangs})
+            if program.standing is not before:
+                self._report_standing(worker, program.standing, program.stood_s)
+            if program.stays:
+                os.kill(worker.pid, signal.SIGKILL)  # not reaped, so the pid is its own
 
     def _close(self, worker: Worker) -> None:
         if worker.link.socket.fileno() >= 0:
             self._selector.unregister(worker.link.socket)
             worker.link.close()
 
-    def report_unresponsive(self) -> None:
-        """Report each worker that sends nothing, with its state and for how long."""
+    def judge(self) -> None:
+        """Report stopped workers, and changes of the others' standing. Call it once a second."""
         now = self._clock()
         for worker in self.alive:
-            if (found := worker.signs.unresponsive(now)) is None:
-                continue
-            received = worker.signs.received
-            self._report(
-                {
-                    "event": "unresponsive",
-                    "rank": worker.rank,
-                    "state": found[0],
-                    "seconds": found[1],
-                    "silent_s": now - received if received else 0.0,
-                    "asleep_in": asleep_in(worker.pid),
-                    "seen": asdict(worker.seen),
-                }
-            )
+            signs = worker.signs
+            if (seconds := signs.stopped_s(now)) is not None:
+                self._report(
+                    {
+                        "event": "stopped",
+                        "rank": worker.rank,
+                        "seconds": seconds,
+                        "seen": asdict(worker.seen),
+                    }
+                )
+            elif signs.received and not signs.final_state and not signs.program:
+                self._judge_worker(worker, now)
+
+    def _judge_worker(self, worker: Worker, now: float) -> None:
+        """Judge the progress of a worker that sends reports."""
+        judge, signs = worker.judge, worker.signs
+        if worker.hangs or state_of(worker.pid) == "t":  # a debugger holds it
+            return
+        children: list[int] = []
+
+        def work() -> Work:
+            children.extend(descendants(worker.pid))
+            return Work.of([worker.pid, *children])
+
+        before = judge.standing
+        age_s = now - signs.received
+        standing = judge.look(now, signs.seen, age_s, work)
+        stopped = [pid for pid in children if state_of(pid) == "T"]
+        if stopped and not signs.seen.declared:
+            self._report_hang(worker, f"and its child process {stopped[0]} is stopped (SIGSTOP)")
+            return
+        if standing in (Standing.MOVES, Standing.WAITS):
+            if worker.warned:
+                self._write_log(worker.rank, "progress resumed")
+            worker.children, worker.warned = None, False
+        else:
+            if worker.children is None:
+                worker.children = ProcessStacks(children, self._log_of(worker.rank))
+            if worker.children.poll() and not worker.warned:
+                worker.warned = True
+                self._warn_of_stay(worker, worker.children.text, age_s)
+        if standing is not before:
+            self._report_standing(worker, standing, judge.stood_s)
+        if judge.hangs:
+            self._report_hang(worker, "without using a processor (cluster.hang_timeout_s)")
+
+    def _warn_of_stay(self, worker: Worker, children: str, age_s: float) -> None:
+        """Warn that a worker has been at one position for unusually long.
+
+        Args:
+            children: where its children are.
+            age_s: of its latest report.
+        """
+        seen, stood_s = worker.signs.seen, worker.judge.stood_s
+        self._write_log(worker.rank, "\n".join(["its stack:", *as_lines(seen.stack)]))
+        does = f" ({seen.declared})" if seen.declared else ""
+        silent = "; it sends nothing: its code holds Python's interpreter"
+        shown_log = Path(*self._log_of(worker.rank).parts[-2:])
+        self.warn(
+            worker.rank,
+            f"it has stood at {seen.where} for {stood_s:.0f} s{does}, "
+            f"{describe_stack(seen.stack)}{children}{silent * (age_s >= 2 * BEAT_S)}; "
+            f"{shown_log} has its stack",
+            kind=f"standing at {re.sub('[0-9]+', 'n', seen.where)}",
+        )
+
+    def _report_hang(self, worker: Worker, why: str) -> None:
+        """Report to the coordinator that a worker hangs."""
+        worker.hangs = True
+        seen, stood_s = worker.signs.seen, worker.judge.stood_s
+        asleep = asleep_in(worker.pid)
+        if asleep:
+            why += f", asleep in {asleep}: a disk or a file system does not answer"
+        children = worker.children.text if worker.children else ""
+        cause = (
+            f"it hangs: it has been at {seen.where} for {stood_s:.0f} s {why}; "
+            f"{describe_stack(seen.stack)}{children}"
+        )
+        lines = ["its stack:", *as_lines(seen.stack), f"error: {cause}"]
+        self._write_log(worker.rank, "\n".join(lines))
+        event = {"event": "hangs", "cause": cause, "asleep": bool(asleep), "seen": asdict(seen)}
+        self._report_of(worker, event)
+
+    def _report_standing(self, worker: Worker, standing: Standing, seconds: float) -> None:
+        event = {
+            "event": "standing",
+            "standing": standing.value,
+            "seconds": seconds,
+            "program": worker.program is not None,
+            "seen": asdict(worker.seen),
+        }
+        self._report_of(worker, event)
+
+    def write_stacks(self) -> None:
+        """Write each worker's stack, as last reported, to its log."""
+        for worker in self.alive:
+            if worker.program is None:
+                lines = ["its stack:", *as_lines(worker.seen.stack)]
+                self._write_log(worker.rank, "\n".join(lines))
+
+    def warn(self, rank: int, sentence: str, *, kind: str | None = None) -> None:
+        """Warn for a rank, in its log and in its node's file."""
+        self._write_log(rank, f"warning: {sentence}")
+        path = RunDir(self._spec.run).warnings(self._spec.attempt, self._spec.index)
+        warn_of(path, rank, sentence, kind=kind)
+
+    def _log_of(self, rank: int) -> Path:
+        return RunDir(self._spec.run).rank_log(rank)
+
+    def _write_log(self, rank: int, text: str) -> None:
+        append_line(self._log_of(rank), text)
 
     def reap(self) -> bool:
         """Collect children that ended, and report workers among them; return whether some live.
@@ -294,7 +429,8 @@ class Workers:
                 worker.out_of_memory = kills > self._kills_for_memory
                 self._kills_for_memory = kills
             signs, program = worker.signs, worker.program
-            killed_by_us = self._killing and worker.status == -signal.SIGKILL
+            by_us = self._killing or worker.killed
+            killed_by_us = by_us and worker.status == -signal.SIGKILL
             if program is not None and not signs.final_state and not killed_by_us:
                 signs.final_state, signs.failure = program.end(worker.status)
             self._report(self.exit_of(worker))
@@ -341,6 +477,7 @@ class Workers:
         """Kill one worker; the others continue without it."""
         worker = self.all.get(rank)
         if worker is not None and worker.status is None:  # not reaped, so the pid is its own
+            worker.killed = True
             os.kill(worker.pid, signal.SIGKILL)
 
     def await_leftovers(self) -> None:

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import CopiesState
+from orchestrator.engine.common.waiting import declared
 from orchestrator.errors import ConfigError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
@@ -60,6 +61,10 @@ class Part:
             self._write()
 
     def _write(self) -> None:
+        with declared("it saves its part of the checkpoint after update %d", self.about["updates"]):
+            self._write_part()
+
+    def _write_part(self) -> None:
         try:
             if self._background:
                 self._state.take()
@@ -138,6 +143,10 @@ class Checkpoints(Callback):
         Raises:
             RunFolderError: there are checkpoints, but none can be used.
         """
+        with declared("it loads a checkpoint"):
+            return self._restore(rank)
+
+    def _restore(self, rank: int) -> tuple[int, int] | None:
         self.rank, found = rank, None
         if rank == 0:
             checkpoint.make_again(self._folder)
@@ -228,9 +237,11 @@ class Checkpoints(Callback):
             if number >= 0
         }
         if failed is None:
+            updates = part.about["updates"]
             try:
                 state = {**part.about, "files": files, "extra": part.extra}
-                checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
+                with declared("it completes the checkpoint after update %d", updates):
+                    checkpoint.commit_checkpoint(part.folder, state, keep=self._keep)
             except OSError as error:
                 failed = error
         checkpoint.remove_partial(self._folder)  # of this one, or of one that was dropped
@@ -277,6 +288,10 @@ class Checkpoints(Callback):
         self.wait()
 
     def _write(self, state: Any, updates: int, samples: int) -> None:
+        with declared("it saves the checkpoint after update %d", updates):
+            self._write_whole(state, updates, samples)
+
+    def _write_whole(self, state: Any, updates: int, samples: int) -> None:
         began, failed = time.monotonic(), None
         try:
             if self._copier:

@@ -21,6 +21,7 @@ from functools import lru_cache
 from typing import Any, Protocol
 
 from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import MicroBatch, Window, planner_of
 
@@ -277,7 +278,8 @@ class TrainingLoop:
         due = progress.updates == self.updates or self._is_due(self.evaluate_every)
         if self.evaluate is None or not due or progress.evaluated >= progress.updates:
             return
-        progress.evaluation = self.evaluate()
+        with declared("it evaluates after update %d", progress.updates):
+            progress.evaluation = self.evaluate()
         self._before_record()
         for callback in self.callbacks:
             callback.on_evaluation(self.windows.window(progress.updates - 1), progress.evaluation)

@@ -149,9 +149,9 @@ class ClusterConfig:
     cpus_per_rank: int = number(1, least=1, most=65_536)
     gpus_per_node: Any = number(None, most=4096)
     rendezvous_timeout_s: float = number(120.0, above=0, most=LONGEST_S)
-    collective_timeout_s: float = number(1800.0, above=0, most=LONGEST_S)
+    collective_timeout_s: float | None = number(None, above=0, most=LONGEST_S)
     heartbeat_timeout_s: float = number(20.0, above=0, most=LONGEST_S)
-    hang_timeout_s: float = number(300.0, above=0, most=LONGEST_S)
+    hang_timeout_s: float = number(1800.0, above=0, most=LONGEST_S)
     partition: str | None = None
     account: str | None = None
     qos: str | None = None

@@ -123,6 +123,7 @@ class RunDir:
     stop_after = _of_attempt(STOP_AFTER)  # the update after which a program's ranks agreed to stop
     outcome = _of_attempt("outcome.json")  # how it ended, by its coordinator
     finalizing = _of_attempt("finalizing")  # the batch script lives, and finalizes the attempt
+    stall = _of_attempt("stall.json")  # its ranks make no progress, by its coordinator
     departure = _of_attempt("departure.json")  # why it ended although the run continues
     restart = _of_attempt("restart.json")  # why it began, and what the one before it lost
     srun_log = _of_attempt("srun.log")

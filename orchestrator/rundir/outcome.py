@@ -12,7 +12,13 @@ from typing import Any
 from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import read_metrics, read_progress, total
+from orchestrator.rundir.metrics import (
+    read_metrics,
+    read_progress,
+    recent_records,
+    total,
+    updates_of,
+)
 from orchestrator.rundir.program_link import STOP_HANDLER
 from orchestrator.units import plural
 
@@ -49,6 +55,7 @@ class Culprit:
         cause: a sentence or a few.
         usage: the request was wrong, so another start would fail in the same way.
         hangs: other ranks waited for it in vain.
+        complete: the cause names every rank already.
     """
 
     rank: int | None
@@ -57,6 +64,7 @@ class Culprit:
     log_tail: tuple[str, ...] = ()
     usage: bool = False
     hangs: bool = False
+    complete: bool = False
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -250,15 +258,21 @@ def decide_restart(
     update = progress.update if progress else -1
     program = bool(run.read_plan().get("program"))
     raised: str | None = None  # stays so if a process, a node or a peer was lost
-    if not program:  # whose progress is unknown: its next start may get further
+    if culprit.hangs:
+        raised = "hung"
+        if program:  # which may record what it has done
+            done = updates_of(recent_records(run.metrics))[-1:]
+            update = done[0]["update"] if done else -1
+    elif not program:  # whose progress is unknown: its next start may get further
         own = [f for f in run.failures(attempt) if f["rank"] == culprit.rank and not f["secondary"]]
         raised = str(own[0]["cause"]) if own else None
     same = earlier and raised is not None and raised == earlier[-1]["raised"]
     if same and update <= earlier[-1]["update"]:  # without an update in between
-        where = f"in update {update}" if progress else "before the first update"
+        where = f"in update {update}" if update >= 0 else "before the first update"
+        did = "hung" if culprit.hangs else "raised the same"
         message = (
-            f"not started again: attempt {earlier[-1]['attempt']} raised the same {where}, so "
-            f"another start would only repeat it"
+            f"not started again: attempt {earlier[-1]['attempt']} {did} {where}, so another start "
+            f"would only repeat it"
         )
         return RestartDecision(restarts=False, message=message)
     if len(earlier) >= most:

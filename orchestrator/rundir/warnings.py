@@ -96,10 +96,11 @@ def _append(path: Path, lines: deque[bytes]) -> None:
         os.close(descriptor)
 
 
-def warn_of(path: Path, rank: int, sentence: str) -> None:
-    """Warn for a rank that cannot do so itself, into its node's file."""
+def warn_of(path: Path, rank: int, sentence: str, *, kind: str | None = None) -> None:
+    """Warn for a rank that cannot do so itself, into its node's file. `kind`: see `warn`."""
+    sentence = sentence if len(sentence) <= LONGEST else sentence[: LONGEST - 1] + "…"
     try:
-        _append(path, deque([_line(rank, sentence, sentence)]))
+        _append(path, deque([_line(rank, sentence, kind or sentence)]))
     except OSError as error:  # a full disk
         log.warning("%s (not shown elsewhere: %s)", sentence, error)
 

@@ -1,14 +1,8 @@
-"""A worker's link to its agent: heartbeats, stops, membership, and its own check for progress.
+"""A worker's link to its agent: heartbeats with its position, stops, membership.
 
-A thread sends a line a second to the node's agent (`agent/liveness.py`) and checks where the main
-thread is:
-
-| the main thread | then |
-|---|---|
-| waits for other ranks | nothing: a waiting rank is never at fault |
-| is at one position for `notice_s`, or 3 times the usual time | it is reported, with its stack |
-| and neither it nor its children use a processor for `hang_s` | the coordinator gives it up |
-| is at one position for `notice_s`, with a stopped child (SIGSTOP) | the same, at once |
+A thread sends a line a second to the node's agent: where the main thread is, whether it waits for
+other ranks, what it has declared to do (`engine/common/waiting.py`), and its stack. The agent
+judges (`agent/judge.py`); the worker judges nothing.
 
 The positions are those of the loop: a micro-step (data, forward and backward), a boundary, and what
 follows it. Marking one costs an assignment; the main thread makes no system call. Each line holds
@@ -29,27 +23,13 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import (
-    BEAT_S,
-    LINK_VARIABLE,
-    ProgressWatchdog,
-    RankPosition,
-)
-from orchestrator.agent.processes import asleep_in, descendants, processor_s, state_of
-from orchestrator.agent.stacks import (
-    as_lines,
-    describe_processes,
-    describe_stack,
-    install_stack_handler,
-    main_stack,
-)
+from orchestrator.agent.liveness import BEAT_S, LINK_VARIABLE, RankPosition
+from orchestrator.agent.stacks import describe_stack, install_stack_handler, main_stack
 from orchestrator.client.loop import Callback, CompletedUpdate
 from orchestrator.engine.common import waiting
 from orchestrator.errors import PeerLost
-from orchestrator.rundir.warnings import warn
 
 log = logging.getLogger(__name__)
 
@@ -58,7 +38,6 @@ class AgentLink:
     """Link of one worker to its agent. Call `send_end` at the end.
 
     Args:
-        log: this rank's log, in the run folder's `logs`.
         on_stop: called with the name of each stop signal that the agent received.
 
     Attributes:
@@ -66,26 +45,24 @@ class AgentLink:
         run_failed: another worker failed, and the run ends.
         on_message: called with each message, from the thread that receives them.
         on_beat: called once a second, from the thread that sends heartbeats.
-        watchdog: of the main thread's progress; None: it is not checked yet.
     """
 
-    def __init__(self, log: Path, on_stop: Callable[[str], None]) -> None:
-        self._log, self._on_stop = log, on_stop
-        self._shown_log = Path(*log.parts[-2:])
+    def __init__(self, on_stop: Callable[[str], None]) -> None:
+        self._on_stop = on_stop
         self._socket = socket.socket(fileno=int(os.environ.pop(LINK_VARIABLE)))
         self._socket.set_inheritable(False)
         os.register_at_fork(after_in_child=self._socket.close)
         self._sending = threading.Lock()
         self._broken = False
         self._ended = threading.Event()
-        self.watchdog: ProgressWatchdog | None = None
         self.on_message: Callable[[Mapping[str, Any]], None] = lambda _: None
         self.on_beat: Callable[[], None] = lambda: None
         self._position: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
         self.saves_on_failure = self.run_failed = False
         install_stack_handler()
+        waiting.note_standstill(None)  # from now on the coordinator says when all ranks wait
         self.mark("the start (imports, the job's own)")
-        self._send({"seen": asdict(self._seen(0.0))})  # it may be stopped within a second
+        self._send({"seen": asdict(self._seen())})  # it may be stopped within a second
         for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
@@ -129,6 +106,8 @@ class AgentLink:
                     self.run_failed = True
                     if self.saves_on_failure:
                         self.send_event("saving")
+                if "standstill_s" in message:
+                    waiting.note_standstill(message["standstill_s"])
                 self.on_message(message)
 
     # ------------------------------------------------------------------ progress
@@ -139,59 +118,25 @@ class AgentLink:
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
-            stood_s = 0.0 if self.watchdog is None else self._check_progress(self.watchdog)
-            self._send({"seen": asdict(self._seen(stood_s))})
+            self._send({"seen": asdict(self._seen())})
             self.on_beat()
 
-    def _seen(self, stood_s: float) -> RankPosition:
-        now, (_, position, numbers) = time.monotonic(), self._position
-        where, stack, waits = position % numbers, tuple(main_stack()), ""
+    def _seen(self) -> RankPosition:
+        now, (came, position, numbers) = time.monotonic(), self._position
+        where, stack, waits, waited_s = position % numbers, tuple(main_stack()), "", 0.0
         if (wait := waiting.under_way()) is not None and now - wait[0] >= BEAT_S:
             waits = f"{now - wait[0]:.0f} s at {where}" + (f", for {wait[1]}" if wait[1] else "")
-        at = f"at {where}, {describe_stack(stack)}"
-        return RankPosition(at=at, waits=waits, stack=stack, stood_s=stood_s)
-
-    def _check_progress(self, watchdog: ProgressWatchdog) -> float:
-        """Report a standstill. Return for how long it has lasted, if unusually long."""
-        now, (came, position, numbers) = time.monotonic(), self._position
-        where, since = position % numbers, max(came, waiting.last_ended())
-        change = watchdog.look(now, since, waits=waiting.waits())
-        if change == "moves":
-            log.info("progress resumed")
-        elif change == "behind":
-            stack = main_stack()
-            log.info("its stack:\n%s", "\n".join(as_lines(stack)))
-            warn(
-                f"it has stood at {where} for {now - since:.0f} s, {describe_stack(stack)}"
-                f"{self._children()}; {self._shown_log} has its stack",
-                kind=f"standing at {position}",
-            )
-        if watchdog.due(now):
-            self._check_hang(watchdog, where, now - since)
-        return now - since if watchdog.reported else 0.0
-
-    def _check_hang(self, watchdog: ProgressWatchdog, where: str, stood_s: float) -> None:
-        children = descendants(os.getpid())
-        stopped = [pid for pid in children if state_of(pid) == "T"]
-        used_s = sum(map(processor_s, [os.getpid(), *children]))
-        if not watchdog.idle.hangs(time.monotonic(), used_s) and not stopped:
-            return
-        why = "without using a processor (cluster.hang_timeout_s)"
-        if stopped:
-            why = f"and its child process {stopped[0]} is stopped (SIGSTOP)"
-        elif kernel := asleep_in(os.getpid()):
-            why += f", asleep in {kernel}: a disk or a file system does not answer"
-        stack = main_stack()
-        sentence = (
-            f"it hangs: it has been at {where} for {stood_s:.0f} s {why}; {describe_stack(stack)}"
+            if waiting.waits():  # not one that failed, whose failure this rank handles now
+                waited_s = now - wait[0]
+        return RankPosition(
+            at=f"at {where}, {describe_stack(stack)}",
+            where=where,
+            waits=waits,
+            waited_s=waited_s,
+            declared=waiting.declared_activity(),
+            stack=stack,
+            stood_s=now - max(came, waiting.last_ended()),
         )
-        cause = sentence + self._children()
-        log.error("its stack:\n%s\nerror: %s", "\n".join(as_lines(stack)), cause)
-        self.send_event("hangs", cause=cause, seen=asdict(self._seen(stood_s)))
-
-    def _children(self) -> str:
-        """Describe where this rank's loader processes are, if it has any."""
-        return describe_processes(descendants(os.getpid()), self._log)
 
 
 class PositionMarks(Callback):

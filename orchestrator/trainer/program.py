@@ -24,7 +24,7 @@ from orchestrator.config.job_source import script_of
 from orchestrator.config.program import ProgramConfig, program_of, with_newest_files
 from orchestrator.config.reading import RUN_FOLDER, read_config, with_run_folder
 from orchestrator.engine.common.rendezvous import backoff
-from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.common.waiting import PatientDeadline, for_others
 from orchestrator.errors import ClusterError, OrchestratorError, RanksMissing, StopRequested
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
@@ -84,7 +84,6 @@ def _execute(worker: WorkerProcess) -> NoReturn:
         stop_signal=program.stop_signal,
         rendezvous=rendezvous,
         serves=topology.rank == 0 and program.style == "torch",
-        most_s=cluster.collective_timeout_s,
         restarts=worker.restarts,
         log_bytes=run.rank_log(topology.rank).stat().st_size,
     )
@@ -124,11 +123,11 @@ class Rendezvous(NamedTuple):
 
 def _find_rendezvous(path: Path, timeout_s: float, stop: StopFlag) -> Rendezvous:
     """Wait until the first node's agent has published where the ranks meet."""
-    pauses, until = backoff(), time.monotonic() + timeout_s
+    pauses, deadline = backoff(), PatientDeadline(timeout_s)
     while (found := read_json(path)) is None:
         if stop.requested:
             raise StopRequested("asked to stop before the program began")
-        if time.monotonic() > until:
+        if deadline.passed:
             raise RanksMissing(
                 f"the first node did not begin within {timeout_s:g} s "
                 "(cluster.rendezvous_timeout_s)"

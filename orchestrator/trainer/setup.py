@@ -20,7 +20,7 @@ from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
 from orchestrator.config.schema import Config
 from orchestrator.engine.api import Engine, EngineSettings, Framework, Group, GroupSpec, Survives
-from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.common.waiting import LONGEST_WAIT_S, declared, for_others
 from orchestrator.errors import (
     ConfigError,
     Evicted,
@@ -218,7 +218,8 @@ def set_up(worker: WorkerProcess) -> Training:
         Evicted: for any error of a replacement, without which the others train on.
     """
     try:
-        return _set_up(worker)
+        with declared("it prepares its job and data"):
+            return _set_up(worker)
     except BaseException as error:
         if isinstance(error, Evicted) or not worker.topology.incarnation:
             raise
@@ -242,7 +243,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         folder=run.attempt(attempt),
         transport=config.transport,
         timeout_s=config.cluster.rendezvous_timeout_s,
-        collective_timeout_s=config.cluster.collective_timeout_s,
+        collective_timeout_s=LONGEST_WAIT_S,  # the agents judge how long a rank is waited for
         survive=bool(config.run.survive),
         ranks_per_node=topology.size // topology.nodes,
         device_request=device_request(config.cluster, os.environ, scheduled=topology.scheduled),

@@ -6,7 +6,6 @@ import hashlib
 import json
 import logging
 import os
-import signal
 import sys
 import threading
 import time
@@ -142,13 +141,13 @@ class GroupMembership(Callback):
         self._left = False  # no generation follows
         self._newcomers_wait = False
         self._interrupt: Callable[[], None] = lambda: None
-        self._generation = self._waited_out = 0
+        self._generation = self._reported = 0
         self._members = tuple(range(spec.size))
         self.changes: list[dict[str, Any]] = []
         self._tries = (-1, 0)
         self.rank, self.size = spec.rank, spec.size
         self._link = worker.link
-        self._link.on_message, self._link.on_beat = self._receive, self._end_if_unresponsive
+        self._link.on_message, self._link.on_beat = self._receive, self._report_if_stuck
 
     # ------------------------------------------------------------------ the link's threads
 
@@ -166,30 +165,27 @@ class GroupMembership(Callback):
         if newer and self._latest.number > 0:
             self._interrupt()
 
-    def _end_if_unresponsive(self) -> None:
-        """End this process if its main thread does not return from an interrupted collective.
+    def _report_if_stuck(self) -> None:
+        """Report to the agents if the main thread does not return from an interrupted collective.
 
         gloo can lose a send whose connection breaks as it begins, and the others would wait. The
-        only remaining worker holds the run's only state, so it waits for the collective's timeout.
+        only remaining worker holds the run's only state, so it waits on.
         """
         wait, latest = waiting.under_way() if waiting.waits() else None, self._latest
-        if wait is None or latest.number <= max(self._generation, self._waited_out):
+        if wait is None or latest.number <= max(self._generation, self._reported):
             return
         since, awaited = wait
         interrupted_s = time.monotonic() - latest.noticed
         if not awaited or since > latest.noticed or interrupted_s <= self._silence_s:
             return
-        message = (
+        self._reported = latest.number
+        cause = (
             f"it did not come back from {awaited}, which was broken off {self._silence_s:g} s ago"
         )
         if len(latest.members) == 1:
-            self._waited_out = latest.number
-            warn(f"{message}; no other rank is left, so cluster.collective_timeout_s is waited out")
-            return
-        try:
-            warn(f"{message}; it is ended, and the others go on without it")
-        finally:
-            os.kill(os.getpid(), signal.SIGKILL)
+            warn(f"{cause}; no other rank is left, so it waits on")
+        else:
+            self._link.send_event("stuck", cause=cause)
 
     # ------------------------------------------------------------------ the loop
 
@@ -197,7 +193,7 @@ class GroupMembership(Callback):
         """Take part from the attempt's beginning, once the engine is built. Collective."""
         self._interrupt = group.interrupt
         self._link.send_event("begins", code=modules_of(job))
-        with self._changed:
+        with for_others("the others to begin"), self._changed:
             self._changed.wait_for(lambda: self._latest.number >= 0)
 
     def join(self, job: Any, progress: TrainingProgress, stopped: Callable[[], bool]) -> None:
@@ -215,7 +211,7 @@ class GroupMembership(Callback):
             raise Evicted(f"{', '.join(odd)} changed on disk since the others began")
         log.info("this rank asks to join the others")
         self._link.send_event("joins")
-        with self._changed:
+        with for_others("the others to let it in"), self._changed:
             while self._me not in self._latest.members:
                 if self._left:
                     raise Evicted("the run ended before this rank could join")

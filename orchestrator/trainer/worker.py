@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED, ProgressWatchdog
+from orchestrator.agent.liveness import EVICTED, FAILED, FINISHED, STOPPED
 from orchestrator.agent.rank_log import send_output_to
 from orchestrator.agent.topology import Topology, interface_variables
 from orchestrator.config.schema import Config
@@ -81,16 +81,14 @@ class WorkerProcess:
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
         self.stop = StopFlag()
-        self.link = AgentLink(
-            run.rank_log(topology.rank), lambda name: self.stop.set(signal.Signals[name])
-        )
+        self.link = AgentLink(lambda name: self.stop.set(signal.Signals[name]))
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
         self.close_tracker: Callable[[State], None] = lambda _: None
         self._requeue, self._ahead_s = False, 0.0
 
     def begin(self, config: Config) -> None:
-        """Publish this attempt, and check this worker's progress from now on.
+        """Publish this attempt.
 
         Raises:
             StaleAttempt: a newer attempt has begun.
@@ -98,7 +96,6 @@ class WorkerProcess:
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
         self._ahead_s = float(cluster.signal_ahead_s)
-        self.link.watchdog = ProgressWatchdog.of(cluster)
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.publish()
 

@@ -23,7 +23,6 @@ from orchestrator.agent.liveness import (
     FAILED,
     FINISHED,
     STOPPED,
-    STOPPED_PROCESS,
     AwakeClock,
     RankPosition,
 )
@@ -148,14 +147,13 @@ class SimulatedWorkers:
             "final_state": one.final_state, "failure": one.failure, "seen": SEEN, "ago_s": 0.0,
         }  # fmt: skip
 
-    def report_unresponsive(self):
+    def judge(self):
         for one in self.alive:
             if one.frozen_at is not None and one.status is None:
                 seconds = self.simulation.now - one.frozen_at
-                self.report({
-                    "event": "unresponsive", "rank": one.rank, "state": STOPPED_PROCESS,
-                    "seconds": seconds, "silent_s": seconds, "asleep_in": "", "seen": SEEN,
-                })  # fmt: skip
+                self.report(
+                    {"event": "stopped", "rank": one.rank, "seconds": seconds, "seen": SEEN}
+                )
 
     def keep_positions(self, *, stacks):
         pass

@@ -129,48 +129,136 @@ def test_the_first_generation_begins_when_all_workers_are_ready(tmp_path):
     assert attempt.newest["members"] == [0, 1, 2]
 
 
-def _silent(state, seconds, silent_s=None):
-    silent_s = seconds if silent_s is None else silent_s
-    return {
-        "state": state, "seconds": seconds, "silent_s": silent_s, "asleep_in": "", "seen": SEEN,
-    }  # fmt: skip
-
-
-def test_a_worker_that_is_silent_is_reported_although_it_used_a_processor_meanwhile(attempt):
-    """A tick of the kernel's clock is enough: seconds count from it, and silence does not."""
-    attempt.take("trains", 1)
-    attempt.take("unresponsive", 1, **_silent("silent", 2.0, silent_s=5.0))
-    assert not attempt.run.warnings(0, 1).exists()
-    attempt.take("unresponsive", 1, **_silent("silent", 3.0, silent_s=6.0))
-    assert "rank 1 has said nothing for 6 s" in attempt.run.warnings(0, 1).read_text()
-
-
-@pytest.mark.parametrize(
-    ("state", "survive", "limit_s"),
-    [
-        ("stopped", True, 5), ("stopped", False, 20), ("silent", True, 20), ("silent", False, 20),
-        ("asleep", True, 60), ("asleep", False, 60), ("busy", True, 60), ("busy", False, None),
-    ],
-)  # fmt: skip
-def test_an_unresponsive_worker_is_given_up_after_a_limit(tmp_path, state, survive, limit_s):
+@pytest.mark.parametrize(("survive", "limit_s"), [(True, 5), (False, 20)])
+def test_a_stopped_worker_is_given_up_after_a_limit(tmp_path, survive, limit_s):
     attempt = Attempt(tmp_path, survive=survive)
-    attempt.take("trains", 1)
-    for seconds in range(1, limit_s or 200):
-        attempt.take("unresponsive", 1, **_silent(state, seconds))
+    for seconds in range(1, limit_s):
+        attempt.take("stopped", 1, seconds=seconds, seen=SEEN)
     attempt.tick(GRACE_S)
     assert not attempt.commands_of("kill")
-    assert not attempt.commands_of("die")
-    for seconds in range(limit_s or 200, 300):
-        attempt.take("unresponsive", 1, **_silent(state, seconds))
+    attempt.take("stopped", 1, seconds=limit_s, seen=SEEN)
     attempt.tick(GRACE_S)
     assert not attempt.commands_of("die"), "the others may still write what they saw"
     attempt.tick(GRACE_S)
-    killed, ended = attempt.commands_of("kill"), attempt.commands_of("die")
-    assert (len(killed), len(ended)) == (limit_s is not None, limit_s is not None and not survive)
+    assert len(attempt.commands_of("kill")) == 1
+    assert len(attempt.commands_of("die")) == (not survive)
+
+
+def stand(attempt, rank, standing, seconds=20.0, *, program=False, **seen):
+    """An agent reports that a rank makes no progress."""
+    position = {**SEEN, "at": f"at a place of rank {rank}", **seen}
+    attempt.take(
+        "standing", rank, standing=standing, seconds=seconds, program=program, seen=position
+    )
+
+
+def pass_s(attempt, seconds):
+    """Let time pass, with all agents alive."""
+    for _ in range(round(seconds)):
+        attempt.tick(1.0)
+
+
+HANG_S = 60
+
+
+@pytest.mark.parametrize(
+    ("standings", "program", "ended"),
+    [
+        (("waits", "waits", "waits"), False, True),
+        (("waits", "waits", "moves"), False, False),
+        (("waits", "waits", "declared"), False, False),
+        (("waits", "waits", "busy"), False, False),
+        (("idle", "idle", "idle"), True, True),
+        (("idle", "idle", "busy"), True, False),
+        (("idle", "idle", "moves"), True, False),
+        (("idle", "idle", "done"), True, False),
+    ],
+)
+def test_a_run_is_ended_once_no_rank_can_ever_make_progress(tmp_path, standings, program, ended):
+    attempt = Attempt(tmp_path, survive=False)
+    for rank, standing in enumerate(standings):
+        stand(attempt, rank, standing, program=program, waits=f"{rank} s at a boundary")
+    pass_s(attempt, HANG_S - 25)
+    assert not attempt.commands_of("keep positions")
+    warned = "".join(path.read_text() for path in attempt.run.attempt(0).glob("warnings-*"))
+    assert ("cluster.hang_timeout_s" in warned, bool(attempt.commands_of("stacks"))) == (
+        ended, ended,
+    )  # fmt: skip
+    pass_s(attempt, 40 if ended else 10_000)
+    assert bool(attempt.commands_of("die")) == ended
+    if ended:
+        culprit = culprit_of(attempt, 0, 1, 2)
+        assert culprit["cause"].startswith("it hangs: ")
+        each = "rank 1 is at a place of rank 1" if program else "rank 1 waited 1 s at a boundary"
+        assert each in culprit["cause"]
+
+
+def test_a_program_that_never_joined_is_blamed_for_the_others_wait(tmp_path):
+    attempt = Attempt(tmp_path, survive=False)
+    for rank in range(3):
+        where = "before it joined the others" if rank == 1 else ""
+        stand(attempt, rank, "idle", program=True, where=where)
+    pass_s(attempt, HANG_S + 5)
+    assert culprit_of(attempt, 0, 1, 2)["rank"] == 1
+
+
+@pytest.mark.parametrize("other", ["busy", "moves", "declared"])
+def test_a_rank_that_computes_while_others_wait_is_ended_only_if_a_key_says_so(tmp_path, other):
+    attempt = Attempt(tmp_path, survive=False, collective_s=30.0)
+    stand(attempt, 0, "waits")
+    stand(attempt, 2, "waits")
+    stand(attempt, 1, other)
+    pass_s(attempt, 200)
+    assert bool(attempt.commands_of("die")) == (other != "declared")
+    if other == "busy":
+        cause = culprit_of(attempt, 0, 1, 2)["cause"]
+        assert "waited in vain (cluster.collective_timeout_s=30): it was still at a pl" in cause
+
+
+def test_workers_learn_when_all_of_them_wait_and_when_that_ends(attempt):
+    for rank in range(3):
+        stand(attempt, rank, "waits")
+    attempt.commands_of("tell")
+    attempt.tick(1.0)
+    [(_, command)] = attempt.commands_of("tell")
+    assert command["message"]["standstill_s"] >= 5
+    stand(attempt, 1, "moves", 0.0)
+    attempt.tick(1.0)
+    assert [c["message"] for _, c in attempt.commands_of("tell")] == [{"standstill_s": None}]
+
+
+def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
+    attempt = Attempt(tmp_path, survive=False)
+    stand(attempt, 1, "declared")
+    pass_s(attempt, 10)
+    assert not attempt.run.stall(0).exists()
+    pass_s(attempt, 20)
+    first = attempt.run.stall(0).read_text()
+    assert "rank 1 has made no progress" in first
+    pass_s(attempt, 100)
+    assert attempt.run.stall(0).read_text() == first
+    stand(attempt, 1, "moves", 0.0)
+    pass_s(attempt, 2)
+    stand(attempt, 1, "idle")
+    pass_s(attempt, 40)
+    assert attempt.run.stall(0).read_text() != first, "another stall is another message"
+
+
+def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
+    attempt = Attempt(tmp_path, replacements=3)
+    attempt.take("hangs", 1, cause="it hangs: at a lock", asleep=False, seen=SEEN)
+    assert lose(attempt, 1) == [(1, 1)]
+    attempt.take("started", 1, 1)
+    attempt.take("hangs", 1, 1, cause="it hangs: at a lock", asleep=False, seen=SEEN)
+    attempt.tick(GRACE_S)
+    attempt.tick(2 * GRACE_S)
+    assert attempt.commands_of("die")
+    attempt.end(1, -9, incarnation=1)
+    assert "it hangs: at a lock" in culprit_of(attempt, 0, 2)["cause"]
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
-    attempt.take("hangs", 1, cause="it hangs: it has been at the start", seen=SEEN)
+    attempt.take("hangs", 1, cause="it hangs: it has been at the start", asleep=False, seen=SEEN)
     attempt.tick(GRACE_S)
     assert [(agent, c["rank"]) for agent, c in attempt.commands_of("kill")] == [(1, 1)]
     attempt.end(1, status=-9)
@@ -184,7 +272,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt = Attempt(tmp_path, survive=False)
     stack = [["train.py", 31, "load_batch"]]
     seen = {"at": "at micro-step 1", "waits": "", "stack": stack, "stood_s": 9.0}
-    attempt.take("hangs", 1, cause="it hangs", seen=seen)
+    attempt.take("hangs", 1, cause="it hangs", asleep=False, seen=seen)
     attempt.tick(GRACE_S)
     assert attempt.commands_of("kill")
     attempt.end(1, status=-9)
@@ -199,16 +287,6 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     assert culprit["rank"] == 1
     assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
-
-
-def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
-    """MindSpore holds the interpreter while its group forms."""
-    attempt = Attempt(tmp_path, survive=False)
-    for seconds in (59.0, 60.0):
-        assert not attempt.commands_of("keep positions")
-        attempt.take("unresponsive", 1, **_silent("silent", seconds))
-        attempt.tick()
-    assert attempt.commands_of("keep positions")
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
@@ -323,7 +401,7 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("orchestrator.rundir.warnings.open_nofollow", full)
-    attempt.take("unresponsive", 1, **_silent("busy", 9.0))
+    attempt.take("hangs", 1, cause="it hangs", asleep=False, seen=SEEN)
     attempt.tick()
 
 
@@ -337,8 +415,8 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
     monkeypatch.setattr("pathlib.Path.open", stale)
-    attempt.take("hangs", 1, 1, cause="it hangs", seen=SEEN)
-    attempt.take("unresponsive", 2, **_silent("asleep", 100.0))
+    attempt.take("hangs", 1, 1, cause="it hangs", asleep=False, seen=SEEN)
+    attempt.take("stopped", 2, seconds=100.0, seen=SEEN)
     attempt.end(1, status=-9, incarnation=1)
     attempt.tick(REST_S)
     assert {c["rank"] for _, c in attempt.commands_of("kill")} == {1, 2}

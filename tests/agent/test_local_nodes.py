@@ -35,7 +35,7 @@ def test_an_import_that_hangs_ends_the_run_with_its_stack(tmp_path, hanging):
     launcher = importing(run, hanging, "cluster.hang_timeout_s=3")
     helpers.await_exit(launcher, 1)
     culprit = helpers.result(run)["culprit"]
-    assert "the import of the framework has used no processor for 3 s" in culprit["cause"]
+    assert "in the import of the framework nothing has moved for 3 s" in culprit["cause"]
     assert any("torch/__init__.py" in line for line in culprit["log_tail"])
     assert not helpers.processes_of(run)
 

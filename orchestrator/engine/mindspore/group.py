@@ -14,7 +14,7 @@ import numpy as np
 from mindspore import Tensor, communication, nn, ops
 
 from orchestrator.engine.api import Group, GroupSpec
-from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.common.waiting import for_others, hccl_exec_timeout
 from orchestrator.engine.mindspore.rendezvous import (
     Scheduler,
     await_verdict,
@@ -111,7 +111,7 @@ def variables(
     if transport == "hccl":
         connect_timeout = min(7200, max(120, round(spec.timeout_s)))  # HCCL's limits, by its manual
         for name, seconds in (
-            ("HCCL_EXEC_TIMEOUT", collective_timeout),
+            ("HCCL_EXEC_TIMEOUT", hccl_exec_timeout(spec.collective_timeout_s)),
             ("HCCL_CONNECT_TIMEOUT", str(connect_timeout)),
         ):
             found[name] = present.get(name, seconds)

@@ -27,6 +27,7 @@ from orchestrator.engine.common.rendezvous import (
     raise_for_verdict,
     read_published,
 )
+from orchestrator.engine.common.waiting import PatientDeadline
 from orchestrator.errors import (
     PeerLost,
     RanksMissing,
@@ -187,8 +188,8 @@ def decide(spec: GroupSpec, ready: Callable[[], Endpoint | None]) -> Endpoint:
         StopRequested, RendezvousError: on all ranks alike.
     """
     _write_arrival(spec)
-    pauses, until = backoff(), time.monotonic() + spec.timeout_s
-    while (verdict := _verdict(spec, ready, late=time.monotonic() > until)) is None:
+    pauses, deadline = backoff(), PatientDeadline(spec.timeout_s)
+    while (verdict := _verdict(spec, ready, late=deadline.passed)) is None:
         time.sleep(next(pauses))
     publish(_verdict_file(spec), verdict)
     raise_for_verdict(spec, verdict)
@@ -220,14 +221,14 @@ def _verdict(
 def await_verdict(spec: GroupSpec) -> Endpoint:
     """Arrive, and wait for rank 0's verdict; raise its error. For the other ranks."""
     _write_arrival(spec)
-    pauses, until = backoff(), time.monotonic() + spec.timeout_s
+    pauses, deadline = backoff(), PatientDeadline(spec.timeout_s)
     while (verdict := read_published(_verdict_file(spec))) is None:
         if spec.stop_requested():
             (_folder(spec) / "stop").touch()
             # Written before looking: either rank 0 sees the stop, or it has arrived and is seen.
             if not arrival_file(spec, 0).exists():
                 raise StopRequested(f"rank {spec.rank} was asked to stop while waiting for rank 0")
-        late = time.monotonic() - until
+        late = deadline.over_s
         if late > 0 and not arrival_file(spec, 0).exists():
             raise RanksMissing(f"rank 0 of {spec.size} did not come within {spec.timeout_s:g} s")
         if late > 5.0:  # more than rank 0, which decides
@@ -248,13 +249,13 @@ def leave_together(spec: GroupSpec) -> None:
         PeerLost: some ranks do not call within the time-out of a collective.
     """
     folder, pauses = _folder(spec), backoff()
-    until = time.monotonic() + spec.collective_timeout_s
+    deadline = PatientDeadline(spec.collective_timeout_s)
     publish(folder / f"left-{spec.rank:05d}.json", {})
     all_left = folder / "all-left.json"
     while read_published(all_left) is None:
         if spec.rank == 0 and len(list(folder.glob("left-*.json"))) == spec.size:
             publish(all_left, {})
-        elif time.monotonic() > until:
+        elif deadline.passed:
             raise PeerLost(
                 f"rank {spec.rank}: a rank did not leave the group within "
                 f"{spec.collective_timeout_s:g} s"

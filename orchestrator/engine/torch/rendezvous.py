@@ -34,6 +34,7 @@ from orchestrator.engine.common.rendezvous import (
     raise_for_verdict,
     read_published,
 )
+from orchestrator.engine.common.waiting import PatientDeadline
 from orchestrator.engine.torch.group import BaseGroup
 from orchestrator.engine.torch.transports import (
     RankCapabilities,
@@ -141,7 +142,7 @@ def host(spec: GroupSpec) -> SecretStore:
 
 
 def decide(
-    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
+    spec: GroupSpec, store: SecretStore, me: RankCapabilities, deadline: PatientDeadline
 ) -> dict[str, Any]:
     """Wait for all ranks, a stop or the timeout; publish the verdict and wait until it is read."""
     names = [f"rank-{rank}" for rank in range(1, spec.size)]
@@ -156,7 +157,7 @@ def decide(
         if stopped:
             verdict = {"verdict": "stop"}
         # The count is unsigned, so it only says when it is worth reading all notes.
-        elif store.count("arrived") >= len(names) or now > until:
+        elif store.count("arrived") >= len(names) or deadline.passed:
             notes = [store.get(name) for name in names]
             there = [RankCapabilities(**note) for note in notes if note is not None]
             if len(there) == len(names):
@@ -164,7 +165,7 @@ def decide(
                     verdict = {"verdict": "go", "transport": choose([me, *there])}
                 except TransportError as error:
                     verdict = {"verdict": "transport", "message": str(error)}
-            elif now > until:
+            elif deadline.passed:
                 missing = [rank for rank, note in enumerate(notes, start=1) if note is None]
                 verdict = {"verdict": "missing", "ranks": missing}
         if verdict is None:
@@ -179,7 +180,7 @@ def decide(
     return verdict
 
 
-def join(spec: GroupSpec, until: float) -> SecretStore:
+def join(spec: GroupSpec, deadline: PatientDeadline) -> SecretStore:
     """Connect to the store as soon as its address is published and it answers."""
     path, pauses = rendezvous_file(spec), backoff()
     while True:
@@ -191,7 +192,7 @@ def join(spec: GroupSpec, until: float) -> SecretStore:
         if spec.stop_requested():
             _ask_to_stop(spec)
             raise StopRequested(f"rank {spec.rank} was asked to stop while it waited for rank 0")
-        if time.monotonic() > until:
+        if deadline.passed:
             raise RanksMissing(
                 f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for rank 0, which "
                 + (
@@ -223,7 +224,7 @@ def _connect(content: dict[str, Any]) -> SecretStore | None:
 
 
 def await_verdict(
-    spec: GroupSpec, store: SecretStore, me: RankCapabilities, until: float
+    spec: GroupSpec, store: SecretStore, me: RankCapabilities, deadline: PatientDeadline
 ) -> dict[str, Any]:
     """Arrive, and wait for the verdict of rank 0."""
     try:
@@ -234,7 +235,7 @@ def await_verdict(
             if not stopped and spec.stop_requested():
                 _ask_to_stop(spec)
                 stopped = True
-            if time.monotonic() > until + LINGER_S:  # rank 0 gives one at `until` if it can at all
+            if deadline.over_s > LINGER_S:  # rank 0 gives one in time if it can at all
                 raise RendezvousError(
                     f"rank {spec.rank} on {spec.node} waited {spec.timeout_s:g} s for a verdict of "
                     "rank 0, which is there but does not answer"
@@ -268,13 +269,13 @@ def meet(spec: GroupSpec) -> tuple[SecretStore | None, str]:
         if spec.stop_requested():
             raise StopRequested("the run was asked to stop before it began")
         return None, choose([me])
-    until = time.monotonic() + spec.timeout_s
+    deadline = PatientDeadline(spec.timeout_s)
     if spec.rank == 0:
         store = host(spec)
-        verdict = decide(spec, store, me, until)
+        verdict = decide(spec, store, me, deadline)
     else:
-        store = join(spec, until)
-        verdict = await_verdict(spec, store, me, until)
+        store = join(spec, deadline)
+        verdict = await_verdict(spec, store, me, deadline)
     raise_for_verdict(spec, verdict)
     return store, str(verdict["transport"])
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import atexit
 import ctypes
 import importlib.util
-import math
 import os
 import re
 import sys
@@ -32,7 +31,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from orchestrator.engine.api import GroupSpec
-from orchestrator.engine.common.waiting import for_others
+from orchestrator.engine.common.waiting import for_others, hccl_exec_timeout
 from orchestrator.engine.torch.group import BaseGroup, ChainedWork, Work, sum_into
 from orchestrator.errors import PEER_LOST, ConfigError, PeerLost, TransportError
 from orchestrator.plugins import TRANSPORTS
@@ -719,7 +718,7 @@ class Hccl(_ProcessGroupTransport):
     def prepare(cls, spec: GroupSpec) -> None:
         # Without it a wait blocks a stream only, and no lost peer is ever noticed.
         os.environ.setdefault("HCCL_BLOCKING_WAIT", "1")
-        os.environ.setdefault("HCCL_EXEC_TIMEOUT", str(math.ceil(spec.collective_timeout_s)))
+        os.environ.setdefault("HCCL_EXEC_TIMEOUT", hccl_exec_timeout(spec.collective_timeout_s))
         device = cls.device(spec.local_rank)  # first, as it makes torch know the module
         torch.get_device_module("npu").set_device(device)
 
