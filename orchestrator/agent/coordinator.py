@@ -258,6 +258,8 @@ class Coordinator:
         elif kind == "standing":
             self._note_standing(worker, event)
         elif kind == "hangs":
+            if event["silent"]:  # its latest report may be from before
+                self._ask_for_position(worker)
             lines = worker.seen.stack_lines() or tail(self._run.rank_log(worker.rank))
             self._give_up(worker, event["cause"], lines, stalled=event["asleep"])
         elif kind == "stuck":
@@ -281,9 +283,7 @@ class Coordinator:
         limit_s = self._spec.silence_s if self._survives_losses else self._spec.heartbeat_s
         if seconds < limit_s:
             return
-        worker.log_bytes = 0
-        with contextlib.suppress(OSError):  # it may have no log
-            worker.log_bytes = self._run.rank_log(worker.rank).stat().st_size
+        self._ask_for_position(worker)
         self._give_up(worker, stopped_cause(limit_s), stalled=True)
 
     def _on_exit(self, index: int, event: Mapping[str, Any]) -> None:
@@ -462,19 +462,18 @@ class Coordinator:
         if limit_s is None or not waiting or self._over:
             return
         others = [one for one in alive if one.standing is not Standing.WAITS]
-        if any(one.standing is Standing.DECLARED for one in others):
-            for one in waiting:  # the limit pauses
+        if not all(one.standing in (Standing.BUSY, Standing.IDLE) for one in others):
+            for one in waiting:  # the limit pauses: it makes progress, or saves, or prepares data
                 one.stands_since = max(one.stands_since, now - self._spec.limits.notice_s)
             return
         first = min(waiting, key=lambda one: one.stands_since)
-        if now - first.stands_since < limit_s or not others:
+        if now - first.stands_since < limit_s:
             return
-        blamed = min(others, key=lambda one: one.stands_since or now)
-        cause = f"the others waited in vain (cluster.collective_timeout_s={limit_s:g})"
-        if blamed.standing is Standing.MOVES:
-            self._ask_for_position(blamed)
-        else:
-            cause += f": it was still {blamed.seen.at}"
+        blamed = min(others, key=lambda one: one.stands_since)
+        cause = (
+            f"the others waited in vain (cluster.collective_timeout_s={limit_s:g}): it was still "
+            f"{blamed.seen.at}"
+        )
         lines = blamed.seen.stack_lines() or tail(self._run.rank_log(blamed.rank))
         self._give_up(blamed, cause, lines)
 

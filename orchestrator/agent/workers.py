@@ -84,7 +84,8 @@ class Worker:
         judge: of its progress, until it becomes a program.
         program: what it has become by exec, if it has.
         children: the request for its children's stacks, while its progress is unusual.
-        warned: of the present stay; hangs: reported to the coordinator, which ends it.
+        warned: of the present stay; ending: its children are asked for their stacks once more;
+            hangs: reported to the coordinator, which ends it.
         killed: by the coordinator's command.
         latest_events: its newest message of each kind that the coordinator needs.
         status: exit status as of `subprocess`; None while it runs.
@@ -99,6 +100,7 @@ class Worker:
     program: RankProgram | None = None
     children: ProcessStacks | None = None
     warned: bool = False
+    ending: bool = False
     hangs: bool = False
     killed: bool = False
     status: int | None = None
@@ -322,7 +324,7 @@ class Workers:
         if standing in (Standing.MOVES, Standing.WAITS):
             if worker.warned:
                 self._write_log(worker.rank, "progress resumed")
-            worker.children, worker.warned = None, False
+            worker.children, worker.warned, worker.ending = None, False, False
         else:
             if worker.children is None:
                 worker.children = ProcessStacks(children, self._log_of(worker.rank))
@@ -332,7 +334,11 @@ class Workers:
         if standing is not before:
             self._report_standing(worker, standing, judge.stood_s)
         if judge.hangs:
-            self._report_hang(worker, "without using a processor (cluster.hang_timeout_s)")
+            if not worker.ending:  # its children may have moved since the warning
+                worker.ending = True
+                worker.children = ProcessStacks(children, self._log_of(worker.rank))
+            if worker.children is not None and worker.children.poll():
+                self._report_hang(worker, "without using a processor (cluster.hang_timeout_s)")
 
     def _warn_of_stay(self, worker: Worker, children: str, age_s: float) -> None:
         """Warn that a worker has been at one position for unusually long.
@@ -357,19 +363,31 @@ class Workers:
     def _report_hang(self, worker: Worker, why: str) -> None:
         """Report to the coordinator that a worker hangs."""
         worker.hangs = True
-        seen, stood_s = worker.signs.seen, worker.judge.stood_s
-        asleep = asleep_in(worker.pid)
-        if asleep:
-            why += f", asleep in {asleep}: a disk or a file system does not answer"
+        seen, age_s = worker.signs.seen, self._clock() - worker.signs.received
+        silent = age_s >= 2 * BEAT_S
         children = worker.children.text if worker.children else ""
-        cause = (
-            f"it hangs: it has been at {seen.where} for {stood_s:.0f} s {why}; "
-            f"{describe_stack(seen.stack)}{children}"
+        if asleep := asleep_in(worker.pid):
+            why += f", asleep in {asleep}: a disk or a file system does not answer"
+        if silent:  # where it is now, only its stack can tell, which the coordinator adds
+            cause = f"it hangs: it has sent nothing for {age_s:.0f} s {why}"
+            cause += "; its code holds Python's interpreter" * (not asleep) + children
+        else:
+            cause = (
+                f"it hangs: it has been at {seen.where} for {worker.judge.stood_s:.0f} s {why}; "
+                f"{describe_stack(seen.stack)}{children}"
+            )
+        lines = ["its stack:", *as_lines(seen.stack)] * (not silent)
+        self._write_log(worker.rank, "\n".join([*lines, f"error: {cause}"]))
+        self._report_of(
+            worker,
+            {
+                "event": "hangs",
+                "cause": cause,
+                "asleep": bool(asleep),
+                "silent": silent,
+                "seen": asdict(seen),
+            },
         )
-        lines = ["its stack:", *as_lines(seen.stack), f"error: {cause}"]
-        self._write_log(worker.rank, "\n".join(lines))
-        event = {"event": "hangs", "cause": cause, "asleep": bool(asleep), "seen": asdict(seen)}
-        self._report_of(worker, event)
 
     def _report_standing(self, worker: Worker, standing: Standing, seconds: float) -> None:
         event = {

@@ -61,8 +61,9 @@ class AgentLink:
         self.saves_on_failure = self.run_failed = False
         install_stack_handler()
         waiting.note_standstill(None)  # from now on the coordinator says when all ranks wait
+        waiting.call_after_declared(self._report)
         self.mark("the start (imports, the job's own)")
-        self._send({"seen": asdict(self._seen())})  # it may be stopped within a second
+        self._report()  # it may be stopped within a second
         for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):
             threading.Thread(target=run, name=name, daemon=True).start()
 
@@ -118,8 +119,12 @@ class AgentLink:
 
     def _send_heartbeats(self) -> None:
         while not self._ended.wait(BEAT_S):
-            self._send({"seen": asdict(self._seen())})
+            self._report()
             self.on_beat()
+
+    def _report(self) -> None:
+        if not self._ended.is_set():
+            self._send({"seen": asdict(self._seen())})
 
     def _seen(self) -> RankPosition:
         now, (came, position, numbers) = time.monotonic(), self._position

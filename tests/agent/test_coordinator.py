@@ -24,6 +24,7 @@ from tests.agent.specs import node_spec
 
 MOMENT_S = 2 * LOSS_WAIT_S
 SEEN = asdict(RankPosition())
+AWAKE = {"asleep": False, "silent": False}
 
 
 class Attempt:
@@ -209,7 +210,7 @@ def test_a_rank_that_computes_while_others_wait_is_ended_only_if_a_key_says_so(t
     stand(attempt, 2, "waits")
     stand(attempt, 1, other)
     pass_s(attempt, 200)
-    assert bool(attempt.commands_of("die")) == (other != "declared")
+    assert bool(attempt.commands_of("die")) == (other == "busy")
     if other == "busy":
         cause = culprit_of(attempt, 0, 1, 2)["cause"]
         assert "waited in vain (cluster.collective_timeout_s=30): it was still at a pl" in cause
@@ -246,10 +247,10 @@ def test_a_long_stall_is_written_down_once_for_notify(tmp_path):
 
 def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
     attempt = Attempt(tmp_path, replacements=3)
-    attempt.take("hangs", 1, cause="it hangs: at a lock", asleep=False, seen=SEEN)
+    attempt.take("hangs", 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
     assert lose(attempt, 1) == [(1, 1)]
     attempt.take("started", 1, 1)
-    attempt.take("hangs", 1, 1, cause="it hangs: at a lock", asleep=False, seen=SEEN)
+    attempt.take("hangs", 1, 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
     attempt.tick(GRACE_S)
     attempt.tick(2 * GRACE_S)
     assert attempt.commands_of("die")
@@ -258,7 +259,14 @@ def test_a_rank_that_hangs_again_is_not_ended_for_it_again(tmp_path):
 
 
 def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
-    attempt.take("hangs", 1, cause="it hangs: it has been at the start", asleep=False, seen=SEEN)
+    attempt.take(
+        "hangs",
+        1,
+        cause="it hangs: it has been at the start",
+        asleep=False,
+        silent=False,
+        seen=SEEN,
+    )
     attempt.tick(GRACE_S)
     assert [(agent, c["rank"]) for agent, c in attempt.commands_of("kill")] == [(1, 1)]
     attempt.end(1, status=-9)
@@ -272,7 +280,7 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt = Attempt(tmp_path, survive=False)
     stack = [["train.py", 31, "load_batch"]]
     seen = {"at": "at micro-step 1", "waits": "", "stack": stack, "stood_s": 9.0}
-    attempt.take("hangs", 1, cause="it hangs", asleep=False, seen=seen)
+    attempt.take("hangs", 1, cause="it hangs", **AWAKE, seen=seen)
     attempt.tick(GRACE_S)
     assert attempt.commands_of("kill")
     attempt.end(1, status=-9)
@@ -401,7 +409,7 @@ def test_a_warning_that_finds_no_room_ends_no_coordinator(attempt, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("orchestrator.rundir.warnings.open_nofollow", full)
-    attempt.take("hangs", 1, cause="it hangs", asleep=False, seen=SEEN)
+    attempt.take("hangs", 1, cause="it hangs", **AWAKE, seen=SEEN)
     attempt.tick()
 
 
@@ -415,7 +423,7 @@ def test_a_folder_that_cannot_be_read_keeps_no_event_from_its_effect(tmp_path, m
     monkeypatch.setattr("orchestrator.agent.coordinator.read_progress", stale)
     monkeypatch.setattr("orchestrator.agent.root_cause.read_end", stale)
     monkeypatch.setattr("pathlib.Path.open", stale)
-    attempt.take("hangs", 1, 1, cause="it hangs", asleep=False, seen=SEEN)
+    attempt.take("hangs", 1, 1, cause="it hangs", **AWAKE, seen=SEEN)
     attempt.take("stopped", 2, seconds=100.0, seen=SEEN)
     attempt.end(1, status=-9, incarnation=1)
     attempt.tick(REST_S)

@@ -19,8 +19,10 @@ HANG = ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8")
 NO_EXIT_REPORT = r"exited with code {} before its training had ended"
 WAITED = r".*; rank {} waited for it \d+ s at the boundary of update \d, for {}"
 BUCKET = r"bucket 1 of 1 of the gradient, all_reduce_sum"
-IN_VAIN = r"the others waited in vain: it was still at {}.*\(.*acting_job.py, line \d+\)"
 HANGS = r"it hangs: it has been at {} for \d+ s {}"
+SILENT = (
+    r"it hangs: it has sent nothing for \d+ s without using a processor \(cluster.hang_timeout_s\)"
+)
 
 # act, where, in which ranks, settings -> the culprit (None: any), its cause, a line of its stack
 ROWS = {
@@ -39,27 +41,34 @@ ROWS = {
         r"it was frozen \(SIGSTOP\) for 3 s .*; it was last seen at .* update \d.*, in .*line \d+\)"
         + WAITED.format(0, BUCKET), ""),
     "a rank sleeps in the kernel with the interpreter in its hands": (
-        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=5"), 1,
-        r"it slept in kernel_clone for 5 s .*; it is in _sleep_in_the_kernel \(.*acting_job.py"
+        "kernel", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=6"), 1,
+        SILENT + r", asleep in kernel_clone: a disk.*; it is in _sleep_in_the_kernel \(.*job.py"
         + WAITED.format(0, BUCKET), "in loss"),
     "two ranks wait for each other": (
-        "other", "forward", 1, WAIT, None,
-        r"rank \d lost a peer .*; no rank was behind: rank 0 waited \d+ s at the boundary .*, for "
-        + BUCKET + r"; rank 1 waited \d+ s at micro-step .*, for barrier\. A link between", ""),
+        "other", "forward", 1, WAIT, 0,
+        r"it hangs: all ranks have waited for each other for \d+ s, so no rank was behind: rank 0 "
+        r"waited \d+ s at the boundary .*, for " + BUCKET + r"; rank 1 waited \d+ s at micro-step "
+        r".*, for barrier\. A link between", ""),
     "a rank is deadlocked with the interpreter in its hands": (
-        "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=6",), 1,
-        r"it gave no sign of life for 6 s .*; it is in .*\(.*acting_job.py, line \d+"
+        "interpreter", "forward", 1, ("cluster.heartbeat_timeout_s=3", "cluster.hang_timeout_s=8"),
+        1, SILENT + r"; its code holds Python's interpreter; it is in .*\(.*acting_job.py, line \d+"
         + WAITED.format(0, BUCKET), "in loss"),
-    "a rank never gets to where ranks meet": (
-        "sleep", "init", 1, ("cluster.rendezvous_timeout_s=8", *WAIT), 1,
-        IN_VAIN.format("the start"), "__init__"),
+    "a rank sleeps while others wait, who are not to wait so long": (
+        "sleep", "forward", 1, WAIT, 1,
+        r"the others waited in vain \(cluster.collective_timeout_s=8\): it was still at micro-step "
+        r".*\(.*acting_job.py, line \d+\)" + WAITED.format(0, BUCKET), "in loss"),
 }  # fmt: skip
+IMPATIENT = ("cluster.heartbeat_timeout_s=2", "cluster.hang_timeout_s=4",
+             "cluster.rendezvous_timeout_s=4", "cluster.collective_timeout_s=4")  # fmt: skip
 SLOW = {
-    "a long evaluation": (
-        "slow", "evaluate", ("+job.seconds=9", "cluster.heartbeat_timeout_s=3",
-                             "train.evaluate_every=0"), "it has stood at what follows update 4"),
+    "a long evaluation that uses no processor": (
+        "slow", "evaluate", ("+job.seconds=12", "train.evaluate_every=0", *IMPATIENT),
+        "it has stood at what follows update 4 (records, evaluation, checkpoint) for"),
+    "a job that is prepared for long": (
+        "slow", "init", ("+job.seconds=15", *IMPATIENT), "(it prepares its job and data)"),
     "a rank holds the interpreter for a while": (
-        "hold", "forward", ("+job.seconds=8", "run.survive=true"), "rank 0 has said nothing for"),
+        "hold", "forward", ("+job.seconds=8", "cluster.heartbeat_timeout_s=2", "run.survive=true"),
+        "it sends nothing: its code holds Python's interpreter"),
 }  # fmt: skip
 """The same of rank 0, which continues, and what is said meanwhile."""
 
@@ -100,5 +109,5 @@ def test_a_rank_that_is_only_slow_is_reported_and_waited_for(runs, words):
     found = helpers.result(run)
     assert (found["state"], "survived" in found) == ("finished", False), output
     assert SLOW[words][-1] in " ".join(output.split())
-    if words == "a long evaluation":
+    if words == "a long evaluation that uses no processor":
         assert "in _at" in (run / "logs" / "rank-00000.log").read_text()

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -92,6 +92,8 @@ def last_ended() -> float:
 # ----------------------------------------------------------------------
 # Declared work.
 
+_after_declared: list[Callable[[], None]] = []
+
 
 @contextmanager
 def declared(activity: str, *numbers: int) -> Generator[None]:
@@ -111,6 +113,15 @@ def declared(activity: str, *numbers: int) -> Generator[None]:
         with _lock:
             _declared.remove(entry)
             _last = time.monotonic()
+        for call in _after_declared:
+            call()
+
+
+def call_after_declared(call: Callable[[], None]) -> None:
+    """Have `call` called after all declared work. What follows may hold Python's interpreter, and
+    then no heartbeat could tell that the work is over.
+    """
+    _after_declared.append(call)
 
 
 def declared_activity() -> str:
