@@ -21,7 +21,6 @@ from orchestrator.agent.judge import Standing
 from orchestrator.agent.links import closed_ports
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec, agent_file
-from orchestrator.agent.programs import NOT_JOINED
 from orchestrator.agent.root_cause import (
     EXTERNAL_KILL_SIGNALS,
     NODE_WENT_AWAY,
@@ -32,6 +31,7 @@ from orchestrator.agent.root_cause import (
     describe_idle_programs,
     describe_waits,
     find_root_cause,
+    late_rank,
     stopped_cause,
     tail,
 )
@@ -435,8 +435,7 @@ class Coordinator:
             self._warn(0, describe(seen, seconds) + ends)
         if seconds < limit_s or (all_idle and len(alive) == 1):
             return
-        late = [one for one in alive if one.seen.where == NOT_JOINED] if all_idle else []
-        blamed = (late or alive)[0]
+        blamed = self.workers[late_rank(seen)] if all_idle else alive[0]
         self._end_standstill(
             blamed, f"it hangs: {describe(seen, seconds)} (cluster.{key}_timeout_s)"
         )
@@ -496,7 +495,8 @@ class Coordinator:
     def _notify_of_stall(self, now: float, standing: list[WorkerState], *, everyone: bool) -> None:
         """Write down, once, that a rank has made no progress for long, for `notify`."""
         stands = [one for one in standing if one.standing is not Standing.WAITS and not one.program]
-        stands += [one for one in standing if one.program and one.standing is Standing.BUSY]
+        own = (Standing.BUSY, Standing.DECLARED)
+        stands += [one for one in standing if one.program and one.standing in own]
         if everyone:
             stands = standing
         if not stands:

@@ -29,28 +29,31 @@ from typing import Any
 import psutil
 
 from orchestrator.agent.judge import ProgramJudge, Standing, Work
-from orchestrator.agent.links import is_port_closed
 from orchestrator.agent.liveness import FAILED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import descendants, state_of
 from orchestrator.agent.rank_log import append_line
-from orchestrator.agent.root_cause import RAISED
+from orchestrator.agent.root_cause import NOT_JOINED, NOT_OPENED, RAISED
 from orchestrator.agent.stacks import ProgramStacks, describe_stack
 from orchestrator.config.program import is_program, program_of
 from orchestrator.engine.common.rendezvous import keep_port
 from orchestrator.errors import PEER_LOST, OrchestratorError, RunFolderError, describe_status
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import read_end, read_json, write_json
+from orchestrator.rundir.files import read_end, read_json, read_text, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import failure_record, note_departure, write_failure
-from orchestrator.rundir.program_link import NOT_YET, STOP_HANDLER, read_number, write_number
+from orchestrator.rundir.program_link import (
+    DECLARED,
+    NOT_YET,
+    STOP_HANDLER,
+    read_number,
+    write_number,
+)
 from orchestrator.rundir.warnings import warn_of
 
 log = logging.getLogger(__name__)
 
 CHECK_S = 1.0
-REACH_S = 0.2
-NOT_JOINED = "before it joined the others"
 REFRESH_S = 60.0
 """Between two readings of a program's stacks, while it does not move."""
 STOP_AGAIN_S = 5.0
@@ -155,7 +158,7 @@ class RankProgram:
         if self._rank == 0:
             self.check_all_handle(now)
         if self._rendezvous is not None and not stops:
-            self._judge_progress(self._clock(), self._rendezvous)
+            self._judge_progress(self._clock(), self._rendezvous[1])
 
     def _forward_stop(self, now: float, *, latest: float) -> None:
         """Forward a stop to the program, as the signal that it knows.
@@ -210,10 +213,10 @@ class RankProgram:
                 f"ranks must after every update; the stop waits for that"
             )
 
-    def _judge_progress(self, now: float, rendezvous: tuple[str, int]) -> None:
+    def _judge_progress(self, now: float, port: int) -> None:
         """Judge whether the program makes progress; while it does not, find out where it is."""
         pids = self._processes()
-        self._joined = self._joined or has_joined(pids, rendezvous[1])
+        self._joined = self._joined or has_joined(pids, port)
         is_done = self._stacks is not None and self._stacks.is_done
         standing = self._judge.look(now, self._output(), Work.of(pids), done=is_done)
         self.stood_s = self._judge.stood_s
@@ -229,11 +232,21 @@ class RankProgram:
             self._stacks, self._request = self._request, None
         if self._stacks is None:
             return  # the standing is reported together with the stack
-        if standing is Standing.IDLE and self._stacks.is_done:
+        if self._declared():
+            standing = Standing.DECLARED
+        elif standing is Standing.IDLE and self._stacks.is_done:
             standing = Standing.DONE
         if standing is not self.standing:
             self._describe(standing, self._stacks)
         self.standing = standing
+
+    def _declared(self) -> str:
+        """Return what a loop over `run.windows` has declared to do (`client/run.py`)."""
+        path = self._run.attempt(self._spec.attempt) / DECLARED.format(self._rank)
+        try:
+            return read_text(path)
+        except (OSError, RunFolderError):  # it has declared nothing
+            return ""
 
     def _describe(self, standing: Standing, stacks: ProgramStacks) -> None:
         """Note where the program is, in its log and for the coordinator; warn where it alone can
@@ -244,13 +257,10 @@ class RankProgram:
         where = describe_stack(stacks.stack)
         if stacks.problem:
             where = f"at an unknown place, as its stack cannot be read ({stacks.problem})"
-        late = not self._joined and (self._serves or not self._is_port_closed())
-        if late:
-            does = "opened the port where the ranks meet" if self._serves else "joined the others"
-            where += f", and has not {does}"
+        late = NOT_OPENED if self._serves else NOT_JOINED
         self.seen = RankPosition(
             at=where,
-            where=NOT_JOINED if late else "",
+            where="" if self._joined else late,
             stack=tuple(stacks.stack),
             stood_s=self.stood_s,
         )
@@ -259,17 +269,16 @@ class RankProgram:
                 f"it uses a processor, but has written and reported nothing for {self.stood_s:.0f} "
                 f"s, which is unusually long; it is {where}"
             )
+        elif standing is Standing.DECLARED:
+            self._warn(
+                f"it has not moved for {self.stood_s:.0f} s ({self._declared()}); it is {where}"
+            )
         elif standing is Standing.DONE:
             self._warn(
                 f"it has not exited, although its main thread has ended (its log has the stacks of "
                 f"its threads); it is ended as finished after {self._spec.limits.exit_s:.0f} s in "
                 f"which nothing of it moves"
             )
-
-    def _is_port_closed(self) -> bool:
-        """Return whether the ranks cannot meet yet, since rank 0 is late."""
-        assert self._rendezvous is not None  # noqa: S101  # only such programs are judged
-        return is_port_closed(*self._rendezvous, REACH_S, unknown=True)
 
     def _output(self) -> tuple[int, ...]:
         """Return the sizes of what the program writes, without the agent's own lines."""

@@ -34,6 +34,9 @@ MEMORY_REMEDY = "more accumulation.steps make the micro-batches smaller"
 OUT_OF_MEMORY = re.compile(
     r"^MemoryError|OutOfMemoryError|out of memory|cannot allocate memory", re.IGNORECASE
 )
+NOT_JOINED = ", and has not joined the others"
+NOT_OPENED = ", and has not opened the port where the ranks meet"
+"""`RankPosition.where` of a program's rank, if nothing else is known."""
 NODE_WENT_AWAY = "the node went away: "
 RAISED = re.compile(
     r"(?:[A-Za-z_][\w.]*\.)?[A-Za-z_]\w*(?:Error|Exception|Exit|Interrupt|Warning)\b"
@@ -256,12 +259,22 @@ def describe_idle_programs(seen: Mapping[int, RankPosition], seconds: float) -> 
     >>> describe_idle_programs({0: RankPosition(at="in wait (train.py, line 3)")}, 20.0)[:56]
     'for 20 s no rank has used a processor or written anythin'
     """
-    each = [f"rank {rank} is {one.at}" for rank, one in sorted(seen.items())]
+    late = next((one.where for one in seen.values() if one.where == NOT_OPENED), NOT_JOINED)
+    each = [
+        f"rank {rank} is {one.at}{late * (one.where == late)}" for rank, one in sorted(seen.items())
+    ]
     return (
         f"for {seconds:.0f} s no rank has used a processor or written anything: {_some(each)}. "
         "Ranks that wait for one another in different collectives wait for ever; a lock, a mount "
         "or a licence may still come. Their logs have the stacks"
     )
+
+
+def late_rank(seen: Mapping[int, RankPosition]) -> int:
+    """Return the rank of an idle program that is to blame: the one that has not opened the port
+    where the ranks meet, else the first that has not joined the others, else the first.
+    """
+    return min(seen, key=lambda rank: ((NOT_OPENED, NOT_JOINED, "").index(seen[rank].where), rank))
 
 
 def _some(sentences: Sequence[str]) -> str:

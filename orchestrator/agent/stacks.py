@@ -176,7 +176,7 @@ class ProgramStacks:
         self.is_done, self.problem = False, ""
         self._process: subprocess.Popen[bytes] | None = None
         self._until = time.monotonic() + ANSWER_S
-        pid = next(filter(_is_python, pids), None)
+        self._pid = pid = next(filter(_is_python, pids), None)
         if pid is None:
             self.problem = "it is no Python program"
             return
@@ -214,8 +214,9 @@ class ProgramStacks:
             return True
         for thread in threads:
             frames = [Frame(one["filename"], one["line"], one["name"]) for one in thread["frames"]]
-            self.dump += [f"thread {thread['thread_name']}:", *as_lines(frames)]
-            if thread["thread_name"] == "MainThread":
+            name = thread["thread_name"] or thread["os_thread_id"]
+            self.dump += [f"thread {name}:", *as_lines(frames)]
+            if thread["os_thread_id"] == self._pid:
                 self.stack = frames
                 self.is_done = bool(frames) and _is_after_script(frames[-1])
         return True

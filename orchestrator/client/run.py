@@ -20,7 +20,7 @@ from orchestrator.client.record import figures, whole_number
 from orchestrator.client.stop import Stop
 from orchestrator.errors import JobError
 from orchestrator.rundir.files import LineFile
-from orchestrator.rundir.program_link import ATTEMPT, RANK, RUN, SIGNAL, WARNINGS, WORLD
+from orchestrator.rundir.program_link import ATTEMPT, DECLARED, RANK, RUN, SIGNAL, WARNINGS, WORLD
 
 METRICS = "metrics.jsonl"
 
@@ -142,6 +142,17 @@ class Run:
         """Record that all ranks stop after `update`, as a boundary agreed."""
         if self._is:
             self._stop.agreed(update)
+
+    def declare(self, activity: str) -> None:
+        """Write down for this rank's agent what takes it long; "" when that is over."""
+        path = self.folder / "attempts" / f"{self.attempt:03d}" / DECLARED.format(self._rank)
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        try:
+            os.write(descriptor, activity.encode())
+        except OSError as error:
+            self._warn_of_disk(error)
+        finally:
+            os.close(descriptor)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl, on rank 0 of a run."""

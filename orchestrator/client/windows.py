@@ -41,6 +41,7 @@ from orchestrator.client.options import (
 from orchestrator.client.record import whole_number
 from orchestrator.client.run import Run
 from orchestrator.engine.api import BoundaryReport
+from orchestrator.engine.common import waiting
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
@@ -511,6 +512,7 @@ def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any
     if run:
         node = int(os.environ.get("GROUP_RANK", "0"))
         warn_into(RunDir(run.folder).warnings(run.attempt, node), group.rank)
+        waiting.call_at_changes(lambda: run.declare(waiting.declared_activity()))
     if settings.reduction == "reproducible":
         be_deterministic()
     checkpoints = None

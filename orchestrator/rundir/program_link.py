@@ -15,6 +15,7 @@ WARNINGS = "ORCHESTRATOR_WARNINGS"
 STOP_REQUESTED = "stop-requested"
 STOP_AFTER = "stop-after"
 STOP_HANDLER = "stop-handler-{:05d}"
+DECLARED = "declared-{:05d}"  # what a rank says that it does; its agent does not end it for that
 WIDTH = 20
 NOT_YET = -1
 

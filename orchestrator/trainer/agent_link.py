@@ -61,7 +61,7 @@ class AgentLink:
         self.saves_on_failure = self.run_failed = False
         install_stack_handler()
         waiting.note_standstill(None)  # from now on the coordinator says when all ranks wait
-        waiting.call_after_declared(self._report)
+        waiting.call_at_changes(self._report)
         self.mark("the start (imports, the job's own)")
         self._report()  # it may be stopped within a second
         for name, run in (("heartbeat", self._send_heartbeats), ("agent", self._receive)):

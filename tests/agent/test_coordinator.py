@@ -15,6 +15,7 @@ from orchestrator.agent.coordinator import (
 from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
+from orchestrator.agent.root_cause import NOT_JOINED
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
@@ -197,7 +198,7 @@ def test_a_run_is_ended_once_no_rank_can_ever_make_progress(tmp_path, standings,
 def test_a_program_that_never_joined_is_blamed_for_the_others_wait(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     for rank in range(3):
-        where = "before it joined the others" if rank == 1 else ""
+        where = NOT_JOINED if rank == 1 else ""
         stand(attempt, rank, "idle", program=True, where=where)
     pass_s(attempt, HANG_S + 5)
     assert culprit_of(attempt, 0, 1, 2)["rank"] == 1

@@ -229,32 +229,139 @@ if rank == int(what):
 if rank == 0:
     server = socket.create_server(("", rendezvous[1]))
     taken = [server.accept() for _ in range(3)]
-until = time.monotonic() + 5
+until = time.monotonic() + 60
 while time.monotonic() < until:
     try:
         link = socket.create_connection(rendezvous)
         time.sleep(600)
     except OSError:
-        time.sleep(0.05)
+        time.sleep(0.5)
 raise ConnectionRefusedError("Connection refused")
 """
 
 
 @pytest.mark.parametrize(
-    ("stuck", "cause", "warning"),
+    ("stuck", "cause"),
     [
-        (3, r"has not joined the others.*is in <module> \(.*train.py, line 10\)", ""),
-        (0, "has not opened the port where the ranks meet", "warning: .*rank 0 has not opened"),
+        (3, r"it hangs: .*rank 3 is in <module> \(.*train.py, line 10\), and has not joined the"),
+        (0, r"rank 0 is in <module> \(.*, line 10\), and has not opened the port where the ranks"),
     ],
 )
-def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck, cause, warning):
+def test_a_rank_that_never_joins_the_others_is_named(tmp_path, stuck, cause):
     """It hangs in an import; the others wait at the port, as torch's store has them do."""
     script(tmp_path, JOINS)
     program = ("train.py", str(stuck))
-    done = call(tmp_path, "cluster.rendezvous_timeout_s=3", program=program, code=1)
+    call(tmp_path, "cluster.hang_timeout_s=8", program=program, code=1)
     assert culprit(tmp_path)["rank"] == stuck
     assert re.search(cause, culprit(tmp_path)["cause"])
-    assert re.search(warning, done.stdout + done.stderr)
+
+
+LATE = f"""{QUICK}
+place = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+if rank == int(what):
+    time.sleep(12)
+if rank == 0:
+    server = socket.create_server(("", place[1]))
+    links = [server.accept()[0] for _ in range(3)]
+    [link.sendall(b"x") for link in links]
+while rank:
+    try:
+        link = socket.create_connection(place)
+        break
+    except OSError:
+        time.sleep(0.2)
+rank and link.recv(1)
+print("met", flush=True)
+"""
+
+
+@pytest.mark.parametrize("late", [0, 3])
+def test_a_rank_that_joins_late_is_waited_for_with_a_warning(tmp_path, late):
+    script(tmp_path, LATE)
+    limit = "cluster.rendezvous_timeout_s=2"
+    done = call(tmp_path, limit, program=("train.py", str(late)), code=0)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "no rank has used a processor or written anything" in said
+    assert f"rank {late} is in <module>" in said
+    assert "met" in log(tmp_path, 0)
+
+
+MISMATCHED = """
+import torch, torch.distributed as dist
+dist.init_process_group("gloo")
+x = torch.ones(1)
+dist.all_reduce(x)
+def different():
+    if dist.get_rank() == 0:
+        dist.barrier()
+    dist.all_reduce(x)
+different()
+"""
+
+
+def test_ranks_in_different_collectives_are_warned_of_and_ended_with_both_stacks(tmp_path):
+    script(tmp_path, MISMATCHED)
+    two = ("cluster.ranks_per_node=1", "cluster.hang_timeout_s=10")
+    done = call(tmp_path, *two, code=1)
+    said = " ".join((done.stdout + done.stderr).split())
+    ranks = (r"rank 0 is in different \(.*train.py, line 8\), there in barrier .*rank 1 is in "
+             r"different \(.*train.py, line 9\), there in all_reduce")  # fmt: skip
+    assert re.search(r"warning: for \d+ s no rank .*" + ranks, said)
+    assert re.search("it hangs: .*" + ranks, culprit(tmp_path)["cause"])
+    for rank in range(2):
+        assert "in different\n" in log(tmp_path, rank)
+
+
+STAYS = f"""{QUICK}
+import threading
+if me:
+    threading.Thread(target=time.sleep, args=(600,), name="forgotten").start()
+print("done", flush=True)
+if what == "raise" and me:
+    raise ValueError("no good")
+"""
+
+
+@pytest.mark.parametrize(("what", "code"), [("stay@1", 0), ("raise@1", 1)])
+def test_a_program_that_is_done_and_does_not_exit_is_ended(tmp_path, what, code):
+    script(tmp_path, STAYS)
+    done = call(tmp_path, "cluster.hang_timeout_s=6", program=("train.py", what), code=code)
+    assert "forgotten" in log(tmp_path, 1)
+    if code:
+        assert "ValueError: no good" in culprit(tmp_path)["cause"]
+    else:
+        said = " ".join((done.stdout + done.stderr).split())
+        assert "rank 1: it was ended as finished: its work was done, and it did not exit" in said
+
+
+SLOW_DISK = """
+import os, time, torch, torch.distributed as dist
+from orchestrator import Accumulator, Loss, current_run
+fsync, waited = os.fsync, []
+def slow(descriptor):
+    if "checkpoints" in os.readlink(f"/proc/self/fd/{descriptor}") and not waited:
+        waited.append(descriptor)
+        time.sleep(12)
+    return fsync(descriptor)
+os.fsync = slow
+dist.init_process_group("gloo")
+torch.manual_seed(0)
+model = torch.nn.Linear(2, 1)
+accumulator = Accumulator(model, torch.optim.SGD(model.parameters(), lr=0.1))
+for window in current_run.windows(32, global_batch=8, steps=1, checkpoint_every=2, epochs=1):
+    for piece in window:
+        count = len(piece)
+        accumulator.backward(Loss(model(torch.ones(count, 2)).sum(), weight=count))
+    accumulator.boundary()
+"""
+
+
+def test_a_loop_over_windows_that_waits_for_its_disk_is_not_ended(tmp_path):
+    script(tmp_path, SLOW_DISK)
+    limits = ("cluster.ranks_per_node=1", "cluster.hang_timeout_s=6", "run.max_restarts=0")
+    done = call(tmp_path, *limits, code=0)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "it saves the checkpoint after update 2" in said
 
 
 def test_programs_in_other_languages_and_modules_run_as_well(tmp_path):

@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -92,7 +92,7 @@ def last_ended() -> float:
 # ----------------------------------------------------------------------
 # Declared work.
 
-_after_declared: list[Callable[[], None]] = []
+_at_changes: list[Callable[[], None]] = []
 
 
 @contextmanager
@@ -107,21 +107,26 @@ def declared(activity: str, *numbers: int) -> Generator[None]:
     with _lock:
         _declared.append(entry)
         _last = time.monotonic()
+    _call_all(_at_changes)
     try:
         yield
     finally:
         with _lock:
             _declared.remove(entry)
             _last = time.monotonic()
-        for call in _after_declared:
-            call()
+        _call_all(_at_changes)
 
 
-def call_after_declared(call: Callable[[], None]) -> None:
-    """Have `call` called after all declared work. What follows may hold Python's interpreter, and
-    then no heartbeat could tell that the work is over.
+def _call_all(calls: Iterable[Callable[[], None]]) -> None:
+    for call in calls:
+        call()
+
+
+def call_at_changes(call: Callable[[], None]) -> None:
+    """Have `call` called when declared work begins and when it ends. What follows may hold Python's
+    interpreter, and then no heartbeat could tell that the work is over.
     """
-    _after_declared.append(call)
+    _at_changes.append(call)
 
 
 def declared_activity() -> str:
