@@ -62,7 +62,9 @@ log = logging.getLogger(__name__)
 GRACE_S = 1.0
 """Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
-"""Time for one of them to save the state of the last boundary."""
+"""Time for the others to leave their windows, so that one of them saves the last boundary."""
+ELECT_S = 5.0
+"""Time from the first of them that has left its window to the choice of the one that saves."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
@@ -88,6 +90,8 @@ class WorkerState:
         code: digests of its job's modules, once it is ready to train; training: its loop has begun.
         awaits_newcomers: it is at a boundary of this generation, after so many updates, and waits
             for new workers.
+        can_save: it holds the state of its last boundary, and will leave its window to save it.
+        left_after: it has left its window, after so many updates.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         log_bytes: size of its log when its stack was requested.
@@ -100,6 +104,8 @@ class WorkerState:
     code: dict[str, str] | None = None
     training: bool = False
     awaits_newcomers: tuple[int, int] | None = None
+    can_save: bool = False
+    left_after: int | None = None
     final_state: str | None = None
     silence_reported: bool = False
     given_up: str = ""
@@ -156,7 +162,8 @@ class Coordinator:
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
-        self._saving: int | None = None  # rank
+        self._elect_at: float | None = None  # at the latest
+        self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self.outcome: dict[str, Any] | None = None
         self._commands: list[tuple[int | None, dict[str, Any]]] = []
@@ -245,7 +252,7 @@ class Coordinator:
         elif kind == "exit":
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join = "ended", False
-                if self._saving == worker.rank and self._give_up_at is not None:
+                if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
         elif kind == "unresponsive":
@@ -262,10 +269,13 @@ class Coordinator:
             self._announced_newcomers = False
         elif kind == "ready":
             worker.awaits_newcomers = event["generation"], event["updates"]
-        elif kind == "saving":
-            ending = self._give_up_at is not None and not self._survives_losses
-            if ending and self._saving is None:
-                self._saving, self._give_up_at = worker.rank, self._clock() + SAVE_S
+        elif kind == "can_save":
+            worker.can_save = True
+        elif kind == "save_ready":
+            worker.can_save, worker.left_after = True, event["updates"]
+            member = self._member(worker.rank)
+            if member in self._members and member not in self._lost_members:
+                self._end_others()  # it has lost a peer, whose end may not be known yet
 
     def _check_unresponsive(self, worker: WorkerState, event: Mapping[str, Any]) -> None:
         """Give up a worker that sends nothing, after the limit of its state."""
@@ -367,6 +377,32 @@ class Coordinator:
             self._command(None, "keep positions", stacks=False)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
+
+    def _elect_saver(self, now: float) -> None:
+        """Choose who saves the last boundary of a failed attempt: of the live members the one with
+        the most updates, the first of these.
+
+        They differ by one update at most, but only those that have left their windows know theirs.
+        """
+        if self._give_up_at is None or self._killed or self._saver is not None:
+            return
+        if any(failure.get("replicas_differ") for failure in self._failures):
+            return
+        members = [self.workers[rank_of(member, self._spec.ranks)] for member in self._members]
+        able = [one for one in members if one.can_save and self._is_member(one)]
+        if not able:
+            return
+        if self._elect_at is None:
+            self._elect_at = self._give_up_at = now + SAVE_S
+        ready = [(one.left_after, one.rank) for one in able if one.left_after is not None]
+        if not ready:
+            return
+        self._elect_at = min(self._elect_at, now + ELECT_S)
+        if len(ready) == len(able) or now >= self._elect_at:
+            _, self._saver = max(ready, key=lambda one: one[0])
+            self._to_worker(None, saver=self._saver)
+            # A large state takes as long as a slow disk needs.
+            self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
 
     def _give_up(
         self, worker: WorkerState, cause: str, lines: Iterable[str] = (), *, stalled: bool = False
@@ -504,6 +540,7 @@ class Coordinator:
             del self._kill_at[rank]
             self._command(self._spec.node_of(rank), "kill", rank=rank)
             self._end_others()  # a process that sleeps in the kernel may not end
+        self._elect_saver(now)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.

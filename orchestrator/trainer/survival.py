@@ -166,6 +166,10 @@ class GroupMembership(Callback):
         if newer and self._latest.number > 0:
             self._interrupt()
 
+    def interrupt(self) -> None:
+        """Interrupt the main thread's wait in the present group, from any thread."""
+        self._interrupt()
+
     def _end_if_unresponsive(self) -> None:
         """End this process if its main thread does not return from an interrupted collective.
 
@@ -311,7 +315,7 @@ class GroupMembership(Callback):
         """Join the group. Return how many updates a lost part of the state took back."""
 
         def given_up() -> bool:
-            return self._latest.number > newer.number
+            return self._latest.number > newer.number or self._link.run_failed
 
         rank, size = newer.members.index(self._me), len(newer.members)
         group = self._form(

@@ -161,6 +161,7 @@ class WorkerProcess:
             describe(error),
             secondary=others or isinstance(error, PeerLost | RanksMissing),
             usage=isinstance(error, UsageError),
+            replicas_differ=isinstance(error, ReplicasDiffer),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
         if not isinstance(error, Evicted):  # the others go on

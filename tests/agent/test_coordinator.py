@@ -188,7 +188,8 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt.tick(GRACE_S)
     assert attempt.commands_of("kill")
     attempt.end(1, status=-9)
-    attempt.take("saving", 0)
+    attempt.take("can_save", 0)
+    attempt.take("save_ready", 0, updates=2)
     attempt.tick(5 * GRACE_S)
     assert not attempt.commands_of("die"), "rank 0 still saves"
     waits = {"at": "", "waits": "9 s at the boundary of update 3", "stack": [], "stood_s": 0.0}
@@ -199,6 +200,35 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     assert culprit["rank"] == 1
     assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
+
+
+@pytest.mark.parametrize("survive", [True, False])
+def test_the_live_rank_with_the_most_updates_saves_the_last_boundary(tmp_path, survive):
+    attempt = Attempt(tmp_path, survive=survive)
+    attempt.end(0, status=-11)
+    for rank in (1, 2):
+        attempt.take("can_save", rank)
+    attempt.take("save_ready", 1, updates=6)
+    attempt.tick(3 * GRACE_S)
+    assert not any("saver" in c["message"] for _, c in attempt.commands_of("tell"))
+    attempt.take("save_ready", 2, updates=7)
+    attempt.tick()
+    chosen = [c["message"] for _, c in attempt.commands_of("tell") if "saver" in c["message"]]
+    assert chosen == [{"saver": 2}]
+    attempt.tick(50 * GRACE_S)
+    assert not attempt.commands_of("die"), "its disk may be slow"
+    for rank in (1, 2):
+        attempt.end(rank, status=1, final_state="failed")
+    attempt.tick()
+    assert state_of(attempt) == "failed"
+
+
+def test_no_rank_saves_weights_on_which_the_ranks_disagree(attempt):
+    attempt.end(0, status=1, final_state="failed", failure={**RAISED, "replicas_differ": True})
+    attempt.take("can_save", 1)
+    attempt.take("save_ready", 1, updates=6)
+    attempt.tick(GRACE_S)
+    assert attempt.commands_of("die")
 
 
 def test_a_worker_that_waits_before_it_trains_has_the_limit_of_a_hang(tmp_path):
