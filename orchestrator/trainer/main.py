@@ -107,6 +107,8 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             progress=progress,
             checkpoint_every=train.checkpoint_every,
             evaluate_every=train.evaluate_every,
+            # SLURM may end the step when a lost node comes back, and more losses may follow.
+            checkpoint_soon=membership is not None and bool(membership.changes),
             # A model in shards computes on all ranks of a copy together.
             evaluate=engine.evaluate if group.rank == 0 or in_shards else None,
         )
