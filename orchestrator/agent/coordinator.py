@@ -44,7 +44,7 @@ from orchestrator.agent.root_cause import (
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, write_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
     incarnation_of,
@@ -135,6 +135,7 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
+        self._folder_missing = 0  # how often in a row
         self._took_over = bool(set(lost))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
@@ -520,7 +521,9 @@ class Coordinator:
         look = now - self._folder_seen >= BEAT_S
         if look:
             self._folder_seen = now
-            if not self._killed and not is_folder(self._run.attempt(self._spec.attempt)):
+            missing = not is_folder(self._run.attempt(self._spec.attempt))
+            self._folder_missing = self._folder_missing + 1 if missing else 0
+            if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
                 # Nothing that the attempt computes could be saved, nor what another start does.
                 cause = self._run.removed_message
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)

@@ -27,6 +27,8 @@ from orchestrator.rundir.files import read_end
 STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
+STACKS_S = 1.0
+"""Time limit for all of a rank's processes: an agent or a worker sends no heartbeat meanwhile."""
 MOST_FRAMES = 40
 MOST_PROCESSES = 2  # processes of one rank, each with its position
 DUMP_BYTES = 32 * 1024
@@ -112,10 +114,13 @@ def describe_processes(pids: Iterable[int], log: Path) -> str:
     """Describe where processes are, to append to a sentence, by the stacks that they write.
 
     They write them one by one, to their shared log. One without a handler, or without an answer
-    within `STACK_S`, is left out.
+    within `STACK_S`, is left out, and so are those that `STACKS_S` leaves no time for.
     """
     found: list[str] = []
+    ends = time.monotonic() + STACKS_S
     for pid in filter(catches, pids):
+        if time.monotonic() >= ends:
+            break
         before = log.stat().st_size
         os.kill(pid, STACK_SIGNAL)
         until = time.monotonic() + STACK_S

@@ -12,6 +12,7 @@ import os
 import re
 import secrets
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -32,6 +33,8 @@ from orchestrator.rundir.files import (
 )
 from orchestrator.rundir.program_link import STOP_AFTER, STOP_REQUESTED
 
+MISSING_FOLDER_CHECKS = 4
+"""One a second; a network file system may deny for a moment that a folder exists."""
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
@@ -105,6 +108,14 @@ class RunDir:
         """True during a submission, of this run or of an array, and after one that was ended."""
         of_array = self.path.parent / self.submitting.name
         return self.submitting.exists() or of_array.exists()
+
+    def is_removed(self) -> bool:
+        """Return whether the folder does not exist, asking for some seconds."""
+        for check in range(MISSING_FOLDER_CHECKS):
+            time.sleep(1.0 if check else 0.0)
+            if self.path.exists():
+                return False
+        return True
 
     @property
     def removed_message(self) -> str:

@@ -1,5 +1,6 @@
 """Decisions of the coordinator, from events and a clock that the test sets; no processes."""
 
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -17,7 +18,7 @@ from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
@@ -228,6 +229,21 @@ def test_no_rank_saves_weights_on_which_the_ranks_disagree(attempt):
     attempt.take("can_save", 1)
     attempt.take("save_ready", 1, updates=6)
     attempt.tick(GRACE_S)
+    assert attempt.commands_of("die")
+
+
+def test_a_folder_is_removed_once_it_is_missing_for_seconds(attempt):
+    folder, aside = attempt.run.attempt(0), attempt.run.path / "aside"
+    for _ in range(2):
+        folder.rename(aside)
+        for _ in range(MISSING_FOLDER_CHECKS - 1):
+            attempt.tick(1.0)
+        aside.rename(folder)
+        attempt.tick(1.0)
+    assert not attempt.commands_of("die")
+    shutil.rmtree(folder)
+    for _ in range(MISSING_FOLDER_CHECKS):
+        attempt.tick(1.0)
     assert attempt.commands_of("die")
 
 
