@@ -13,7 +13,7 @@ import re
 import secrets
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +44,7 @@ LAST_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z
 names the same identity."""
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
-FAILURE = re.compile(r"failure-[0-9]+\.json")
+FAILURE = re.compile(r"failure-([0-9]+)\.json")
 
 
 def _below(*names: str) -> functools.cached_property[Path]:
@@ -348,8 +348,9 @@ class RunDir:
         """Return what each `resume` asked for, the latest last."""
         return (read_json(self.resumes) or {RESUMES: []})[RESUMES]
 
-    def failures(self, attempt: int) -> list[Mapping[str, Any]]:
-        """Return what the attempt's ranks wrote when they failed."""
+    def failures(self, attempt: int, besides: Container[int] = ()) -> list[Mapping[str, Any]]:
+        """Return what the attempt's ranks wrote when they failed; not of the ranks `besides`."""
         folder = self.attempt(attempt)
-        found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
+        matches = filter(None, map(FAILURE.fullmatch, names_in(folder)))
+        found = [folder / match[0] for match in matches if int(match[1]) not in besides]
         return [value for path in found if (value := read_json(path)) is not None]

@@ -31,7 +31,7 @@ from orchestrator.errors import (
     Unrecoverable,
 )
 from orchestrator.plan.plan_warnings import named_ranks
-from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
+from orchestrator.rundir.generations import GenerationRecord, member_of, members_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.worker import WorkerProcess
@@ -156,7 +156,7 @@ class GroupMembership(Callback):
         newer = message.get("generation", -1) > self._latest.number
         with self._changed:
             if newer:
-                members = tuple(message["members"])
+                members = tuple(members_of(message))
                 self._latest = Generation(message["generation"], members, time.monotonic())
                 self._why += message["why"]
                 self._newcomers_wait = False

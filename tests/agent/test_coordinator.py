@@ -13,7 +13,6 @@ from orchestrator.agent.coordinator import (
     REST_S,
     Coordinator,
 )
-from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.engine.common.rendezvous import listen
@@ -449,18 +448,20 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 
 
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
-def test_the_smaller_half_waits_if_others_may_live(attempt, monkeypatch, listens, generation):
+def test_the_smaller_half_waits_if_others_may_live(attempt, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
-    monkeypatch.setattr(
-        "orchestrator.agent.coordinator.agent_file", lambda *_: Peer("127.0.0.1", 1, 0)
-    )
-    monkeypatch.setattr("orchestrator.agent.links.is_port_closed", lambda *_: not listens)
+    listener = listen("127.0.0.1")
+    for index in (1, 2):
+        publish_agent(node_spec(attempt.run.path, index=index), listener.getsockname()[1])
+    if not listens:
+        listener.close()
     attempt.coordinator.agent_disconnected(1)
     attempt.coordinator.agent_disconnected(2)
     attempt.tick(MOMENT_S)
     assert attempt.newest["generation"] == generation
     attempt.tick(5.0)
     assert attempt.newest["generation"] == 1, "the others must not continue"
+    listener.close()
 
 
 def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
@@ -549,7 +550,7 @@ def test_a_generation_that_another_coordinator_has_recorded_is_adopted(attempt):
     attempt.record.publish(1, [0, 2], gone=[1])
     attempt.tick(1.0)
     [(_, told)] = attempt.commands_of("tell")[-1:]
-    assert told["message"]["members"] == [0, 2]
+    assert told["message"]["members"] == [[0, 0], [2, 2]]
     attempt.end(0, status=-9)
     attempt.tick(MOMENT_S)
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [2])
