@@ -1,7 +1,8 @@
 """Hold a run at chosen updates, so that a test injects its fault at a known point.
 
 The test and the job share a folder. The test calls `hold_before`, waits with `wait_until_held`,
-acts, and moves the hold on or calls `release`. The job calls `wait_at` in every micro-step.
+acts, and moves the hold on or calls `release`; after `request_stop` if it asks for a stop. The job
+calls `wait_at` in every micro-step.
 """
 
 import json
@@ -19,6 +20,25 @@ def begin_held(run, update, *words, ranks=(0, 1)):
     process = begin(*words, f"run.dir={run}", hold.override)
     hold.wait_until_held(update, ranks)
     return process, hold
+
+
+def request_stop(run, request, ranks=(0, 1)):
+    """Make a request to stop, and wait until these ranks have received it. A hold may be released
+    only then: a fast rank trains to its end while the request is on its way.
+    """
+    from tests.helpers import until  # not in the job
+
+    def received():
+        logs = (run / "logs" / f"rank-{rank:05d}.log" for rank in ranks)
+        return [log.read_text().count("all ranks stop after the same update") for log in logs]
+
+    earlier = received()  # of an attempt before
+    request()
+
+    def arrived():
+        return all(now > before for now, before in zip(received(), earlier, strict=True))
+
+    until(arrived, what=f"ranks {ranks} having received the request to stop")
 
 
 class Hold:

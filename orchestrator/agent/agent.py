@@ -17,18 +17,33 @@ import resource
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
+from itertools import islice
 from typing import Any
 
-from orchestrator.agent.coordinator import LEAST_SILENCE_S, LOSS_WAIT_S, Coordinator
-from orchestrator.agent.links import Link, Peer, authenticate, connect
+from orchestrator.agent.coordinator import (
+    COME_S,
+    LEAST_SILENCE_S,
+    LOSS_WAIT_S,
+    MOST_PROBES,
+    REACH_S,
+    Coordinator,
+)
+from orchestrator.agent.links import (
+    Link,
+    Peer,
+    Port,
+    authenticate,
+    connect,
+    line_of,
+    probe_ports,
+)
 from orchestrator.agent.liveness import BEAT_S, AwakeClock
 from orchestrator.agent.node_spec import (
     NodeSpec,
     agent_file,
     publish_agent,
-    published_agents,
     secret_of,
 )
 from orchestrator.agent.programs import host_rendezvous
@@ -43,7 +58,14 @@ from orchestrator.rundir.generations import GenerationRecord, message_of
 log = logging.getLogger(__name__)
 
 POLL_S = 0.1
-MAX_UNAUTHENTICATED = 64
+MAX_STRANGERS = 64
+"""Connections that have not identified themselves, beyond one of each node."""
+MOST_ACCEPTED = 256
+"""Connections that are accepted in one turn, which also has other work."""
+MOST_ONE_BY_ONE = 2
+"""Candidates that are lost before others are probed ahead: each costs every agent a file."""
+RANKS_A_SECOND = 200_000
+"""A tick of the coordinator looks at all ranks; at most so many a second."""
 
 
 class Agent:
@@ -83,9 +105,15 @@ class Agent:
         self._was_heard = False  # the coordinator has sent something on this link
         self._clock = AwakeClock()
         self._began = self._clock()
-        self._tried_since = 0.0
+        self._lost_in_row = 0  # candidates for the coordinator
+        self._unreachable: dict[tuple[int, int], float] = {}  # since when, by seniority
         self._lost_peers: set[tuple[int, int]] = set()  # (incarnation, index) of lost agents
+        self._peers: dict[int, Peer] = {}  # newest known agent of each node, by its file
+        self._peers_read: dict[int, float] = {}
+        self._generation: dict[str, Any] | None = None  # newest known, as workers get it
+        self._generation_read = -BEAT_S
         self._coordinator: Coordinator | None = None
+        self._ticked = 0.0
         self._stops: list[str] = []  # names of signals that the workers do not know yet
         self._dying = self._over = False
         self._descriptor_limits = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -170,7 +198,7 @@ class Agent:
             self._beat_at = now
             self._beat()
         if self._coordinator is not None:
-            self._coordinator.tick()
+            self._tick(self._coordinator)
             outcome = self._coordinator.outcome
             # The launcher gets an outcome that the disk had no space for. It reads the pipe after
             # the agents' end, so all must fit its 64 KiB; a character takes up to 12 bytes in JSON.
@@ -180,6 +208,17 @@ class Agent:
                     outcome = {**outcome, "culprit": {**culprit, "log_tail": lines}}
                 os.write(self._report_to, json.dumps(outcome).encode())
             self._obey_coordinator()
+
+    def _tick(self, coordinator: Coordinator) -> None:
+        """Let the coordinator decide, in this turn or in a later one.
+
+        A turn of a large run is one of hundreds in a second, for a heartbeat each.
+        """
+        now = self._clock()
+        pause_s = self._spec.ranks / RANKS_A_SECOND
+        if now - self._ticked >= (pause_s if coordinator.changed else max(POLL_S, pause_s)):
+            self._ticked = now
+            coordinator.tick()
 
     def _pause_s(self) -> float:
         """Return how long to wait for events, at most until the next decision."""
@@ -216,9 +255,10 @@ class Agent:
         self._workers.judge()
         if self._coordinator is not None and self._control is None:
             self._notifier.send()
+        line = line_of({})
         for link in self._links():
             if link.peer_index is not None:
-                link.send()
+                link.send_line(line)
             elif now - link.heard > self._spec.silence_s:
                 self._close(link)  # it has not identified itself
         if self._coordinator_link is not None and now - self._coordinator_link.heard > max(
@@ -254,15 +294,23 @@ class Agent:
     def _obey_coordinator(self) -> None:
         assert self._coordinator is not None  # noqa: S101  # called where there is one
         for agent, command in self._coordinator.commands():
-            for index, link in list(self._followers.items()):
-                if agent not in (None, index):
-                    continue
-                if command["command"] == "disconnect":
-                    self._close(link)
-                else:
-                    link.send(**command)
+            if command["command"] == "disconnect":
+                if agent in self._followers:
+                    self._close(self._followers[agent])
+                continue
+            if agent is None:
+                self._relay(command)
+            elif agent in self._followers:
+                self._followers[agent].send(**command)
             if agent in (None, self._spec.index):
                 self._obey(command)
+
+    def _relay(self, command: Mapping[str, Any]) -> None:
+        """Send a command to all followers."""
+        if self._followers:
+            line = line_of(command)
+            for link in list(self._followers.values()):
+                link.send_line(line)
 
     def _obey(self, command: Mapping[str, Any]) -> None:
         kind = command["command"]
@@ -271,6 +319,8 @@ class Agent:
         elif kind == "kill":
             self._workers.kill(command["rank"])
         elif kind == "tell":
+            if "generation" in command["message"]:
+                self._generation = command["message"]
             self._workers.send(command["rank"], **command["message"])
         elif kind == "keep positions":
             self._workers.keep_positions(stacks=command["stacks"])
@@ -286,11 +336,51 @@ class Agent:
 
     # ------------------------------------------------------------------ the coordinator
 
-    def _others(self) -> list[Peer]:
-        """Return the other agents that have published an address, the most senior first."""
-        found = published_agents(self._run, self._spec.attempt)
-        others = [one for one in found if one.node != self._spec.index]
-        return sorted(others, key=lambda one: one.seniority)
+    def _first_node(self) -> Peer | None:
+        """Return the first node's agent; None before it has published its address."""
+        peer = self._peers.get(0) or agent_file(self._run, self._spec.attempt, 0)
+        if peer is not None:
+            self._peers[0] = peer
+        return peer
+
+    def _peer(self, index: int) -> Peer | None:
+        """Return the newest agent of a node that is not known to be lost; None without one.
+
+        Its file is read when that is not known yet, and once a second while that agent is lost, so
+        that all agents together read a number of files that grows with the number of nodes, and not
+        with its square.
+        """
+        peer, now = self._peers.get(index), self._clock()
+        missing = peer is None or peer.seniority in self._lost_peers
+        if missing and now - self._peers_read.get(index, -BEAT_S) >= BEAT_S:
+            self._peers_read[index] = now
+            peer = agent_file(self._run, self._spec.attempt, index)
+            if peer is not None:
+                self._peers[index] = peer
+        return None if peer is None or peer.seniority in self._lost_peers else peer
+
+    def _seniors(self) -> Iterator[Peer]:
+        """Yield the other agents that are more senior than this one, the most senior first.
+
+        The first ones need no look at the files of the others.
+        """
+        own, restarted = self._published.seniority, list[Peer]()
+        for index in range(self._spec.nodes):
+            if index == self._spec.index:
+                if not self._spec.incarnation:
+                    return
+                continue
+            if (peer := self._peer(index)) is None:
+                continue
+            if peer.incarnation:
+                restarted.append(peer)
+            else:
+                yield peer
+        yield from (
+            peer
+            for peer in sorted(restarted, key=lambda peer: peer.seniority)
+            if peer.seniority < own
+        )
 
     def _follow(self) -> None:
         """Connect to the coordinator, or become the coordinator."""
@@ -300,37 +390,47 @@ class Agent:
         # The first node's agent coordinates at the start, however late it comes; until then the
         # files of the other nodes need not be read.
         at_start = not self._lost_peers and self._spec.index > 0
-        first_node = agent_file(self._run, self._spec.attempt, 0) if at_start else None
+        first_node = self._first_node() if at_start else None
         if at_start and first_node is None and now - self._began < self._spec.join_s:
             time.sleep(POLL_S / 2)
             return
         if first_node is not None and not first_node.incarnation:
-            candidates = [first_node]
-        else:
-            candidates = [one for one in self._others() if one.seniority not in self._lost_peers]
-        senior = [one for one in candidates if one.seniority < self._published.seniority]
-        if not senior:
+            first = first_node
+        elif (first := next(self._seniors(), None)) is None:
             self._take_over()
             return
-        first = senior[0]
-        self._tried_since = self._tried_since or now
         try:
             link = connect(first, secret=self._secret, node=self._spec.index)
-        except ConnectionRefusedError:
-            self._lose_candidate(first)
+        except OSError as error:
+            refused = isinstance(error, ConnectionRefusedError)
+            self._lose_candidates(first, Port.CLOSED if refused else Port.SILENT)
             return
-        except OSError:
-            if now - self._tried_since > self._spec.silence_s:
-                self._lose_candidate(first)
-            return
-        self._tried_since, self._was_heard = 0.0, False
+        self._lost_in_row, self._was_heard = 0, False
+        self._unreachable.clear()
         self._coordinator_link, self._coordinator_peer = link, first
         link.heard = self._clock()
         self._selector.register(link.socket, selectors.EVENT_READ, self._hear_coordinator)
         link.send(workers=self._state_of_workers())
 
+    def _lose_candidates(self, first: Peer, port: Port) -> None:
+        """Lose a candidate to which no connection is possible, at once or after a while.
+
+        After two in a row a rack may have lost its power: then others are probed as well, whose
+        times run together.
+        """
+        now, ahead = self._clock(), MOST_PROBES if self._lost_in_row >= MOST_ONE_BY_ONE else 0
+        peers = {peer.seniority: peer for peer in islice(self._seniors(), 1, 1 + ahead)}
+        for seniority, state in {first.seniority: port, **probe_ports(peers, REACH_S)}.items():
+            peer = peers.get(seniority, first)
+            # This agent is as patient as a coordinator is with agents that connect late.
+            since = self._unreachable.setdefault(seniority, now)
+            if state is Port.OPEN:
+                del self._unreachable[seniority]
+            elif state is Port.CLOSED or now - since > self._spec.silence_s + COME_S:
+                self._lose_candidate(peer)
+
     def _lose_candidate(self, one: Peer) -> None:
-        self._tried_since = 0.0
+        self._lost_in_row += 1
         self._lost_peers.add(one.seniority)
         if self._is_over():
             self._over = True
@@ -339,10 +439,7 @@ class Agent:
         return read_json(self._run.outcome(self._spec.attempt)) is not None
 
     def _take_over(self) -> None:
-        newest = {one.node: one.incarnation for one in self._others()}
-        lost = {
-            index for incarnation, index in self._lost_peers if newest.get(index, 0) <= incarnation
-        }
+        lost = {index for _, index in self._lost_peers if self._peer(index) is None}
         log.info("this agent coordinates; lost before it: %s", sorted(lost) or "none")
         self._coordinator = Coordinator(self._spec, lost, self._clock)
         self._coordinator.agent_connected(self._spec.index, self._state_of_workers())
@@ -364,8 +461,7 @@ class Agent:
         for message in messages:
             if "command" in message:
                 self._obey(message)
-                for link in list(self._followers.values()):  # cut off from the coordinator
-                    link.send(**message)
+                self._relay(message)  # followers are cut off from the coordinator
 
     def _leave_coordinator(self, *, lost: bool) -> None:
         assert self._coordinator_link is not None  # noqa: S101  # there was one
@@ -378,15 +474,19 @@ class Agent:
     # ------------------------------------------------------------------ followers
 
     def _accept(self) -> None:
-        try:
-            link = Link(self._listener.accept()[0], heard=self._clock())
-        except OSError:  # it has closed again, or no descriptor is left
-            link = None
-        if self._unauthenticated and (
-            link is None or len(self._unauthenticated) >= MAX_UNAUTHENTICATED
-        ):
-            self._close(min(self._unauthenticated, key=lambda one: one.heard))
-        if link is not None:
+        """Accept the connections that wait: after a takeover, all agents connect together."""
+        for _ in range(MOST_ACCEPTED):
+            try:
+                link = Link(self._listener.accept()[0], heard=self._clock())
+            except BlockingIOError:
+                return
+            except OSError:  # it has closed again, or no descriptor is left
+                link = None
+            full = len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes
+            if self._unauthenticated and (link is None or full):
+                self._close(min(self._unauthenticated, key=lambda one: one.heard))
+            if link is None:
+                return
             self._unauthenticated.add(link)
             hear = partial(self._hear_follower, link)
             self._selector.register(link.socket, selectors.EVENT_READ, hear)
@@ -428,13 +528,23 @@ class Agent:
         self._early.setdefault(link.peer_index, []).append(message)
         if "workers" not in message:
             return
-        try:
-            newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
-        except (OSError, RunFolderError) as error:  # the follower gets it when this one coordinates
-            log.warning("the newest generation is not passed on: %s", error)
-            return
-        if newest is not None:
-            link.send(command="tell", rank=None, message=message_of(newest))
+        if (newest := self._newest_generation()) is not None:
+            link.send(command="tell", rank=None, message=newest)
+
+    def _newest_generation(self) -> dict[str, Any] | None:
+        """Return the message of the newest generation, for followers that come before this agent
+        coordinates; None before the first. The record is read once a second, however many come.
+        """
+        now = self._clock()
+        if now - self._generation_read >= BEAT_S:
+            self._generation_read = now
+            try:
+                newest = GenerationRecord(self._run.attempt(self._spec.attempt)).newest()
+            except (OSError, RunFolderError) as error:  # followers get it from the next coordinator
+                log.warning("the newest generation is not passed on: %s", error)
+            else:
+                self._generation = None if newest is None else message_of(newest)
+        return self._generation
 
     def _close(self, link: Link) -> None:
         if link.socket.fileno() >= 0:

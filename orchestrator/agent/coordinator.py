@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from orchestrator.agent.judge import Standing
-from orchestrator.agent.links import closed_ports
+from orchestrator.agent.links import Peer, Port, closed_ports, probe_ports
 from orchestrator.agent.liveness import BEAT_S, EVICTED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.root_cause import (
@@ -38,7 +38,7 @@ from orchestrator.agent.root_cause import (
 from orchestrator.agent.stacks import STACK_S
 from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import is_folder, read_json, write_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import (
     GenerationRecord,
     incarnation_of,
@@ -58,12 +58,18 @@ STALL_S = 300.0
 GRACE_S = 1.0
 """Time for the remaining workers to write failure records."""
 SAVE_S = 30.0
-"""Time for one of them to save the state of the last boundary."""
+"""Time for the others to leave their windows, so that one of them saves the last boundary."""
+ELECT_S = 5.0
+"""Time from the first of them that has left its window to the choice of the one that saves."""
 LOSS_WAIT_S = 0.05
 """Time to wait for further losses: workers that die together should cost one generation."""
 COME_S = 2.0
-"""Time for the other agents to connect to a new coordinator."""
+"""Time for the other agents to connect to a new coordinator, or to be reached by it."""
 REACH_S = 0.2
+PROBE_S = 1.0
+"""Between two probes of agents that have not connected: each costs a connection to each of them."""
+MOST_PROBES = 64
+"""Agents that are probed together: their addresses are in files, on a file system that is slow."""
 LEAST_SILENCE_S = 2.5 * BEAT_S
 AGENT_GONE = f"{NODE_WENT_AWAY}its agent is gone"
 REST_S = 0.5
@@ -86,6 +92,8 @@ class WorkerState:
             for new workers.
         standing: what it does while it makes no progress, since `stands_since`, by the
             coordinator's clock; `program`: a user's program, whose waits look like idleness.
+        can_save: it holds the state of its last boundary, and will leave its window to save it.
+        left_after: it has left its window, after so many updates.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
         log_bytes: size of its log when its stack was requested.
@@ -98,6 +106,8 @@ class WorkerState:
     code: dict[str, str] | None = None
     training: bool = False
     awaits_newcomers: tuple[int, int] | None = None
+    can_save: bool = False
+    left_after: int | None = None
     final_state: str | None = None
     standing: Standing = Standing.MOVES
     stands_since: float = 0.0
@@ -109,11 +119,20 @@ class WorkerState:
 
 @dataclass(slots=True)
 class AgentState:
-    """State of one node's agent. `heard`: monotonic time; None before it connected."""
+    """State of one node's agent.
+
+    Attributes:
+        heard: monotonic time; None before it connected.
+        peer: its address, once it was read.
+        port: state of its port at the latest probe, `probed`.
+    """
 
     index: int
     heard: float | None = None
     lost: bool = False
+    peer: Peer | None = None
+    port: Port | None = None
+    probed: float = 0.0
 
 
 class Coordinator:
@@ -129,6 +148,7 @@ class Coordinator:
         self._spec, self._run = spec, RunDir(spec.run)
         self._record = GenerationRecord(self._run.attempt(spec.attempt))
         self._began = self._folder_seen = self._clock()
+        self._folder_missing = 0  # how often in a row
         self._took_over = bool(set(lost))
         self.agents = {index: AgentState(index) for index in range(spec.nodes)}
         self.workers = {rank: WorkerState(rank) for rank in range(spec.ranks)}
@@ -136,13 +156,17 @@ class Coordinator:
         newest = generations[-1] if generations else None
         self._generation: int = newest["generation"] if newest else -1
         self._members: list[int] = newest["members"] if newest else list(range(spec.ranks))
+        self._member_set = set(self._members)
         self._message = message_of(newest) if newest else {}
         for generation in generations:  # a member may have joined, and been lost again
             for member in generation["members"]:
                 worker = self.workers[rank_of(member, spec.ranks)]
                 worker.incarnation = max(worker.incarnation, incarnation_of(member, spec.ranks))
         self._lost_members: set[int] = set()  # members lost since the newest generation
+        self.changed = True  # since the last tick
         self._noticed = 0.0
+        self._probed = 0.0
+        self._finished = False  # a worker has
         self._beyond_reach: tuple[float, bool] = (0.0, False)
         self._looked_for_room = 0.0
         self._announced_newcomers = False
@@ -156,7 +180,8 @@ class Coordinator:
         self._stalled = False  # the culprit was stopped or slept: its code is not at fault
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
-        self._saving: int | None = None  # rank
+        self._elect_at: float | None = None  # at the latest
+        self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
         self._stands: set[int] = set()  # ranks that make no progress
@@ -182,6 +207,7 @@ class Coordinator:
 
     def agent_connected(self, index: int, workers: Iterable[Mapping[str, Any]]) -> None:
         """Register an agent that connected, perhaps again, with its workers."""
+        self.changed = True
         agent = self.agents[index]
         known = {worker["rank"]: worker for worker in workers}
         # An agent starts its workers before it connects; a restarted one has none of the earlier.
@@ -193,12 +219,23 @@ class Coordinator:
         for event in known.values():
             for one in event["events"]:
                 self.handle_event(index, one)
+        self._keep_members(here)
         if self._generation >= 0:
             self._command(index, "tell", rank=None, message=self._message)
         if self._over:
             self._command(index, "tell", rank=None, message={"left": True})
         if self._killed:
             self._command(index, "die")
+
+    def _keep_members(self, ranks: Iterable[int]) -> None:
+        """Keep members that were lost with their agent, if they live and the others have not
+        continued without them.
+        """
+        alive = {self._member(rank) for rank in ranks if self.workers[rank].state == "alive"}
+        if back := self._lost_members & alive:
+            self._lost_members -= back
+            losses = [(end, [one for one in lost if one not in back]) for end, lost in self._losses]
+            self._losses = [(end, lost) for end, lost in losses if lost]
 
     def heard(self, index: int) -> None:
         self.agents[index].heard = self._clock()
@@ -210,6 +247,7 @@ class Coordinator:
 
     def _lose_agent(self, index: int, cause: str = AGENT_GONE) -> None:
         agent = self.agents[index]
+        self.changed = True
         agent.lost, agent.heard = True, None
         ranks = [r for r in self._spec.ranks_of(index) if self.workers[r].state != "ended"]
         self._lose_ranks(index, ranks, cause)
@@ -237,6 +275,7 @@ class Coordinator:
     def handle_event(self, index: int, event: Mapping[str, Any]) -> None:
         """Handle an agent's event about one of its workers."""
         self.heard(index)
+        self.changed = True
         kind, worker = event["event"], self.workers[event["rank"]]
         if "seen" in event:
             worker.seen = RankPosition.from_json(event["seen"])
@@ -250,7 +289,7 @@ class Coordinator:
             if worker.state != "ended" and worker.incarnation == event["incarnation"]:
                 worker.state, worker.wants_to_join = "ended", False
                 self._stands.discard(worker.rank)
-                if self._saving == worker.rank and self._give_up_at is not None:
+                if self._saver == worker.rank and self._give_up_at is not None:
                     self._give_up_at = min(self._give_up_at, self._clock() + GRACE_S)
                 self._on_exit(index, event)
         elif kind == "stopped":
@@ -273,10 +312,13 @@ class Coordinator:
             self._announced_newcomers = False
         elif kind == "ready":
             worker.awaits_newcomers = event["generation"], event["updates"]
-        elif kind == "saving":
-            ending = self._give_up_at is not None and not self._survives_losses
-            if ending and self._saving is None:
-                self._saving, self._give_up_at = worker.rank, self._clock() + SAVE_S
+        elif kind == "can_save":
+            worker.can_save = True
+        elif kind == "save_ready":
+            worker.can_save, worker.left_after = True, event["updates"]
+            member = self._member(worker.rank)
+            if member in self._member_set and member not in self._lost_members:
+                self._end_others()  # it has lost a peer, whose end may not be known yet
 
     def _check_stopped(self, worker: WorkerState, seconds: float) -> None:
         """Give up a worker that has been stopped (SIGSTOP) for too long."""
@@ -290,6 +332,7 @@ class Coordinator:
         """Handle a worker's end. Without its final message it is a failure, whatever its status."""
         rank, final_state = event["rank"], event["final_state"]
         self.workers[rank].final_state = final_state
+        self._finished |= final_state == FINISHED
         if event["failure"] is not None and final_state != EVICTED:
             self._failures.append(event["failure"])
         if final_state in (FINISHED, STOPPED):
@@ -309,13 +352,12 @@ class Coordinator:
     def _on_abnormal_end(self, end: AbnormalEnd, ranks: list[int], final_state: str = "") -> None:
         """Record a failure, or a loss that the other workers survive."""
         members = [self._member(rank) for rank in ranks]
-        lost = set(self._members).intersection(members)
+        lost = self._member_set.intersection(members)
         # Also true if the loss of each of its members is known already.
         evicted = final_state == EVICTED or not lost - self._lost_members
         taken_away = not final_state and -end.status in EXTERNAL_KILL_SIGNALS
         # Others that have finished do not redo its updates.
-        finished = any(worker.final_state == FINISHED for worker in self.workers.values())
-        survived = taken_away and self._survives_losses and not finished
+        survived = taken_away and self._survives_losses and not self._finished
         if self._killed:
             return
         if not (evicted or survived):
@@ -328,18 +370,16 @@ class Coordinator:
         rest = {other for rank in ranks for other in self._failure_unit(rank)}.difference(ranks)
         for rank in [rank for rank in rest if self.workers[rank].state == "alive"]:
             self._command(self._spec.node_of(rank), "kill", rank=rank)
-            lost |= {self._member(rank)}.intersection(self._members)
+            lost |= {self._member(rank)}.intersection(self._member_set)
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
-        if not any(self._is_member(worker) for worker in self.workers.values()):
-            self._end_in_order()
 
     def _is_member(self, worker: WorkerState) -> bool:
-        return worker.state != "ended" and self._member(worker.rank) in self._members
+        return worker.state != "ended" and self._member(worker.rank) in self._member_set
 
     def _end_in_order(self) -> None:
         """Form no further generation and restart no worker, since a worker has ended."""
@@ -358,6 +398,32 @@ class Coordinator:
             self._command(None, "keep positions", stacks=False)
             self._to_worker(None, failed=True)
             self._give_up_at = self._clock() + GRACE_S
+
+    def _elect_saver(self, now: float) -> None:
+        """Choose who saves the last boundary of a failed attempt: of the live members the one with
+        the most updates, the first of these.
+
+        They differ by one update at most, but only those that have left their windows know theirs.
+        """
+        if self._give_up_at is None or self._killed or self._saver is not None:
+            return
+        if any(failure.get("replicas_differ") for failure in self._failures):
+            return
+        members = [self.workers[rank_of(member, self._spec.ranks)] for member in self._members]
+        able = [one for one in members if one.can_save and self._is_member(one)]
+        if not able:
+            return
+        if self._elect_at is None:
+            self._elect_at = self._give_up_at = now + SAVE_S
+        ready = [(one.left_after, one.rank) for one in able if one.left_after is not None]
+        if not ready:
+            return
+        self._elect_at = min(self._elect_at, now + ELECT_S)
+        if len(ready) == len(able) or now >= self._elect_at:
+            _, self._saver = max(ready, key=lambda one: one[0])
+            self._to_worker(None, saver=self._saver)
+            # A large state takes as long as a slow disk needs.
+            self._give_up_at = now + max(SAVE_S, self._spec.hang_s)
 
     def _give_up(
         self, worker: WorkerState, cause: str, lines: Iterable[str] = (), *, stalled: bool = False
@@ -600,14 +666,17 @@ class Coordinator:
         return bool(self._lost_members)
 
     def tick(self) -> None:
-        """Take the decisions that are due."""
+        """Take the decisions that are due. Costs a look at every rank."""
+        self.changed = bool(self._lost_members)  # whose decision is due in a moment
         if self.outcome is not None:
             return
         now = self._clock()
         look = now - self._folder_seen >= BEAT_S
         if look:
             self._folder_seen = now
-            if not self._killed and not is_folder(self._run.attempt(self._spec.attempt)):
+            missing = not is_folder(self._run.attempt(self._spec.attempt))
+            self._folder_missing = self._folder_missing + 1 if missing else 0
+            if not self._killed and self._folder_missing >= MISSING_FOLDER_CHECKS:
                 # Nothing that the attempt computes could be saved, nor what another start does.
                 cause = self._run.removed_message
                 self._culprit = Culprit(rank=None, node=self._spec.name, cause=cause, usage=True)
@@ -616,6 +685,8 @@ class Coordinator:
         if look and (self._stands or self._standstill_known) and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
+        if not any(self._is_member(worker) for worker in self.workers.values()):
+            self._end_in_order()
         if not self._over:
             if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
                 self._publish(0, self._members, code=self.workers[0].code)
@@ -629,6 +700,7 @@ class Coordinator:
             del self._kill_at[rank]
             self._command(self._spec.node_of(rank), "kill", rank=rank)
             self._end_others()  # a process that sleeps in the kernel may not end
+        self._elect_saver(now)
         if self._give_up_at is not None and now >= self._give_up_at and not self._killed:
             # All that failed so far only lost a peer, and an agent is silent, and may be lost: then
             # its node is the root cause.
@@ -658,12 +730,7 @@ class Coordinator:
                     "(cluster.heartbeat_timeout_s): it is stopped, or cut off",
                 )
         if self._took_over or self._generation >= 0:
-            patience = self._spec.silence_s if not self._took_over else COME_S
-            late = now - self._began > patience
-            closed = set[int]() if late else self._closed_ports(a.index for a in awaited)
-            for agent in awaited:
-                if late or agent.index in closed:
-                    self._lose_agent(agent.index)
+            self._check_awaited(now, awaited, limit_s)
         elif now - self._began > self._spec.join_s:
             for agent in awaited:
                 self._lose_agent(
@@ -672,6 +739,27 @@ class Coordinator:
                     "(cluster.rendezvous_timeout_s)",
                 )
 
+    def _check_awaited(self, now: float, awaited: list[AgentState], limit_s: float) -> None:
+        """Mark agents as lost that do not connect to this coordinator, which has taken over.
+
+        One whose port is open lives, and may be late because many others connect as well. It has
+        the time in which a connected one may be silent.
+        """
+        if awaited and now - self._probed >= PROBE_S:
+            self._probed = now
+            asked = sorted(awaited, key=lambda agent: (agent.probed, agent.index))[:MOST_PROBES]
+            for agent in asked:
+                agent.peer = agent.peer or agent_file(self._run, self._spec.attempt, agent.index)
+            known = {agent.index: agent.peer for agent in asked if agent.peer is not None}
+            states = probe_ports(known, REACH_S)
+            for agent in asked:
+                agent.probed, agent.port = now, states.get(agent.index, Port.SILENT)
+        waited_s = now - self._began
+        for agent in awaited:
+            silent = waited_s > COME_S and agent.port is Port.SILENT
+            if agent.port is Port.CLOSED or silent or waited_s > COME_S + limit_s:
+                self._lose_agent(agent.index)
+
     def _closed_ports(self, nodes: Iterable[int]) -> set[int]:
         """Return those of these nodes at whose agent's address nothing listens any more."""
         known = {n: agent_file(self._run, self._spec.attempt, n) for n in nodes}
@@ -679,10 +767,15 @@ class Coordinator:
 
     def _next_generation(self, now: float) -> None:
         """Publish a generation without the lost members, once all other agents are known."""
-        left = [member for member in self._members if member not in self._lost_members]
-        if not self._lost_members or not left or now - self._noticed < LOSS_WAIT_S:
+        if not self._lost_members or now - self._noticed < LOSS_WAIT_S:
             return
-        if any(agent.heard is None and not agent.lost for agent in self.agents.values()):
+        left = [member for member in self._members if member not in self._lost_members]
+        if not left:
+            return
+        # Those that are lost together should cost one generation; but agents that are only late
+        # must not keep the others from the next one, of which their ranks are members.
+        awaited = any(agent.heard is None and not agent.lost for agent in self.agents.values())
+        if awaited and now - self._began < COME_S:
             return
         if self._is_smaller_half(len(left)) and now - self._noticed < self._spec.silence_s:
             return
@@ -760,12 +853,13 @@ class Coordinator:
         """Adopt the recorded generation and send it to all workers."""
         self._message = message_of(found)
         self._generation, self._members = found["generation"], list(found["members"])
-        self._lost_members &= set(self._members)
+        self._member_set = set(self._members)
+        self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
         for worker in self.workers.values():
             worker.wants_to_join = (
-                worker.wants_to_join and self._member(worker.rank) not in self._members
+                worker.wants_to_join and self._member(worker.rank) not in self._member_set
             )
         self._to_worker(None, **self._message)
 
@@ -829,7 +923,8 @@ class Coordinator:
                 for one in self.workers.values()
                 if one.standing in (Standing.BUSY, Standing.IDLE, Standing.DECLARED)
             ]
-            records = [*self._run.failures(self._spec.attempt), *self._failures]
+            known = {failure["rank"] for failure in self._failures}
+            records = [*self._run.failures(self._spec.attempt, known), *self._failures]
             done = [
                 worker.rank for worker in self.workers.values() if worker.final_state == FINISHED
             ]

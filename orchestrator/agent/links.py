@@ -6,17 +6,22 @@ connection that sends anything else is closed and its data dropped.
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
 import hmac
 import json
+import selectors
 import socket
+import time
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from enum import Enum
+from typing import Any, TypeVar, cast
 
 MOST_BYTES = 1 << 24  # a list of a million ranks
 SEND_S = 1.0
+Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +50,11 @@ def sign(secret: str, node: int, to: tuple[int, int]) -> str:
     return hmac.new(secret.encode(), signed.encode(), hashlib.sha256).hexdigest()
 
 
+def line_of(message: Mapping[str, Any]) -> bytes:
+    """Return a message as a link sends it."""
+    return json.dumps(message).encode() + b"\n"
+
+
 @dataclass(slots=True, eq=False)
 class Link:
     """Connection to an agent.
@@ -61,9 +71,13 @@ class Link:
 
     def send(self, **message: Any) -> bool:
         """Send a message; return whether the kernel accepted it."""
+        return self.send_line(line_of(message))
+
+    def send_line(self, line: bytes) -> bool:
+        """Send what `line_of` gave, which is computed once for many links."""
         try:
             self.socket.settimeout(SEND_S)
-            self.socket.sendall(json.dumps(message).encode() + b"\n")
+            self.socket.sendall(line)
         except OSError:
             return False
         return True
@@ -117,15 +131,51 @@ def authenticate(message: dict[str, Any], *, secret: str, me: tuple[int, int]) -
     return node if hmac.compare_digest(given, sign(secret, node, me).encode()) else None
 
 
-def closed_ports(peers: Mapping[int, Peer], timeout_s: float) -> set[int]:
-    """Return the keys of peers at whose address nothing listens any more, probing all at once."""
-    if not peers:
-        return set()
-    with ThreadPoolExecutor(max_workers=min(64, len(peers))) as pool:  # ended before any fork
-        refusals = pool.map(
-            lambda peer: is_port_closed(peer.address, peer.port, timeout_s), peers.values()
-        )
-        return {key for key, refused in zip(peers, refusals, strict=True) if refused}
+class Port(Enum):
+    """State of a peer's port: of one that is open, the peer's process lives."""
+
+    OPEN = "open"
+    CLOSED = "closed"
+    SILENT = "silent"  # its node is down, stopped, or cut off
+
+
+def probe_ports(peers: Mapping[Key, Peer], timeout_s: float) -> dict[Key, Port]:
+    """Return the states of these peers' ports, by key. All are probed at once, without a thread."""
+    states = dict.fromkeys(peers, Port.SILENT)
+    until = time.monotonic() + timeout_s
+    with selectors.DefaultSelector() as selector, contextlib.ExitStack() as opened:
+        for key, peer in peers.items():
+            try:
+                [(family, kind, *_, address), *_] = socket.getaddrinfo(
+                    peer.address, peer.port, type=socket.SOCK_STREAM
+                )
+                probe = opened.enter_context(socket.socket(family, kind))
+                probe.setblocking(False)
+                error = probe.connect_ex(address)
+            except OSError:  # an unknown name, no descriptor left, or no route
+                continue
+            if error == errno.EINPROGRESS:
+                selector.register(probe, selectors.EVENT_WRITE, key)
+            else:
+                states[key] = _port_state(error)
+        while selector.get_map() and (left_s := until - time.monotonic()) > 0:
+            for ready, _ in selector.select(left_s):
+                probe = cast("socket.socket", ready.fileobj)
+                error = probe.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
+                states[ready.data] = _port_state(error)
+                selector.unregister(probe)
+    return states
+
+
+def _port_state(error: int) -> Port:
+    if error == errno.ECONNREFUSED:
+        return Port.CLOSED
+    return Port.SILENT if error else Port.OPEN
+
+
+def closed_ports(peers: Mapping[Key, Peer], timeout_s: float) -> set[Key]:
+    """Return the keys of peers at whose address nothing listens any more."""
+    return {key for key, state in probe_ports(peers, timeout_s).items() if state is Port.CLOSED}
 
 
 def is_port_closed(address: str, port: int, timeout_s: float, *, unknown: bool = False) -> bool:

@@ -36,8 +36,8 @@ from orchestrator.rundir.files import read_end
 STACK_SIGNAL = signal.SIGQUIT
 STACK_S = 0.3
 """Time limit for a process to write its stack on request."""
-ANSWER_S = 10.0
-"""Time limit for a request that is polled."""
+ANSWER_S, ONE_ANSWER_S = 10.0, 2.0
+"""Time limits for a request that is polled, and within it for one process."""
 MOST_FRAMES = 40
 MOST_PROCESSES = 2  # processes of one rank, each with its position
 DUMP_BYTES = 32 * 1024
@@ -123,7 +123,7 @@ class ProcessStacks:
     """Request for the stacks of some of a rank's processes, by `STACK_SIGNAL`.
 
     They write them one by one, to their shared log. One without a handler, or without an answer, is
-    left out.
+    left out, and so are those that `ANSWER_S` leaves no time for.
 
     Attributes:
         text: where they are, to append to a sentence.
@@ -131,6 +131,7 @@ class ProcessStacks:
 
     def __init__(self, pids: Iterable[int], log: Path) -> None:
         self._left, self._log = deque(pid for pid in pids if catches(pid)), log
+        self._until = time.monotonic() + ANSWER_S
         self._asked: tuple[int, int, float] | None = None  # pid, size of the log, time
         self._answers = 0
         self.text = ""
@@ -140,14 +141,14 @@ class ProcessStacks:
         if self._asked is not None:
             pid, before, asked_at = self._asked
             written = self._log.stat().st_size - before
-            if not written and time.monotonic() - asked_at < ANSWER_S:
+            if not written and time.monotonic() - asked_at < ONE_ANSWER_S:
                 return False
             self._asked = None
             dump = read_end(self._log, DUMP_BYTES) if written else b""
             if stack := of_main_thread(dump.decode(errors="replace")):
                 self.text += f"; its process {pid} is {describe_stack(stack)}"
                 self._answers += 1
-        while self._left and self._answers < MOST_PROCESSES:
+        while self._left and self._answers < MOST_PROCESSES and time.monotonic() < self._until:
             pid = self._left.popleft()
             size = self._log.stat().st_size
             try:

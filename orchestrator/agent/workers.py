@@ -535,16 +535,25 @@ def cpus_in_order() -> list[int]:
     return sorted(os.sched_getaffinity(0), key=core_of)
 
 
-def kills_for_memory() -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory."""
+def kills_for_memory(
+    groups: Path = Path("/proc/self/cgroup"), mount: Path = Path("/sys/fs/cgroup")
+) -> int:
+    """Return how many processes of this control group the kernel has killed for lack of memory; 0
+    where that is unknown.
+
+    Args:
+        groups: the control groups of this process, one a line; `mount`: of their version 2.
+    """
     try:
-        group = Path("/proc/self/cgroup").read_text("ascii").strip().rpartition("::")[2]
-        events = Path(f"/sys/fs/cgroup{group}/memory.events").read_text("ascii")
-    except OSError:  # version 1 of control groups, or none
+        lines = os.fsdecode(groups.read_bytes()).splitlines()  # a name may hold any bytes
+        group = next((line[len("0::") :] for line in lines if line.startswith("0::")), None)
+        if group is None:  # version 1, or none
+            return 0
+        events = (mount / group.lstrip("/") / "memory.events").read_text("ascii")
+    except OSError:  # a container may not show it
         return 0
-    return next(
-        int(line.split()[1]) for line in events.splitlines() if line.startswith("oom_kill ")
-    )
+    counts = dict(line.split(maxsplit=1) for line in events.splitlines())
+    return int(counts.get("oom_kill", 0))
 
 
 def kill_descendants(spare: Collection[int] = ()) -> None:

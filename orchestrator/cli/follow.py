@@ -304,7 +304,7 @@ def _run_attempts(ready: PreparedRun) -> int:
             say(output.console, more, "yellow", prose=True)
     if interrupted:
         culprit = Culprit(rank=None, node="launcher", cause=INTERRUPTED_TWICE)
-    if not run.path.exists():  # nothing to write into, or to show
+    if run.is_removed():  # nothing to write into, or to show
         raise OrchestratorError(run.removed_message)
     result = run.read_result() or {}
     if state is State.FAILED or not result:  # rank 0 could not write it

@@ -173,6 +173,7 @@ class TrainingLoop:
         checkpoints: on all ranks; None: nothing is saved.
         progress: which the loop continues, in the next group after a loss too.
         checkpoint_every, evaluate_every: see `is_due`.
+        checkpoint_soon: save after the next update as well, unless nothing is ever saved.
         evaluate: computes the held-out figures, on the rank that does.
     """
 
@@ -183,6 +184,7 @@ class TrainingLoop:
     progress: TrainingProgress
     checkpoint_every: int | None
     evaluate_every: int | None = 0
+    checkpoint_soon: bool = False
     evaluate: Callable[[], dict[str, float]] | None = None
     _window: Window | None = None
     _began: float = 0.0
@@ -209,7 +211,8 @@ class TrainingLoop:
                 progress.newcomers = True
                 self._record(done)
                 return
-            self._follow_up(done)
+            self._follow_up(done, soon=self.checkpoint_soon)
+            self.checkpoint_soon = False
 
     def micro_batches(self, first: int) -> Iterator[MicroBatch]:
         """Yield this rank's micro-batches from update `first` on, for a loader that reads ahead."""
@@ -247,7 +250,7 @@ class TrainingLoop:
                 callback.on_boundary(done)
             self.progress.recorded = done.window.update + 1
 
-    def _follow_up(self, done: CompletedUpdate) -> None:
+    def _follow_up(self, done: CompletedUpdate, *, soon: bool = False) -> None:
         """Record an update; evaluate and save where that is due. Collective.
 
         Called again after a loss, since some ranks may have done a part of it.
@@ -256,7 +259,7 @@ class TrainingLoop:
         self._record(done)
         last = progress.updates == self.updates
         leaving = done.report.stop_requested and not last
-        due = self._is_due(self.checkpoint_every)
+        due = self._is_due(self.checkpoint_every) or (soon and self.checkpoint_every != 0)
         if self.checkpoints is not None:
             self.checkpoints.complete_parts(wait=last or leaving)
         saved = self.checkpoints if last or leaving or due else None

@@ -12,7 +12,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Container, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from orchestrator.rundir.files import (
 )
 from orchestrator.rundir.program_link import STOP_AFTER, STOP_REQUESTED
 
+MISSING_FOLDER_CHECKS = 4
+"""One a second; a network file system may deny for a moment that a folder exists."""
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
 INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
@@ -41,7 +44,7 @@ LAST_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z
 names the same identity."""
 RANK_LOG = re.compile(r"rank-([0-9]{1,9})\.log")
 ATTEMPT = re.compile(r"[0-9]{1,6}")
-FAILURE = re.compile(r"failure-[0-9]+\.json")
+FAILURE = re.compile(r"failure-([0-9]+)\.json")
 
 
 def _below(*names: str) -> functools.cached_property[Path]:
@@ -105,6 +108,14 @@ class RunDir:
         """True during a submission, of this run or of an array, and after one that was ended."""
         of_array = self.path.parent / self.submitting.name
         return self.submitting.exists() or of_array.exists()
+
+    def is_removed(self) -> bool:
+        """Return whether the folder does not exist, asking for some seconds."""
+        for check in range(MISSING_FOLDER_CHECKS):
+            time.sleep(1.0 if check else 0.0)
+            if self.path.exists():
+                return False
+        return True
 
     @property
     def removed_message(self) -> str:
@@ -338,8 +349,9 @@ class RunDir:
         """Return what each `resume` asked for, the latest last."""
         return (read_json(self.resumes) or {RESUMES: []})[RESUMES]
 
-    def failures(self, attempt: int) -> list[Mapping[str, Any]]:
-        """Return what the attempt's ranks wrote when they failed."""
+    def failures(self, attempt: int, besides: Container[int] = ()) -> list[Mapping[str, Any]]:
+        """Return what the attempt's ranks wrote when they failed; not of the ranks `besides`."""
         folder = self.attempt(attempt)
-        found = [folder / name for name in names_in(folder) if FAILURE.fullmatch(name)]
+        matches = filter(None, map(FAILURE.fullmatch, names_in(folder)))
+        found = [folder / match[0] for match in matches if int(match[1]) not in besides]
         return [value for path in found if (value := read_json(path)) is not None]

@@ -40,9 +40,35 @@ def to_blame(ends: Sequence[tuple[End, list[int]]], survived: Sequence[list[int]
     return alone or [end for end, members in ends if last.intersection(members)]
 
 
+MOST_REASONS = 16
+
+
 def message_of(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return what workers need to know of a generation."""
-    return {name: record.get(name, []) for name in ("generation", "members", "why")}
+    """Return what workers need to know of a generation. It goes to every node and rank, so its size
+    must not grow with their number: members are runs, and of many reasons the first are named.
+
+    >>> message_of({"generation": 1, "members": [0, 1, 2, 5, 6, 11], "why": ["on node1: lost"]})
+    {'generation': 1, 'members': [[0, 2], [5, 6], [11, 11]], 'why': ['on node1: lost']}
+    """
+    runs: list[list[int]] = []
+    for member in record["members"]:
+        if runs and member == runs[-1][1] + 1:
+            runs[-1][1] = member
+        else:
+            runs.append([member, member])
+    why = list(record.get("why", []))
+    if more := len(why[MOST_REASONS:]):
+        why = [*why[:MOST_REASONS], f"and {more} more"]
+    return {"generation": record["generation"], "members": runs, "why": why}
+
+
+def members_of(message: Mapping[str, Any]) -> list[int]:
+    """Return the members that a message of `message_of` names, in order.
+
+    >>> members_of({"members": [[0, 2], [5, 6], [11, 11]]})
+    [0, 1, 2, 5, 6, 11]
+    """
+    return [member for first, last in message["members"] for member in range(first, last + 1)]
 
 
 class GenerationRecord:

@@ -320,12 +320,14 @@ class RankProgress:
 class ProgressWriter:
     """Writes one rank's progress at every micro-step.
 
-    By pwrite, not by a store into mapped memory: that kills the process (SIGBUS) on a full disk.
+    By pwrite, not by a store into mapped memory: that kills the process (SIGBUS) on a full disk. A
+    rank that takes over continues the file of the one before.
     """
 
     def __init__(self, path: Path) -> None:
         self._descriptor = open_nofollow(path, os.O_RDWR | os.O_CREAT)
-        os.pwrite(self._descriptor, bytes(_PROGRESS.size), 0)
+        if os.fstat(self._descriptor).st_size < _PROGRESS.size:
+            os.pwrite(self._descriptor, bytes(_PROGRESS.size), 0)
 
     def write(self, update: int, done: int, steps: int) -> None:
         """Write the progress; a failure is warned of once."""

@@ -95,6 +95,7 @@ def failure_record(
     *,
     secondary: bool,
     usage: bool = False,
+    replicas_differ: bool = False,
     traceback: str = "",
 ) -> dict[str, Any]:
     """Return the record of a rank's failure, from which the root cause of the run is found.
@@ -102,6 +103,7 @@ def failure_record(
     Args:
         secondary: caused by another rank's failure or difference.
         usage: see `Culprit`.
+        replicas_differ: no rank's state may be saved, since it is unknown which is right.
     """
     return {
         "rank": rank,
@@ -110,6 +112,7 @@ def failure_record(
         "cause": cause,
         "usage": usage,
         "secondary": secondary,
+        "replicas_differ": replicas_differ,
         "traceback": traceback,
     }
 

@@ -33,6 +33,9 @@ from orchestrator.errors import PeerLost
 
 log = logging.getLogger(__name__)
 
+SAVER_S = 60.0
+"""Longer than the coordinator takes to choose the rank that saves, even if another takes over."""
+
 
 class AgentLink:
     """Link of one worker to its agent. Call `send_end` at the end.
@@ -41,8 +44,9 @@ class AgentLink:
         on_stop: called with the name of each stop signal that the agent received.
 
     Attributes:
-        saves_on_failure: this worker writes a checkpoint if another one fails.
+        saves_on_failure: this worker can save its last boundary's state if another one fails.
         run_failed: another worker failed, and the run ends.
+        on_run_failed: called then, from the thread that receives messages.
         on_message: called with each message, from the thread that receives them.
         on_beat: called once a second, from the thread that sends heartbeats.
     """
@@ -59,6 +63,9 @@ class AgentLink:
         self.on_beat: Callable[[], None] = lambda: None
         self._position: tuple[float, str, tuple[int, ...]] = (0.0, "", ())
         self.saves_on_failure = self.run_failed = False
+        self.on_run_failed: Callable[[], None] = lambda: None
+        self._saver: int | None = None
+        self._saver_chosen = threading.Event()
         install_stack_handler()
         waiting.note_standstill(None)  # from now on the coordinator says when all ranks wait
         waiting.call_at_changes(self._report)
@@ -72,6 +79,18 @@ class AgentLink:
     def send_event(self, event: str, **values: Any) -> None:
         """Send the agent an event for the coordinator."""
         self._send({"event": event, **values})
+
+    def await_saver(self, updates: int) -> int | None:
+        """Return the rank that the coordinator chooses to save the last boundary of a failed run;
+        None if no choice comes.
+
+        Args:
+            updates: that this rank has completed. It has left its window for good.
+        """
+        self.send_event("save_ready", updates=updates)
+        with waiting.for_others("the choice of the rank that saves"):
+            self._saver_chosen.wait(SAVER_S)
+        return self._saver
 
     def become_program(self, **facts: Any) -> None:
         """Announce that this process executes a program now, and send nothing more by itself.
@@ -106,7 +125,11 @@ class AgentLink:
                 if "failed" in message:
                     self.run_failed = True
                     if self.saves_on_failure:
-                        self.send_event("saving")
+                        self.send_event("can_save")
+                    self.on_run_failed()
+                if "saver" in message:
+                    self._saver = message["saver"]
+                    self._saver_chosen.set()
                 if "standstill_s" in message:
                     waiting.note_standstill(message["standstill_s"])
                 self.on_message(message)

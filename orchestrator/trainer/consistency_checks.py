@@ -9,7 +9,6 @@ import os
 import platform
 import random
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
@@ -65,10 +64,11 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
             f"dataset() must give something with len() and [index], but gives a {kind} without "
             "len()"
         ) from None
-    counts = [int(row[0]) for row in engine.gather([float(samples)])]
-    most = max(counts, key=lambda count: (Counter(counts)[count], count == counts[0]))
-    odd = [f"{count} on rank {rank}" for rank, count in enumerate(counts) if count != most]
-    if odd:
+    rows = engine.gather([float(samples)])
+    if different := minority_ranks(rows):
+        odd = [f"{int(rows[rank][0])} on rank {rank}" for rank in different]
+        agreeing = set(range(len(rows))).difference(different)
+        most = int(rows[min(agreeing)][0])
         raise JobError(
             f"dataset() has {most} samples on most ranks, but {first_few(odd, 3)}; every "
             "rank needs the whole data set, of which the plan gives it its part"

@@ -11,13 +11,13 @@ import time
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from orchestrator.agent.processes import this_process_alone
 from orchestrator.audit import FOLDER
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.engine.api import Engine
-from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, PeerLost
+from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, Evicted, PeerLost
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.setup import Training, set_up
@@ -107,6 +107,8 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             progress=progress,
             checkpoint_every=train.checkpoint_every,
             evaluate_every=train.evaluate_every,
+            # SLURM may end the step when a lost node comes back, and more losses may follow.
+            checkpoint_soon=membership is not None and bool(membership.changes),
             # A model in shards computes on all ranks of a copy together.
             evaluate=engine.evaluate if group.rank == 0 or in_shards else None,
         )
@@ -122,14 +124,31 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             membership.grow(progress)
         except PeerLost as error:
             training.checkpoints.drop_parts()
-            if membership is None:
-                if worker.topology.scheduled:
-                    worker.fence.check()
-                checkpoints = training.checkpoints
-                if training.saves_on_failure and not checkpoints.has(progress.updates):
-                    checkpoints.save_now(progress)
+            try:
+                if membership is None:
+                    raise
+                membership.go_on(error, progress)
+            except Evicted:  # the others continue
                 raise
-            membership.go_on(error, progress)
+            except PeerLost:
+                _save_last_boundary(worker, training)
+                raise
+
+
+def _save_last_boundary(worker: WorkerProcess, training: Training) -> None:
+    """Save the state of the last boundary, unless another rank does. Not collective."""
+    progress, membership = training.progress, training.membership
+    if not (progress.updates and training.saves_on_failure):
+        return
+    saver = worker.link.await_saver(progress.updates)
+    saves = training.recorder is not None if saver is None else saver == worker.topology.rank
+    if not saves:
+        return
+    if worker.topology.scheduled:
+        worker.fence.check()
+    if not training.checkpoints.has(progress.updates):
+        training.checkpoints.save_now(progress)
+    training.complete_record(() if membership is None else membership.changes)
 
 
 def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
@@ -148,9 +167,13 @@ def _callbacks(worker: WorkerProcess, training: Training) -> list[Callback]:
     """Return the callbacks of this rank's loop in a new group."""
     run, attempt = worker.run, worker.attempt
     recorder, progress = training.recorder, training.progress
-    # On devices this rank may be stuck in a collective that only a kill ends.
-    leaves = training.group.transport not in ("nccl", "hccl")
-    worker.link.saves_on_failure = training.saves_on_failure and leaves
+    membership, group = training.membership, training.group
+    # HCCL cannot be interrupted: only a kill ends a collective that this rank is stuck in.
+    leaves = training.saves_on_failure and group.transport != "hccl"
+    worker.link.saves_on_failure = leaves
+    if leaves:  # a rank that is no neighbour of the failed one would wait on
+        interrupt = membership.interrupt if membership else cast("Any", group).interrupt
+        worker.link.on_run_failed = interrupt
     found: list[Callback] = [] if training.membership is None else [training.membership]
     found.append(PositionMarks(worker.link))
     if recorder is None:

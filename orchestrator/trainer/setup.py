@@ -109,8 +109,8 @@ class Training:
 
         An engine that could continue in another group still has that state.
         """
-        able = self.recorder is not None and self.checkpoints.can_save()
-        return able and isinstance(self.engine, Survives)
+        whole = self.checkpoints.can_save() and self.engine.part() is None
+        return whole and isinstance(self.engine, Survives)
 
     def go_back(self, rank: int) -> int | None:
         """Load the newest checkpoint; return how many updates that loses, None without one."""
@@ -153,6 +153,16 @@ class Training:
                     f"that wrote it is gone, and there had been no room for its lines"
                 )
         recorder.record_changes(changes, progress.updates)
+
+    def complete_record(self, changes: Sequence[Mapping[str, Any]]) -> None:
+        """Write the updates that metrics.jsonl lacks, on the rank that saves them at a failure."""
+        if self.recorder is None:  # the rank that writes is lost, or has not come so far
+            self.take_over_record(changes)
+        recorder, progress = self.record(), self.progress
+        for done in progress.kept:
+            if done.window.update >= progress.recorded:
+                recorder.on_boundary(done)
+        progress.recorded = progress.updates
 
     def recall(self) -> History:
         """Return the record so far, and take from it what it says of the last update."""

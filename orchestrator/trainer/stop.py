@@ -24,8 +24,8 @@ from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RESUMED, RunDir
-from orchestrator.rundir.metrics import read_progress
-from orchestrator.rundir.outcome import read_outcome
+from orchestrator.rundir.metrics import read_progress, recent_records, updates_of
+from orchestrator.rundir.outcome import describe_culprit, read_outcome
 from orchestrator.rundir.warnings import warn
 from orchestrator.slurm_client import node_failure
 
@@ -213,10 +213,34 @@ def restart_reason(run: RunDir, attempt: int) -> str | None:
     departure: dict[str, Any] | None = read_json(run.departure(last))
     if departure is not None:
         return str(departure["why"])
-    if failed := node_failure(run, last):  # the scheduler ended the job, agents included
-        return failed
-    outcome = read_outcome(run, last)  # the scheduler may have ended the job before srun noticed
-    return outcome.lost if outcome is not None else None
+    outcome = read_outcome(run, last)
+    if outcome is not None and outcome.lost:
+        return outcome.lost
+    culprit = outcome.culprit if outcome is not None else None
+    secondary = {failure["rank"] for failure in run.failures(last) if failure["secondary"]}
+    # srun's log also has the nodes whose loss the attempt has survived before it ended.
+    is_consequence = culprit is None or culprit.rank in secondary
+    if is_consequence and (failed := node_failure(run, last)):
+        return failed  # the scheduler ended the job, agents included
+    if culprit is None:
+        return None
+    return describe_culprit(culprit.to_json()).split("\n", maxsplit=1)[0]
+
+
+def lost_progress(run: RunDir, attempt: int, updates: int) -> tuple[int, int]:
+    """Return how many updates, and micro-steps of the next one, were done beyond `updates` before
+    this attempt, and are lost. What an earlier restart has noted is not counted again.
+    """
+    records = updates_of(recent_records(run.metrics))
+    for number in reversed([number for number in run.attempt_numbers() if number < attempt]):
+        if (progress := read_progress(run.progress(number))) is not None:  # a program writes none
+            recorded = [r["update"] + 1 for r in records if r.get("attempt", 0) == number]
+            done = max([progress.update, *recorded[-1:]])
+            steps = progress.done if progress.update == done >= updates else 0
+            return max(0, done - updates), steps
+        if run.restart(number).exists():
+            break
+    return 0, 0
 
 
 def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) -> dict[str, object]:
@@ -228,13 +252,12 @@ def restart_note(run: RunDir, attempt: int, topology: Topology, updates: int) ->
         if queued:
             why = "it ended without a message: a node failed, or the time to stop was too short"
         why = restart_reason(run, attempt) or why
-    progress = read_progress(run.progress(attempt - 1))
-    behind = progress is not None and progress.update >= updates
+    lost_updates, lost_micro_steps = lost_progress(run, attempt, updates)
     return {
         "attempt": attempt,
         "restarts": topology.restarts,
         "why": why,
         "resumed_from": updates,
-        "lost_updates": progress.update - updates if behind and progress else 0,
-        "lost_micro_steps": progress.done if behind and progress else 0,
+        "lost_updates": lost_updates,
+        "lost_micro_steps": lost_micro_steps,
     }

@@ -30,7 +30,7 @@ from orchestrator.errors import (
     Unrecoverable,
 )
 from orchestrator.plan.plan_warnings import named_ranks
-from orchestrator.rundir.generations import GenerationRecord, member_of, rank_of
+from orchestrator.rundir.generations import GenerationRecord, member_of, members_of, rank_of
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import folder_of, is_installed
 from orchestrator.trainer.worker import WorkerProcess
@@ -155,7 +155,7 @@ class GroupMembership(Callback):
         newer = message.get("generation", -1) > self._latest.number
         with self._changed:
             if newer:
-                members = tuple(message["members"])
+                members = tuple(members_of(message))
                 self._latest = Generation(message["generation"], members, time.monotonic())
                 self._why += message["why"]
                 self._newcomers_wait = False
@@ -164,6 +164,10 @@ class GroupMembership(Callback):
             self._changed.notify_all()
         if newer and self._latest.number > 0:
             self._interrupt()
+
+    def interrupt(self) -> None:
+        """Interrupt the main thread's wait in the present group, from any thread."""
+        self._interrupt()
 
     def _report_if_stuck(self) -> None:
         """Report to the agents if the main thread does not return from an interrupted collective.
@@ -307,7 +311,7 @@ class GroupMembership(Callback):
         """Join the group. Return how many updates a lost part of the state took back."""
 
         def given_up() -> bool:
-            return self._latest.number > newer.number
+            return self._latest.number > newer.number or self._link.run_failed
 
         rank, size = newer.members.index(self._me), len(newer.members)
         group = self._form(

@@ -5,6 +5,7 @@ Each worker is a fork of its node's agent, which gives it SLURM's variables.
 
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import sys
@@ -38,6 +39,8 @@ from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink
 from orchestrator.trainer.failure import describe, hide_own_frames
 from orchestrator.trainer.stop import GracePeriods, StopFlag
+
+log = logging.getLogger(__name__)
 
 MOST_OF_TRACEBACK = 64 * 1024
 FINAL_STATES = {EXIT_FINISHED: FINISHED, EXIT_STOPPED: STOPPED, EVICTED_RANK: EVICTED}
@@ -81,7 +84,7 @@ class WorkerProcess:
     def __init__(self, run: RunDir, attempt: int, topology: Topology) -> None:
         self.run, self.attempt, self.topology = run, attempt, topology
         self.stop = StopFlag()
-        self.link = AgentLink(lambda name: self.stop.set(signal.Signals[name]))
+        self.link = AgentLink(self._note_stop)
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
         self.close_tracker: Callable[[State], None] = lambda _: None
@@ -100,6 +103,10 @@ class WorkerProcess:
             self.fence.publish()
 
     # ------------------------------------------------------------------ stops
+
+    def _note_stop(self, name: str) -> None:
+        self.stop.set(signal.Signals[name])
+        log.info("%s; all ranks stop after the same update", self.stop.description)
 
     @property
     def grace(self) -> GracePeriods | None:
@@ -158,6 +165,7 @@ class WorkerProcess:
             describe(error),
             secondary=others or isinstance(error, PeerLost | RanksMissing),
             usage=isinstance(error, UsageError),
+            replicas_differ=isinstance(error, ReplicasDiffer),
             traceback="".join(traceback.format_exception(error))[-MOST_OF_TRACEBACK:],
         )
         if not isinstance(error, Evicted):  # the others go on

@@ -17,7 +17,7 @@ from types import SimpleNamespace
 from orchestrator.agent import agent as agent_module
 from orchestrator.agent import coordinator as coordinator_module
 from orchestrator.agent.agent import Agent
-from orchestrator.agent.links import Link, connect, is_port_closed
+from orchestrator.agent.links import Link, Port, connect, probe_ports
 from orchestrator.agent.liveness import (
     EVICTED,
     FAILED,
@@ -31,7 +31,7 @@ from orchestrator.errors import RunFolderError
 from orchestrator.rundir import files, generations
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.generations import GenerationRecord, member_of
+from orchestrator.rundir.generations import GenerationRecord, member_of, members_of
 from orchestrator.rundir.outcome import failure_record
 from orchestrator.trainer.survival import MARGIN_S
 from tests.agent.specs import node_spec
@@ -77,7 +77,7 @@ class Process:
 
     def receive(self, message):
         if message.get("generation", -1) > self.latest["generation"]:
-            self.latest, self.newcomers = message, False
+            self.latest, self.newcomers = {**message, "members": members_of(message)}, False
         self.left = self.left or message.get("left", False)
         self.newcomers = message.get("newcomers", self.newcomers)
         self.stop = message.get("stop", self.stop)
@@ -187,11 +187,13 @@ class Network:
         self.chance, self.current = chance, -1
         self.cuts = set()
         self.delayed = {}  # link -> (sender, messages)
-        self._send, self._close = Link.send, Link.close
-        monkeypatch.setattr(Link, "send", lambda link, **message: self.send(link, message))
+        self._send, self._close = Link.send_line, Link.close
+        monkeypatch.setattr(Link, "send_line", lambda link, line: self.send(link, line))  # noqa: PLW0108  # binds
         monkeypatch.setattr(Link, "close", lambda link: self.close(link))  # noqa: PLW0108  # binds
         monkeypatch.setattr(agent_module, "connect", self.connect)
         monkeypatch.setattr(coordinator_module, "closed_ports", self.closed_ports)
+        for module in (agent_module, coordinator_module):
+            monkeypatch.setattr(module, "probe_ports", self.probe_ports)
 
     def is_cut(self, one, other):
         return frozenset((one, other)) in self.cuts
@@ -202,16 +204,18 @@ class Network:
         return connect(peer, **more)
 
     def closed_ports(self, peers, timeout_s):
-        return {
-            key for key, peer in peers.items()
-            if not self.is_cut(self.current, peer.node)
-            and is_port_closed(peer.address, peer.port, timeout_s)
-        }  # fmt: skip
+        states = self.probe_ports(peers, timeout_s)
+        return {key for key, state in states.items() if state is Port.CLOSED}
 
-    def send(self, link, message):
+    def probe_ports(self, peers, timeout_s):
+        states = probe_ports(peers, timeout_s)
+        cut = [key for key, peer in peers.items() if self.is_cut(self.current, peer.node)]
+        return states | dict.fromkeys(cut, Port.SILENT)
+
+    def send(self, link, line):
         if link.socket.fileno() < 0:
             return False
-        self.delayed.setdefault(link, (self.current, deque()))[1].append(message)
+        self.delayed.setdefault(link, (self.current, deque()))[1].append(line)
         return True
 
     def deliver(self):
@@ -224,7 +228,7 @@ class Network:
     def _flush(self, link, count):
         messages = self.delayed[link][1]
         for _ in range(min(count, len(messages))):
-            self._send(link, **messages.popleft())
+            self._send(link, messages.popleft())
         if not messages:
             del self.delayed[link]
 

@@ -1,5 +1,6 @@
 """Decisions of the coordinator, from events and a clock that the test sets; no processes."""
 
+import shutil
 from dataclasses import asdict
 
 import pytest
@@ -12,13 +13,12 @@ from orchestrator.agent.coordinator import (
     REST_S,
     Coordinator,
 )
-from orchestrator.agent.links import Peer
 from orchestrator.agent.liveness import RankPosition
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.agent.root_cause import NOT_JOINED
 from orchestrator.engine.common.rendezvous import listen
 from orchestrator.rundir.files import read_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import MISSING_FOLDER_CHECKS, RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.metrics import ProgressWriter
 from tests.agent.specs import node_spec
@@ -285,7 +285,8 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     attempt.tick(GRACE_S)
     assert attempt.commands_of("kill")
     attempt.end(1, status=-9)
-    attempt.take("saving", 0)
+    attempt.take("can_save", 0)
+    attempt.take("save_ready", 0, updates=2)
     attempt.tick(5 * GRACE_S)
     assert not attempt.commands_of("die"), "rank 0 still saves"
     waits = {"at": "", "waits": "9 s at the boundary of update 3", "stack": [], "stood_s": 0.0}
@@ -296,6 +297,50 @@ def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(
     assert culprit["rank"] == 1
     assert culprit["cause"] == ("it hangs; rank 0 waited for it 9 s at the boundary of update 3")
     assert culprit["log_tail"] == ['  File "train.py", line 31, in load_batch']
+
+
+@pytest.mark.parametrize("survive", [True, False])
+def test_the_live_rank_with_the_most_updates_saves_the_last_boundary(tmp_path, survive):
+    attempt = Attempt(tmp_path, survive=survive)
+    attempt.end(0, status=-11)
+    for rank in (1, 2):
+        attempt.take("can_save", rank)
+    attempt.take("save_ready", 1, updates=6)
+    attempt.tick(3 * GRACE_S)
+    assert not any("saver" in c["message"] for _, c in attempt.commands_of("tell"))
+    attempt.take("save_ready", 2, updates=7)
+    attempt.tick()
+    chosen = [c["message"] for _, c in attempt.commands_of("tell") if "saver" in c["message"]]
+    assert chosen == [{"saver": 2}]
+    attempt.tick(50 * GRACE_S)
+    assert not attempt.commands_of("die"), "its disk may be slow"
+    for rank in (1, 2):
+        attempt.end(rank, status=1, final_state="failed")
+    attempt.tick()
+    assert state_of(attempt) == "failed"
+
+
+def test_no_rank_saves_weights_on_which_the_ranks_disagree(attempt):
+    attempt.end(0, status=1, final_state="failed", failure={**RAISED, "replicas_differ": True})
+    attempt.take("can_save", 1)
+    attempt.take("save_ready", 1, updates=6)
+    attempt.tick(GRACE_S)
+    assert attempt.commands_of("die")
+
+
+def test_a_folder_is_removed_once_it_is_missing_for_seconds(attempt):
+    folder, aside = attempt.run.attempt(0), attempt.run.path / "aside"
+    for _ in range(2):
+        folder.rename(aside)
+        for _ in range(MISSING_FOLDER_CHECKS - 1):
+            attempt.tick(1.0)
+        aside.rename(folder)
+        attempt.tick(1.0)
+    assert not attempt.commands_of("die")
+    shutil.rmtree(folder)
+    for _ in range(MISSING_FOLDER_CHECKS):
+        attempt.tick(1.0)
+    assert attempt.commands_of("die")
 
 
 @pytest.mark.parametrize("state", ["finished", "stopped"])
@@ -490,18 +535,20 @@ def test_a_new_coordinator_knows_from_the_record_and_the_agents(tmp_path):
 
 
 @pytest.mark.parametrize(("listens", "generation"), [(True, 0), (False, 1)])
-def test_the_smaller_half_waits_if_others_may_live(attempt, monkeypatch, listens, generation):
+def test_the_smaller_half_waits_if_others_may_live(attempt, listens, generation):
     """Two of three nodes fall silent; only one that died refuses connections."""
-    monkeypatch.setattr(
-        "orchestrator.agent.coordinator.agent_file", lambda *_: Peer("127.0.0.1", 1, 0)
-    )
-    monkeypatch.setattr("orchestrator.agent.links.is_port_closed", lambda *_: not listens)
+    listener = listen("127.0.0.1")
+    for index in (1, 2):
+        publish_agent(node_spec(attempt.run.path, index=index), listener.getsockname()[1])
+    if not listens:
+        listener.close()
     attempt.coordinator.agent_disconnected(1)
     attempt.coordinator.agent_disconnected(2)
     attempt.tick(MOMENT_S)
     assert attempt.newest["generation"] == generation
     attempt.tick(5.0)
     assert attempt.newest["generation"] == 1, "the others must not continue"
+    listener.close()
 
 
 def test_no_newcomer_joins_once_a_worker_has_finished(tmp_path):
@@ -590,7 +637,7 @@ def test_a_generation_that_another_coordinator_has_recorded_is_adopted(attempt):
     attempt.record.publish(1, [0, 2], gone=[1])
     attempt.tick(1.0)
     [(_, told)] = attempt.commands_of("tell")[-1:]
-    assert told["message"]["members"] == [0, 2]
+    assert told["message"]["members"] == [[0, 0], [2, 2]]
     attempt.end(0, status=-9)
     attempt.tick(MOMENT_S)
     assert (attempt.newest["generation"], attempt.newest["members"]) == (2, [2])

@@ -12,6 +12,7 @@ import sys
 import psutil
 import pytest
 
+from orchestrator.agent import stacks
 from orchestrator.agent import workers as module
 from orchestrator.agent.programs import RankProgram
 from orchestrator.agent.workers import Workers
@@ -225,3 +226,34 @@ def test_a_fork_that_fails_says_why(tmp_path, monkeypatch, incarnation, state, l
     assert workers.exit_of(workers.all[0])["failure"] == events[1]["failure"]
     if not incarnation:
         assert "could not be started: Resource temporarily" in events[0]["failure"]["cause"]
+
+
+@pytest.mark.parametrize(
+    ("groups", "group", "events", "kills"),
+    [
+        (b"0::/job\n", "job", "oom 3\noom_kill 2\n", 2),
+        (b"0::/j\xf6b\n1:name=systemd:/\n", os.fsdecode(b"j\xf6b"), "oom_kill 2\n", 2),
+        (b"0::/job\n", "job", "oom 3\n", 0),
+        (b"1:memory:/job\n", "job", "oom_kill 2\n", 0),
+        (b"0::/" + 300 * b"x", "job", "oom_kill 2\n", 0),
+        (b"", "job", "oom_kill 2\n", 0),
+    ],
+)
+def test_any_control_group_is_read_or_passed_over(tmp_path, groups, group, events, kills):
+    (tmp_path / "cgroup").write_bytes(groups)
+    (tmp_path / group).mkdir()
+    (tmp_path / group / "memory.events").write_text(events)
+    assert module.kills_for_memory(tmp_path / "cgroup", tmp_path) == kills
+
+
+def test_stacks_of_many_processes_take_no_longer_than_those_of_a_few(tmp_path, monkeypatch):
+    (tmp_path / "log").touch()
+    now, asked = 0.0, []
+    monkeypatch.setattr(stacks, "catches", lambda pid: True)
+    monkeypatch.setattr(stacks.os, "kill", lambda pid, _: asked.append(pid))
+    monkeypatch.setattr(stacks.time, "monotonic", lambda: now)
+    request = stacks.ProcessStacks(range(100), tmp_path / "log")
+    while not request.poll():
+        now += 1
+    assert now <= stacks.ANSWER_S + stacks.ONE_ANSWER_S
+    assert 1 < len(asked) < 100

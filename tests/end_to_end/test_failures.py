@@ -8,7 +8,7 @@ import pytest
 
 from tests import helpers
 from tests.helpers import SMALL, TINY
-from tests.hold import begin_held
+from tests.hold import begin_held, request_stop
 
 SLOW = (
     TINY, "job.pause_s=0.05", "train.updates=400", "accumulation.global_batch=40",
@@ -57,12 +57,8 @@ def test_a_rank_that_drifts_from_the_others_is_named_and_nothing_of_it_is_kept(r
 
 def test_stopped_by_a_signal_resumed_and_killed_a_run_ends_with_the_same_bits(run, tmp_path):
     process, hold = begin_held(run, 7, *SLOW, *FEW)
-    process.send_signal(signal.SIGTERM)
-    update = 7
-    while process.poll() is None and update < 30:
-        update += 1
-        hold.hold_before(update)
-        time.sleep(0.1)  # the signal takes a moment to reach all ranks
+    request_stop(run, lambda: process.send_signal(signal.SIGTERM))
+    hold.release()
     helpers.await_exit(process, 3)
     assert helpers.result(run)["state"] == "stopped"
     assert not helpers.processes_of(run)

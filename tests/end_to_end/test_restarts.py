@@ -49,11 +49,31 @@ def test_killed_ranks_cost_a_restart_each_and_no_bit(tmp_path):
     assert json.loads((run / "plan.json").read_text())["learning_rate_first"] is None
     for note, who in zip(notes(run), ("rank 1 on node1", "rank 0 on node0"), strict=True):
         assert f"{who} failed first: killed by signal 9 (SIGKILL)" in note["why"]
-    # Rank 0 saved the last boundary when rank 1 was killed; when it was killed itself, no rank did.
+    # The rank that was left saved the last boundary.
     back = [(note["resumed_from"], note["lost_updates"]) for note in notes(run)]
-    assert back == [(7, 0), (10, 4)]
+    assert back == [(7, 0), (14, 0)]
     helpers.call(*more, f"run.dir={undisturbed}", code=0)
     assert found["weights_sha256"] == helpers.result(undisturbed)["weights_sha256"]
+
+
+@pytest.mark.parametrize("survive", ["true", "false"])
+def test_no_update_is_lost_when_a_rank_crashes(run, survive):
+    more = (
+        TINY, "tracker=none", "accumulation.global_batch=40", "train.updates=12",
+        "cluster.ranks_per_node=2", "train.checkpoint_every=0", "run.max_restarts=3",
+    )  # fmt: skip
+    process, hold = begin_held(run, 3, *more, f"run.survive={survive}", ranks=range(4))
+    for update, rank in ((3, 2), (5, 0), (7, 3)):
+        hold.hold_before(update)
+        hold.wait_until_held(update, range(4))
+        os.kill(helpers.rank_pid(run, rank), signal.SIGSEGV)
+    hold.release()
+    helpers.await_exit(process, 0)
+    back = [(note["resumed_from"], note["lost_updates"]) for note in notes(run)]
+    assert back == [(3, 0), (5, 0), (7, 0)]
+    assert [record["update"] for record in helpers.records(run)] == list(range(12))
+    for note, rank in zip(notes(run), (2, 0, 3), strict=True):
+        assert f"rank {rank} on node{rank // 2} failed first: killed by signal 11" in note["why"]
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")

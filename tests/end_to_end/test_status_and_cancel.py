@@ -56,7 +56,8 @@ def test_a_local_run_is_seen_and_cancelled_from_another_shell(run):
 @pytest.mark.parametrize("before", [[], ["nohup"]])
 def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, before):
     terminal, its_end = pty.openpty()
-    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=60", "job.pause_s=0.05")
+    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "job.pause_s=0.05",
+            f"train.updates={60 if before else 4000}")  # fmt: skip
     process = subprocess.Popen(
         ["setsid", "--ctty", *before, *command(*line)], env=environment(), stdin=its_end,
         stdout=its_end, stderr=its_end, cwd=run.parent,
@@ -73,7 +74,8 @@ def test_a_terminal_that_closes_stops_a_run_unless_that_was_to_be_ignored(run, b
 @pytest.mark.parametrize("sweep", [(), ("-m", "train.seed=1,2", "sweep.parallel=2")])
 def test_a_reader_that_ends_as_tee_does_at_ctrl_c_lets_a_run_save(run, sweep):
     point = run / "0" if sweep else run
-    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=80", "job.pause_s=0.05")
+    long = ("train.updates=4000", "job.pause_s=0.05")
+    line = (LIGHT, SMALL, f"run.dir={run}", "tracker=none", *long)
     process = begin_anew(*sweep, *line)
     until((point / "metrics.jsonl").exists, 60, "the first update")
     process.stdout.close()

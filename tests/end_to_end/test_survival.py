@@ -75,6 +75,18 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     assert found["survived"] == notes  # which the end's table tells
 
 
+def test_a_checkpoint_follows_the_first_boundary_after_a_loss(run):
+    process, hold = begin_held(
+        run, 3, *RUN, "cluster.nodes=2", "cluster.ranks_per_node=1", "train.checkpoint_every=100"
+    )
+    os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
+    hold.hold_before(6)
+    hold.wait_until_held(6, (0,))
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["update-000000004"]
+    hold.release()
+    helpers.await_exit(process, 0)
+
+
 def test_a_node_that_holds_a_copy_in_shards_is_lost_and_comes_back_as_a_whole(run, tmp_path):
     more = (
         "job.dropout=0", "accumulation.reduction=fast", "train.precision=float64",

@@ -56,6 +56,7 @@ def disturbed(slurm, tmp_path_factory):
     slurm.command("scontrol", "requeue", finished)
     for name in DISTURBED:
         runs.wait_for_update(folder / name, 7, attempt=1)
+    runs.wait_over(slurm, folder / "cancelled")
     for hold in holds:
         hold.release()
     return folder

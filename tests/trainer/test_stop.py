@@ -1,5 +1,6 @@
 """Stops: their deadline, leaving a window in time, departures, with a clock that the test sets."""
 
+import json
 import signal
 from types import SimpleNamespace
 
@@ -10,8 +11,16 @@ from orchestrator.engine.api import BoundaryReport, Window
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence, StaleAttempt
 from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.metrics import ProgressWriter
 from orchestrator.rundir.outcome import note_departure
-from orchestrator.trainer.stop import Follower, GracePeriods, LeaveInTime, StopFlag, restart_reason
+from orchestrator.trainer.stop import (
+    Follower,
+    GracePeriods,
+    LeaveInTime,
+    StopFlag,
+    lost_progress,
+    restart_reason,
+)
 
 TERM, USR2 = signal.SIGTERM, signal.SIGUSR2
 GRACE = GracePeriods(kill_wait_s=30, preempt_s=20, ahead_s=60)
@@ -164,3 +173,24 @@ def test_the_reason_of_a_restart_is_the_node_that_failed_or_what_was_left_behind
     assert restart_reason(run, 1) == "preempted"
     run.srun_log(1).write_text("srun: error: Node failure on n3\nsrun: Job step aborted\n")
     assert restart_reason(run, 2) == "node n3 failed"
+    hung = {"rank": 1, "node": "n2", "cause": "it hangs: it has been at …", "log_tail": []}
+    outcome = {"state": "failed", "culprit": hung, "lost": None}
+    write_json(run.outcome(1), outcome)  # the loss of n3 was survived
+    assert restart_reason(run, 2) == "rank 1 on n2 failed first: it hangs: it has been at …"
+    lost_a_peer = {"rank": 1, "node": "n2", "secondary": True}
+    write_json(run.failure(1, 1), lost_a_peer)
+    assert restart_reason(run, 2) == "node n3 failed"
+
+
+def test_lost_updates_are_counted_whoever_wrote_the_record_last(run):
+    ProgressWriter(run.progress(0)).write(89, 4, 4)
+    run.metrics.write_text(json.dumps({"update": 89, "loss": 0.5, "attempt": 0}) + "\n")
+    ProgressWriter(run.progress(0))  # of a rank that takes over, and is lost as well
+    assert lost_progress(run, 1, 60) == (30, 0)
+    assert lost_progress(run, 1, 90) == (0, 0)
+    # Attempt 1 has ended before it began to train, or to note what was lost.
+    assert lost_progress(run, 2, 60) == (30, 0)
+    write_json(run.restart(1), {"lost_updates": 30})
+    assert lost_progress(run, 2, 60) == (0, 0)
+    ProgressWriter(run.progress(1)).write(62, 3, 4)
+    assert lost_progress(run, 2, 60) == (2, 3)

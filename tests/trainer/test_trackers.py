@@ -17,7 +17,7 @@ from orchestrator.rundir.outcome import EXIT_CODES, State
 from orchestrator.testing import TrackerSuite
 from orchestrator.trainer.recorder import Scalars, check_tracker
 from tests.helpers import SMALL, TINY, await_exit, begin, call, records, verb
-from tests.hold import Hold
+from tests.hold import Hold, request_stop
 
 
 class TestTensorBoard(TrackerSuite):
@@ -156,7 +156,7 @@ def test_mlflow_has_all_updates_of_a_failed_run_and_how_each_attempt_ended(
     resumed = begin("resume", run.path, module="orchestrator", cwd=tmp_path)
     hold.wait_until_held(6, [failing])
     assert mlflow_has()[0] == "RUNNING"
-    verb("cancel", run.path, code=0)
+    request_stop(run.path, lambda: verb("cancel", run.path, code=0))
     hold.release()
     await_exit(resumed, 3)
     stopped = [record["update"] for record in records(run.path)]

@@ -343,7 +343,8 @@ class FullyShardedReduction(RowReduction):
         self._silent_since = self._group.transport_collectives() or 0
 
     def reduce(self, trailer: Trailer) -> tuple[Trailer, GradientNorm]:
-        if sent := (self._group.transport_collectives() or 0) - self._silent_since:
+        counted = self._group.transport_collectives()
+        if counted is not None and (sent := counted - self._silent_since):
             raise SilenceError(
                 f"{sent} collectives ran between the copies of the model in mid-window: they are "
                 "reduced at the boundary, once"

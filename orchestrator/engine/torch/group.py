@@ -112,7 +112,9 @@ class BaseGroup(Group):
         self.replicate_group: BaseGroup | None = None
 
     def transport_collectives(self) -> int | None:
-        """Return the collectives by the transport's own count, or None when it keeps none."""
+        """Return the collectives by the transport's own count; None where it is no evidence of
+        the job's: the transport keeps none, or `interrupt` has added to it.
+        """
         return None
 
     def interrupt(self) -> None:

@@ -198,6 +198,7 @@ class TorchGroup(BaseGroup):
         self._group = process_group
         self.wait_timeout = None if wait_timeout_s is None else timedelta(seconds=wait_timeout_s)
         self.aborted = False
+        self.interrupted = False  # gloo counts the receive that interrupts it as a collective
         # Of gloo's sums that may be under way, two at a time.
         self._memory = [torch.empty(0, dtype=torch.uint8) for _ in range(2)]
         self._summing: deque[ChainedWork] = deque()
@@ -262,20 +263,23 @@ class TorchGroup(BaseGroup):
 
     def transport_collectives(self) -> int | None:
         """Return the collectives since the group was formed, by the process group's own sequence
-        number. Other backends than these keep none, or not of all calls.
+        number; None once the group is interrupted. Other backends than these keep none, or not of
+        all calls.
         """
         if self._group is None:
             return 0
         if self.transport not in ("gloo", "nccl"):
             return None
         counted = int(self._group._get_sequence_number_for_group())
-        return counted - self._parts_of_one
+        # Read after the count: another thread sets it before the receive that it is about.
+        return None if self.interrupted else counted - self._parts_of_one
 
     def interrupt(self) -> None:
         """NCCL's kernels end when the communicator is aborted. gloo has no way to end a wait from
         outside, but closes all its connections at the first time-out, which is made here on
         purpose; one peer that lives is enough.
         """
+        self.interrupted = True
         if self.replicate_group is not None:
             self.replicate_group.interrupt()
         if self.transport == "nccl" and self._group is not None:

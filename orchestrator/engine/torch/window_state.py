@@ -269,10 +269,10 @@ class WindowState:
             )
         if self._silent and not self.overlaps and self._group.transport in _COUNTED:
             sent = self._group.since(self.mark).collectives
-            counted = (self._group.transport_collectives() or 0) - self._transport_mark
-            if counted != sent:
+            counted = self._group.transport_collectives()
+            if counted is not None and (more := counted - self._transport_mark - sent):
                 raise SilenceError(
-                    f"{counted - sent} collectives ran on this process group in mid-window of "
+                    f"{more} collectives ran on this process group in mid-window of "
                     f"update {self.update}, besides the {sent} of the gradient's own reduction. "
                     f"Move them behind boundary(), or {TALKS_IN_WINDOW}"
                 )

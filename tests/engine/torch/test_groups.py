@@ -296,6 +296,21 @@ def test_collectives_on_the_process_group_itself_are_noticed(tmp_path):
         run_ranks(2, tmp_path, _behind_our_back)
 
 
+def _interrupted_in_window(group):
+    """A loss is noticed after the last micro-step, before the boundary checks the window."""
+    model = nn.Linear(2, 1)
+    ours = sgd_accumulator(model, group)
+    ours.backward(Loss(model(torch.ones(1, 2)).sum(), 1))
+    group.interrupt()
+    with pytest.raises(PeerLost):
+        ours.boundary()
+    return True
+
+
+def test_interrupting_a_group_counts_as_no_collective_of_the_job(tmp_path):
+    assert run_ranks(2, tmp_path, _interrupted_in_window) == [True, True]
+
+
 def test_every_collective_of_a_group_keeps_silence():
     def be(group):
         group.silence = "now"
