@@ -208,11 +208,14 @@ def describe_stop(run: RunDir) -> str:
     A program gets its signal; its ranks stop together only if all of them have called
     `should_stop` (or use `run.windows`) in this attempt.
     """
+    attempt = run.latest_attempt
+    if run.outcome(attempt).exists():
+        return "has ended this attempt, and begins no other one"
     plan = run.read_plan()
     program: dict[str, Any] | None = plan.get("program")
     if program is None:
         return "stops at its next update boundary, with a checkpoint"
-    folder = run.attempt(run.latest_attempt)
+    folder = run.attempt(attempt)
     if all((folder / STOP_HANDLER.format(rank)).exists() for rank in range(int(plan["ranks"]))):
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"

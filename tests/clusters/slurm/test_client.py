@@ -96,6 +96,17 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
+def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say):
+    write_json(submitted.result, {"state": "finished"})
+    say("scancel", "")
+    calls = say("squeue", queue_line(Command=str(submitted.submitit / "000.sh")))
+    sentence = cancel_all([submitted], now=False)[submitted.path]
+    assert "the run has ended (finished); nothing was sent" in sentence
+    assert not submitted.cancel.exists()
+    cancel_all([submitted], now=True)
+    assert [call for call in calls() if call.startswith("scancel")] == ["scancel 7"]
+
+
 def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "7_3|COMPLETED|0:0|n1")
