@@ -168,10 +168,15 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
 
 
 def write_result(
-    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = "", why: str = ""
 ) -> None:
-    """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
-    write_json(run.result, result_from_records(run, state, culprit, remark=remark))
+    """Write result.json where rank 0 could not. For the run itself, and the holder of its lock.
+
+    Args:
+        why: of an orderly stop.
+    """
+    reason = {"why": why} if why else {}
+    write_json(run.result, {**result_from_records(run, state, culprit, remark=remark), **reason})
 
 
 def result_from_records(

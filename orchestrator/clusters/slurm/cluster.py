@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission import check_request
@@ -86,9 +87,11 @@ class SlurmCluster(BaseSlurmCluster):
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""
-        run, conf = RunDir(request.run), self.config.cluster.slurm_conf
+        run, cluster = RunDir(request.run), self.config.cluster
+        notes: dict[str, Any] = {"requeue": cluster.requeue is not False, "tell": self.tell}
         self.submit_script(
-            request, lambda script: queue(run, script, request.attempt, conf, tell=self.tell)
+            request,
+            lambda script: queue(run, script, request.attempt, cluster.slurm_conf, **notes),
         )
         return SlurmHandle(run)
 

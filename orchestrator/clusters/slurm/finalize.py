@@ -57,6 +57,7 @@ from orchestrator.slurm_client import (
     Job,
     SchedulerDown,
     SlurmClient,
+    UnreadableAnswer,
     node_failure,
     own_job_id,
     queued,
@@ -68,9 +69,11 @@ log = logging.getLogger(__name__)
 OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
 """States of a job after its requeue: it ends first, and waits then."""
+NOT_REQUEUED = "SLURM may not requeue the job (the site has cleared Requeue); resume goes on"
 MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
+"""For a requeue that gets no answer, and for answers that cannot be read."""
 POLL_S = 0.5
 REACH_S = 1.0
 FRUITLESS = 10
@@ -102,10 +105,7 @@ def finalize_in_job(
         return Next.END
     job_id = own_job_id(os.environ)
     client = SlurmClient()
-    # These nodes are no use to others without the controller; to exit would lose what is known.
-    job = retry_unanswered(
-        lambda: queued(client, [job_id]).get(job_id), patience_s=math.inf, tell=_log
-    )
+    job = _await_answer(client, job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = read_json(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
@@ -134,6 +134,27 @@ def finalize_in_job(
     if not again:
         return Next.END
     return Next.NEW_SRUN if in_place else Next.REQUEUE
+
+
+def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
+    """Return the job. Raises `ClusterError` if the answer cannot be read.
+
+    A scheduler that is down is asked without end: these nodes are no use to others meanwhile, and
+    to exit would lose what is known. One whose answer cannot be read could give them to others.
+    """
+    unreadable_since: float | None = None
+
+    def query() -> Job | None:
+        nonlocal unreadable_since
+        try:
+            return queued(client, [job_id]).get(job_id)
+        except UnreadableAnswer as error:
+            unreadable_since = unreadable_since or time.monotonic()
+            if time.monotonic() - unreadable_since > REQUEUE_PATIENCE_S:
+                raise ClusterError(str(error)) from error
+            raise
+
+    return retry_unanswered(query, patience_s=math.inf, tell=_log)
 
 
 def _log(message: str) -> None:
@@ -252,6 +273,9 @@ def restart_or_end(
     if run.cancel.exists() and (departure is not None or well):
         write_result(run, State.STOPPED)
         return False
+    if departure is not None and well and not job.requeue:
+        write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
+        return False
     program = is_program(run.read_config()["job"])
     if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
         write_result(run, state)  # no worker of a program could know that all had ended
@@ -270,7 +294,8 @@ def restart_or_end(
     if decision.restarts:
         restart()
     else:
-        write_result(run, State.FAILED, found, remark=decision.message)
+        remark = NOT_REQUEUED if departure is not None else decision.message
+        write_result(run, State.FAILED, found, remark=remark)
     return decision.restarts
 
 

@@ -188,6 +188,17 @@ def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say, answe
     assert run.read_handle()["job_id"] == "7"
 
 
+@pytest.mark.parametrize("requeue", ["0", "1"])
+def test_a_requeue_that_the_site_has_cleared_is_warned_of_at_submission(tmp_path, say, requeue):
+    say("sbatch", "7")
+    lines = [queue_line(JobArrayID=f"7_{index}", Requeue=requeue) for index in range(2)]
+    say("squeue", "\n".join(lines))
+    told = []
+    queue(make_run(tmp_path / "run"), tmp_path / "0.sh", 0, None, requeue=True, tell=told.append)
+    assert len(told) == (requeue == "0")
+    assert all("the site has cleared Requeue of job 7" in sentence for sentence in told)
+
+
 def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(tmp_path, say):
     calls = say("sbatch", "7;far")
     say("scontrol", "ClusterName             = own")

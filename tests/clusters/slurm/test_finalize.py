@@ -135,14 +135,20 @@ def test_a_cancelled_run_that_is_allocated_again_starts_nothing_and_is_stopped(r
     assert (again, end["state"]) == (False, state)
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed"])
 @pytest.mark.parametrize("departure", [LEFT, None])
-def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
+def test_a_job_that_may_not_be_requeued_is_stopped_or_fails_by_its_culprit(run, departure, state):
     attempts(run, 1)
     configure(run, run={"max_restarts": 5})
+    ended(run, 0, state)
     job = Job(id="77", state="RUNNING", requeue=False)
     again, handed_back, end = concluded(run, 0, job=job, departure=departure)
-    assert (again, handed_back, end["culprit"]["cause"]) == (False, 0, BEYOND.cause)
-    assert end["culprit"]["rank"] == 3
+    assert (again, handed_back, end["state"]) == (False, 0, state)
+    if departure and state == "stopped":  # the site has cleared Requeue
+        assert "told to stop; SLURM may not requeue the job" in end["why"]
+    if state == "failed":
+        assert (end["culprit"]["rank"], end["culprit"]["cause"]) == (3, BEYOND.cause)
+        assert end["culprit"]["remark"].startswith("SLURM may not" if departure else "")
 
 
 @pytest.mark.parametrize(("first", "goes_on"), [(None, False), (0, False), (2, True)])
@@ -376,6 +382,12 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_a_scheduler_whose_answer_cannot_be_read_is_not_asked_without_end(finalized, monkeypatch):
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
+    with pytest.raises(ClusterError, match="no answer that can be read"):
+        finalized(Answer(0, "*** Welcome ***", ""))
 
 
 @pytest.mark.parametrize(
