@@ -546,7 +546,7 @@ STOP_CODES = frozenset(128 + n for n in (signal.SIGTERM, signal.SIGUSR1, signal.
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 SRUN_LOG_BYTES = 2**20
 NODE_FAILURE = re.compile(
-    r"srun: error: (Node failure on (?P<name>\S+)"
+    r"srun: error: ((Node failure|Task launch for .* failed) on (node )?(?P<name>[^\s:]+)"
     r"|.*(missing step on|Cannot communicate with) node (?P<number>\d+))"
 )
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
@@ -561,13 +561,22 @@ class TaskExit:
     what: str
 
     @property
+    def status(self) -> int | None:
+        """Return its exit code, or the negative number of the signal; None if unknown."""
+        if code := EXITED.fullmatch(self.what):
+            return int(code[1]) if int(code[1]) != 128 + signal.SIGKILL else -signal.SIGKILL
+        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
+        return -number if number else None
+
+    @property
+    def killed(self) -> bool:
+        """Return whether SIGKILL has ended it, or the agent whose parent it was."""
+        return self.status == -signal.SIGKILL
+
+    @property
     def description(self) -> str:
         """Describe the end as `describe_status` does."""
-        code = EXITED.fullmatch(self.what)
-        if code is not None:
-            return describe_status(int(code[1]))
-        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
-        return describe_status(-number) if number else f"ended: {self.what}"
+        return f"ended: {self.what}" if self.status is None else describe_status(self.status)
 
 
 def numbers(listed: str) -> Iterator[int]:

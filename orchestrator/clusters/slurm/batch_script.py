@@ -140,6 +140,7 @@ srun=$!
     for name in USR2 TERM KILL; do
         for _ in {1..@{SRUN_GRACE_S}}; do second "$srun"; done
         kill -$name "$srun"
+        echo "sent srun SIG$name" >>"$run/attempts/$attempt/finalizing"
     done
     while :; do second "$srun"; done
 ) @{SRUN_LOG}>&- 2>/dev/null &

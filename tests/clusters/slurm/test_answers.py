@@ -179,7 +179,7 @@ def test_tasks_are_read_in_srun_s_order_each_with_its_node_and_how_it_ended():
         "slurmstepd: error: task 5: nothing of srun's\n"
     )
     assert [(one.rank, one.node, one.description) for one in task_exits(log)] == [
-        *((rank, "gpu-7", "exited with code 137") for rank in (0, 2, 3)),
+        *((rank, "gpu-7", "killed by signal 9 (SIGKILL)") for rank in (0, 2, 3)),
         (9, "vm", "killed by signal 11 (SIGSEGV)"),
         (10, "vm", "killed by signal 15 (SIGTERM)"),
         (11, "vm", "ended: Out Of Memory"),

@@ -3,12 +3,19 @@
 import json
 import socket
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.diagnosis import culprit_of
+from orchestrator.clusters.slurm.diagnosis import (
+    AGENTS_KILLED,
+    SRUN_FAILED,
+    SRUN_KILLED,
+    culprit_of,
+)
 from orchestrator.clusters.slurm.finalize import (
     CAUSES,
     FRUITLESS,
@@ -17,6 +24,7 @@ from orchestrator.clusters.slurm.finalize import (
     _await_agents,
     _count_new_srun,
     _cut_short,
+    _is_usable,
     finalize_in_job,
     restart_or_end,
 )
@@ -33,6 +41,7 @@ JOB = Job(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
+KILLED_TASK = "srun: error: n0: task 0: Exited with exit code 137\n"
 MISSING = "srun: error: Aborting, io error and missing step on node"
 
 
@@ -205,6 +214,7 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
         (KILLED, "", "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
          "srun was asked to end the ranks"),  # scancel JOB.0
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
+        (KILLED, "", f"{KILLED_TASK}srun: error: n1: task 1: Killed\n", AGENTS_KILLED),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
         (1, "", f"{MISSING} 3\n", "node 3 failed"),
         (1, "", "srun: error: Cannot communicate with node 1.  Aborting job.\n", "node n1 failed"),
@@ -215,7 +225,8 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
 )  # fmt: skip
 def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, sent, said, why):
     attempts(run, 1)
-    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
+    for index in range(2):
+        write_json(run.node_ranks(0, index), {"node": f"n{index}", "ranks": [index]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, sent) == why
     write_failure(run, 0, secondary=True)  # which only saw the others end
@@ -265,6 +276,78 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
     assert not again
     assert "that was done 1 time already" in end["culprit"]["remark"]
     assert run.srun_restarts("77").read_text() == "1\n"
+
+
+@pytest.fixture
+def usable(run, monkeypatch):
+    """Return whether attempt 0 of job 77 may be followed by another one in its allocation."""
+
+    def call(attempt=0, *, code=1, job=JOB, listens=False):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            spec = node_spec(run.path, attempt=attempt)
+            publish_agent(spec, listener.getsockname()[1])
+            if listens:
+                return _is_usable(run, attempt, job, code)
+        return _is_usable(run, attempt, job, code)
+
+    attempts(run, 1)
+    return call
+
+
+def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run, usable):
+    assert usable()
+    assert not usable(listens=True)  # it may hang
+    assert not usable(job=replace(JOB, preempted_at=5.0))
+    assert not usable(job=replace(JOB, state="COMPLETING"))
+    ended(run, 0, "failed", lost="node n1 stopped answering")
+    assert usable()
+    run.finalizing(0).write_text("sent srun SIGTERM\n")
+    assert not usable()
+    run.finalizing(0).write_text("")
+    ended(run, 0, "failed", culprit=BEYOND, lost="rank 3 on n1 was stopped")
+    assert not usable()
+    ended(run, 0, "failed", culprit=BEYOND)
+    assert usable()
+    run.srun_log(0).write_text("srun: error: Task launch for StepId=7.1 failed on node n1: refused")
+    assert _cut_short(run, 0, 1, "") is None
+    assert not usable()
+    run.outcome(0).unlink()
+    assert _cut_short(run, 0, 1, "") == "node n1 failed"
+
+
+def test_an_srun_that_could_start_no_agent_is_not_tried_again_in_place(run):
+    attempts(run, 1)
+    assert not _is_usable(run, 0, JOB, 1)
+    assert _is_usable(run, 0, JOB, KILLED)
+    assert _cut_short(run, 0, 1, "") is None
+    write_json(run.handle, {"kind": "slurm", "job_id": "77", "attempt": 0, "slurm_conf": None})
+    run.srun_restarts("77").write_text("1\n")  # it could, in this allocation
+    assert _cut_short(run, 0, 1, "") == SRUN_FAILED
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_an_srun_that_is_killed_again_and_again_is_tried_elsewhere_and_ends(run, program):
+    configure(run, job={"command": ["true"]} if program else {"_target_": "a.B"})
+    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    usable = []
+    for attempt in range(FRUITLESS):
+        run.begin_attempt()
+        usable.append(_is_usable(run, attempt, JOB, KILLED))
+        again, _, end = concluded(run, attempt, departure=departure)
+        assert again == (attempt < FRUITLESS - 1)
+    assert usable == [True, True] + [False] * 8
+    assert _is_usable(run, attempt, replace(JOB, requeue=False), KILLED)
+    assert "the last because srun was killed" in end["culprit"]["cause"]
+    assert str(run.srun_log(attempt)) in end["culprit"]["cause"]
+
+
+def test_a_program_that_ran_for_some_time_may_lose_its_srun_again(run):
+    configure(run, job={"command": ["true"]})
+    attempts(run, FRUITLESS + 2)
+    write_json(run.node_ranks(5, 0), {"node": "n0", "ranks": [0]})
+    write_json(run.departure(5), {"why": SRUN_KILLED, "updates": None, "time": time.time() + 61})
+    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    assert concluded(run, FRUITLESS + 1, departure=departure)[0]
 
 
 def job_status(**values):
