@@ -6,6 +6,7 @@ Only the run folder's path is pickled. Everything else is read from the folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
@@ -15,12 +16,16 @@ from pathlib import Path
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
 POLL_S = 0.2
+QUERY_S = 1.0
 SCRIPT_S = 10.0
 """For the batch script to say that it lives, where it may be gone with its node."""
 
@@ -92,10 +97,29 @@ class _Watch:
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
         why = "its batch script was killed" if gone else "its batch script went with its node"
         if first_node_gone and not gone:
-            deadline = time.monotonic() + SCRIPT_S
-            while not (gone := time.monotonic() > deadline):
-                if self._run.finalizing(self._attempt).exists():
-                    break
-                time.sleep(POLL_S)
+            gone = self._is_script_lost()
         if gone:
             finalize_without_script(self._run, self._attempt, why)
+
+    def _is_script_lost(self) -> bool:
+        """Return whether the script, whose node's agent is lost, does not finalize the attempt.
+
+        Where SLURM ends the job already, it has ended the script, and these ranks follow within
+        KillWait. Else the script may live, and says so within some seconds.
+        """
+        from orchestrator.slurm_client import SlurmClient, own_job_id, queued
+
+        job_id = own_job_id(os.environ)
+        deadline = time.monotonic() + SCRIPT_S
+        while not self._run.finalizing(self._attempt).exists():
+            if time.monotonic() > deadline:
+                return True
+            try:
+                job = queued(SlurmClient(), [job_id]).get(job_id)
+            except ClusterError as error:  # in a container, say, without SLURM's commands
+                log.info("whether the batch script lives is not known: %s", error)
+                job = None
+            if job is not None and job.state != "RUNNING":
+                return True
+            time.sleep(POLL_S if job is None else QUERY_S)
+        return False
