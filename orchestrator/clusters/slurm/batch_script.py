@@ -27,7 +27,7 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
-from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
@@ -268,7 +268,8 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
     if config.run.survive:
         yield "no-kill", True
-    yield "signal", f"USR2@{cluster.signal_ahead_s}"
+    limit_s = None if cluster.time_min is None else 60.0 * cluster.time_min
+    yield "signal", f"USR2@{notice_s(cluster.signal_ahead_s, limit_s)}"
     for name, value in cluster.slurm_flags.items():
         if value is not False:
             yield name, value

@@ -40,6 +40,7 @@ from orchestrator.clusters.slurm.diagnosis import (
 )
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
+from orchestrator.config.schema import notice_s
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
@@ -350,8 +351,9 @@ def _write_departure(
 
 
 def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
-    ahead_s = run.read_config()["cluster"]["signal_ahead_s"]
-    return stop_reason(job, time.time(), float(ahead_s), restarts)
+    stated = int(run.read_config()["cluster"]["signal_ahead_s"])
+    ahead_s = notice_s(stated, run.read_submission().get("time_limit_s"))
+    return stop_reason(job, time.time(), ahead_s, restarts)
 
 
 def _describe_no_progress(
