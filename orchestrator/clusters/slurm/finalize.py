@@ -22,7 +22,7 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from orchestrator.agent.links import closed_ports, is_port_closed
 from orchestrator.agent.node_spec import published_agents
@@ -44,7 +44,14 @@ from orchestrator.config.schema import notice_s
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
-from orchestrator.rundir.files import is_own, read_json, read_text, write_atomically, write_json
+from orchestrator.rundir.files import (
+    FULL_ERRORS,
+    is_own,
+    read_json,
+    read_text,
+    write_atomically,
+    write_json,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import recent_records, updates_of
@@ -69,6 +76,7 @@ from orchestrator.slurm_client import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
@@ -84,6 +92,7 @@ FRUITLESS = 10
 IN_PLACE = 3
 """Fruitless starts in one allocation, before the next is tried on other nodes."""
 PROGRAM_LEAST_S = 60.0
+DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
 
 
 class Next(Enum):
@@ -92,6 +101,21 @@ class Next(Enum):
     END = "end"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
+
+
+def await_disk_space(action: Callable[[], T]) -> T:
+    """Repeat an action while the disk is full, for some time. Raises its `OSError` after that."""
+    began, reported = time.monotonic(), False
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
+                raise
+            if not reported:
+                _log(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
+                reported = True
+            time.sleep(DISK_POLL_S)
 
 
 def finalize_in_job(
@@ -270,7 +294,8 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     try:
         if fence.is_stale:
             return
-        if finalize_in_job(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
+        finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
+        if await_disk_space(finalize) is Next.REQUEUE:
             return
         SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it

@@ -10,14 +10,17 @@ import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 
 log = logging.getLogger(__name__)
@@ -89,10 +92,13 @@ class _Watch:
         self._beats += 1
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
-    def on_outcome(self, first_node_gone: bool) -> None:
-        """Do the batch script's work if it was killed or lost with its node."""
-        from orchestrator.clusters.slurm.finalize import finalize_without_script
+    def on_outcome(self, outcome: Mapping[str, Any], first_node_gone: bool) -> None:
+        """Write the outcome if the disk was full before; do a lost batch script's work."""
+        from orchestrator.clusters.slurm.finalize import await_disk_space, finalize_without_script
 
+        path = self._run.outcome(self._attempt)
+        if not path.exists():
+            await_disk_space(lambda: write_json(path, outcome))
         pid = os.environ.get(BATCH_PID_VARIABLE)
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
         why = "its batch script was killed" if gone else "its batch script went with its node"

@@ -1,6 +1,8 @@
 """What follows an attempt that ended, by what it left: another start, or an end and its culprit."""
 
+import errno
 import json
+import os
 import socket
 import threading
 import time
@@ -21,6 +23,7 @@ from orchestrator.clusters.slurm.finalize import (
     FRUITLESS,
     KILLED,
     MARGIN_S,
+    Next,
     _await_agents,
     _count_new_srun,
     _cut_short,
@@ -29,8 +32,10 @@ from orchestrator.clusters.slurm.finalize import (
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
-from orchestrator.errors import ClusterError
+from orchestrator.clusters.slurm.task import _Watch
+from orchestrator.errors import START_AGAIN, ClusterError
 from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.outcome import read_outcome
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
@@ -81,6 +86,40 @@ def test_a_refused_requeue_is_one_message(run, monkeypatch):
     monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", refused)
     with pytest.raises(SystemExit, match=r"^error: .* requeue 77: Access.*; resume goes on$"):
         after(str(run.path), "0", "0", "")
+
+
+def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(3)]
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def finalize(*_):
+        if full:
+            raise full.pop()
+        return Next.NEW_SRUN
+
+    monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", finalize)
+    with pytest.raises(SystemExit) as ended_with:
+        after(str(run.path), "0", "0", "")
+    assert (ended_with.value.code, full) == (START_AGAIN, [])
+    full = [OSError(errno.EIO, os.strerror(errno.EIO))]
+    with pytest.raises(OSError, match="Input/output"):
+        after(str(run.path), "0", "0", "")
+
+
+def test_an_outcome_that_a_full_disk_did_not_take_is_written_once_there_is_space(run, monkeypatch):
+    attempts(run, 1)
+    outcome = {"state": "failed", "culprit": None, "lost": "node n1 stopped answering"}
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def write(path, table):
+        if full:
+            raise full.pop()
+        write_json(path, table)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("orchestrator.clusters.slurm.task.write_json", write)
+    _Watch(run, 0, node_spec(run.path)).on_outcome(outcome, False)
+    assert read_outcome(run, 0).lost == outcome["lost"]
 
 
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
