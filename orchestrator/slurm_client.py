@@ -17,7 +17,7 @@ import shutil
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -256,7 +256,7 @@ QUEUE_FIELDS = (
     "Requeue", "exit_code", "Reason", "Command",
 )  # fmt: skip
 # The last column alone may hold the separator.
-QUEUE = ("squeue", "-h", "-a", "-r", "-t", "all", "-O", ":|,".join(QUEUE_FIELDS) + ":")
+QUEUE = ("squeue", "-a", "-r", "-t", "all", "-O", ":|,".join(QUEUE_FIELDS) + ":")
 ALIVE = frozenset({
     "PENDING", "RUNNING", "COMPLETING", "CONFIGURING", "SUSPENDED", "STOPPED", "RESIZING",
     "SIGNALING", "STAGE_OUT", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "SPECIAL_EXIT",
@@ -383,14 +383,38 @@ def seconds(span: str) -> float | None:
     return float(int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
 
 
+CUT_SHORT = re.compile(r"\d+(_\S*)?\|")
+
+
+class UnreadableAnswer(SchedulerDown):
+    """An answer in another form than SLURM's, as that of a site's wrapper."""
+
+
+def _rows(command: str, answer: str, columns: int) -> list[list[str]]:
+    """Return the rows on jobs in a table, without its header and lines that a wrapper printed.
+
+    Raises:
+        UnreadableAnswer: a row is cut short, or there is neither a header nor a row. Such an answer
+            cannot report a job as gone.
+    """
+    lines = [line for line in answer.splitlines() if line.strip()]
+    table = [row for line in lines if len(row := line.split("|", columns - 1)) == columns]
+    cut_short = [line for line in lines if CUT_SHORT.match(line) and line.count("|") < columns - 1]
+    if bad := cut_short or (lines if not table else []):
+        raise UnreadableAnswer(
+            f"{command} gave no answer that can be read, but this line: {bad[0]}"
+        )
+    return [row for row in table if row[0][:1].isdigit()]
+
+
 @contextlib.contextmanager
-def _line_of(command: str, line: str) -> Generator[None]:
-    """Raise `SchedulerDown` if a line cannot be parsed: a site's wrapper printed it."""
+def _row_of(command: str, row: Sequence[str]) -> Generator[None]:
+    """Raise `UnreadableAnswer` if a row cannot be parsed."""
     try:
         yield
     except ValueError as error:
-        raise SchedulerDown(
-            f"{command} gave no answer that can be read, but this line: {line}"
+        raise UnreadableAnswer(
+            f"{command} gave no answer that can be read, but this line: {'|'.join(row)}"
         ) from error
 
 
@@ -409,9 +433,9 @@ def read_queue(answer: Answer) -> dict[str, Job]:
     if answer.code:
         raise SchedulerDown(f"the scheduler gave no answer: {answer.message}")
     jobs: dict[str, Job] = {}
-    for line in answer.out.splitlines():
-        with _line_of("squeue", line):
-            values = dict(zip(QUEUE_FIELDS, line.split("|", len(QUEUE_FIELDS) - 1), strict=True))
+    for row in _rows("squeue", answer.out, len(QUEUE_FIELDS)):
+        with _row_of("squeue", row):
+            values = dict(zip(QUEUE_FIELDS, row, strict=True))
             status = int(values["exit_code"] or 0)  # as `wait` gives it
             restarts = int(values["RestartCnt"] or 0)
         jobs[values["JobArrayID"]] = Job(
@@ -447,23 +471,30 @@ def queued(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     return {job: found[job] for job in ids if job in found}
 
 
+def elements_of(client: SlurmClient, job: str) -> list[Job]:
+    """Return a job, or the elements of an array, by squeue. Raises `SchedulerDown`."""
+    return list(read_queue(client.run(*QUEUE, "-j", job)).values())
+
+
 def jobs_of_user(client: SlurmClient, user_id: int) -> dict[str, Job]:
     """Return all jobs of a user. Raises `SchedulerDown`."""
     return read_queue(client.run(*QUEUE, "-u", str(user_id)))
 
 
-def _accounting(client: SlurmClient, *options: str) -> list[str]:
-    """Return the lines of sacct's answer; [] without accounting.
+def _accounting(client: SlurmClient, *options: str) -> str:
+    """Return sacct's answer; "" without accounting, or where it lacks a field.
 
     Raises:
         SchedulerDown: there is accounting, but it does not answer.
     """
-    answer = client.run("sacct", "-nPXD", *options)
-    if answer.code and "accounting storage is disabled" in answer.message.lower():
-        return []
+    answer = client.run("sacct", "-PXD", *options)
+    # SLURM before 21.08 does not keep the line of a submission.
+    unknown = ("accounting storage is disabled", "invalid field requested")
+    if answer.code and any(phrase in answer.message.lower() for phrase in unknown):
+        return ""
     if answer.code:
         raise SchedulerDown(f"the accounting gave no answer: {answer.message}")
-    return answer.out.splitlines()
+    return answer.out
 
 
 def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
@@ -474,9 +505,10 @@ def accounted(client: SlurmClient, ids: Collection[str]) -> dict[str, Job]:
     """
     jobs: dict[str, Job] = {}
     listed, wanted = _job_list(ids), frozenset(ids)
-    for line in _accounting(client, "-j", listed, "-o", "JobID,State,ExitCode,NodeList"):
-        with _line_of("sacct", line):
-            job, state, ended, nodes = line.split("|")
+    answer = _accounting(client, "-j", listed, "-o", "JobID,State,ExitCode,NodeList")
+    for row in _rows("sacct", answer, 4):
+        with _row_of("sacct", row):
+            job, state, ended, nodes = row
             code, number = map(int, ended.split(":"))
         if job not in wanted:
             continue
@@ -501,8 +533,8 @@ def accounted_scripts(client: SlurmClient, user_id: int, *, since: float) -> lis
     """
     start = time.strftime("%Y-%m-%dT%H:%M:%S", time.localtime(since - 86400))
     found: list[tuple[str, str]] = []
-    for line in _accounting(client, "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine"):
-        job, _, submitted = line.partition("|")
+    answer = _accounting(client, "-u", str(user_id), "-S", start, "-o", "JobID,SubmitLine")
+    for job, submitted in _rows("sacct", answer, 2):
         _, _, script = submitted.partition("sbatch --parsable ")
         if script:
             found.append((job.partition("_")[0], script))
@@ -514,7 +546,7 @@ STOP_CODES = frozenset(128 + n for n in (signal.SIGTERM, signal.SIGUSR1, signal.
 SIGNALS = {text: number for number in signal.valid_signals() if (text := signal.strsignal(number))}
 SRUN_LOG_BYTES = 2**20
 NODE_FAILURE = re.compile(
-    r"srun: error: (Node failure on (?P<name>\S+)"
+    r"srun: error: ((Node failure|Task launch for .* failed) on (node )?(?P<name>[^\s:]+)"
     r"|.*(missing step on|Cannot communicate with) node (?P<number>\d+))"
 )
 TASKS = re.compile(r"srun: error: (?P<node>\S+): tasks? (?P<tasks>[\d,\-]+): (?P<what>.+)")
@@ -529,13 +561,22 @@ class TaskExit:
     what: str
 
     @property
+    def status(self) -> int | None:
+        """Return its exit code, or the negative number of the signal; None if unknown."""
+        if code := EXITED.fullmatch(self.what):
+            return int(code[1]) if int(code[1]) != 128 + signal.SIGKILL else -signal.SIGKILL
+        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
+        return -number if number else None
+
+    @property
+    def killed(self) -> bool:
+        """Return whether SIGKILL has ended it, or the agent whose parent it was."""
+        return self.status == -signal.SIGKILL
+
+    @property
     def description(self) -> str:
         """Describe the end as `describe_status` does."""
-        code = EXITED.fullmatch(self.what)
-        if code is not None:
-            return describe_status(int(code[1]))
-        number = SIGNALS.get(self.what.removesuffix(" (core dumped)"))
-        return describe_status(-number) if number else f"ended: {self.what}"
+        return f"ended: {self.what}" if self.status is None else describe_status(self.status)
 
 
 def numbers(listed: str) -> Iterator[int]:

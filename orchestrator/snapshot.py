@@ -81,34 +81,70 @@ def folder_of(target: type) -> Path:
     return Path.cwd() if path is None or is_installed(path) else path.parent
 
 
+class GitRefusal(RunFolderError):
+    """A repository that git does not read, as one that belongs to another account."""
+
+
 def code_state(folder: Path) -> dict[str, Any]:
     """Return the folder's commit and its difference from it; `commit` is None without git.
 
-    The diff leaves out files that hold secrets by their name; see `is_secret`.
+    The diff leaves out files that hold secrets by their name; see `is_secret`. `error` says why git
+    gave no answer, where there is a repository; else it is None.
     """
-    commit = _git(folder, "rev-parse", "HEAD") or b""
+    commit, diff = b"", b""
     secrets = [*SECRET_NAMES, *(f"{name}/**" for name in SECRET_FOLDERS)]
     but = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in secrets]
-    diff = _git(folder, "diff", "--no-ext-diff", "HEAD", "--", ":/", *but) or b""
+    error: str | None = None
+    try:
+        commit = _git(folder, "rev-parse", "HEAD") or b""
+        if commit:
+            diff = _git(folder, "diff", "--no-ext-diff", "HEAD", "--", ":/", *but) or b""
+    except GitRefusal as refusal:
+        error = str(refusal)
     return {
         "folder": str(folder),
         "commit": commit.decode().strip() or None,
         "diff": diff[:DIFF_LIMIT_BYTES].decode("utf-8", "replace"),
         "diff_cut": len(diff) > DIFF_LIMIT_BYTES,
+        "error": error,
     }
 
 
+GIT_S = 60.0
+# git's messages where there is no repository, or no commit in it yet
+NO_REPOSITORY = ("not a git repository (", "ambiguous argument 'head'", "bad revision 'head'")
+
+
 def _git(folder: Path, *arguments: str) -> bytes | None:
-    """Return the output of a git command about the folder; None without git or a repository."""
+    """Return the output of a git command about the folder; None without a repository.
+
+    Raises:
+        GitRefusal: there is a repository, but no answer.
+    """
+    own = {**os.environ, "LC_ALL": "C"}
     try:
         done = subprocess.run(
-            ["git", *arguments], cwd=folder, capture_output=True, timeout=60, check=False
-        )
-    except (FileNotFoundError, subprocess.TimeoutExpired):
+            ["git", *arguments], cwd=folder, env=own, capture_output=True, timeout=GIT_S,
+            check=False,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        if not any((parent / ".git").exists() for parent in (folder, *folder.parents)):
+            return None
+        raise GitRefusal(f"{folder} is in a git repository, but there is no git here") from error
+    except subprocess.TimeoutExpired as error:
+        raise GitRefusal(f"git gave no answer on {folder} within {GIT_S:.0f} s") from error
+    if done.returncode == 0:
+        return done.stdout
+    said = done.stderr.decode("utf-8", "replace").strip()
+    if any(phrase in said.lower() for phrase in NO_REPOSITORY):
         return None
-    return done.stdout if done.returncode == 0 else None
+    message = f"git does not read {folder}: {said.splitlines()[0] if said else 'no message'}"
+    if command := SAFE_DIRECTORY.search(said):  # it belongs to another account
+        message += f"; if you trust it, type: {command[0]}"
+    raise GitRefusal(message)
 
 
+SAFE_DIRECTORY = re.compile(r"git config --global --add safe\.directory \S.*")
 LIMIT_BYTES = 64 * 2**20
 LIMIT_FILES = 20_000
 OF_RUNS = (".lock", "attempts", "arrays", "search.journal")  # in a run's folder, or a sweep's
@@ -163,7 +199,11 @@ def _root_of(target: str | ProgramConfig) -> tuple[Path, str] | None:
 
 
 def _git_files(root: Path) -> list[str] | None:
-    """Return files below `root` that git knows or would add; None if git gives no answer."""
+    """Return files below `root` that git knows or would add; None without a repository.
+
+    Raises:
+        GitRefusal: there is one, but git does not say which files it ignores.
+    """
     listed = _git(root, "ls-files", "-z", "--cached", "--others", "--exclude-standard")
     if listed is None:
         return None
@@ -188,12 +228,25 @@ def _walked(root: Path, tops: set[str]) -> Iterator[str]:
             yield from (str((Path(folder) / name).relative_to(root)) for name in names)
 
 
-def _files(root: Path, tops: set[str], run: Path) -> tuple[dict[str, int], list[str]]:
+def _files(
+    root: Path, tops: set[str], run: Path, *, ignored: bool = False
+) -> tuple[dict[str, int], list[str]]:
     """Return names below `root` of the files to copy, with their sizes; and of those left out.
 
     Left out are secrets, and links that lead out of `root`.
+
+    Args:
+        ignored: take files that git may ignore, where it does not say which these are.
+
+    Raises:
+        GitRefusal: it does not, and `ignored` is false.
     """
-    listed = _git_files(root)
+    try:
+        listed = _git_files(root)
+    except GitRefusal:
+        if not ignored:
+            raise
+        listed = None
     if listed is not None and root == PACKAGE.parent and tops <= OUR_FOLDERS:
         listed = [name for name in listed if name.split("/")[0] in OUR_FOLDERS]
     wanted = {*tops, *(f"{top}.py" for top in tops)}
@@ -244,7 +297,8 @@ def python_files(target: str | ProgramConfig) -> Iterator[Path]:
     if found is None:
         return
     root, top = found
-    for name in _files(root, {top}, root / "runs")[0]:
+    # Files that are too many change no result; `code_state` has the warning.
+    for name in _files(root, {top}, root / "runs", ignored=True)[0]:
         first = name.partition("/")[0]
         wanted = first not in ("tests", "docs", PACKAGE.name) and name.endswith(".py")
         if (first == top or wanted) and not os.path.islink(f"{root}/{name}"):  # noqa: PTH114
@@ -272,12 +326,18 @@ def copy_code(target: str | ProgramConfig, run: Path, into: Path) -> list[str]:
         The names of files that were left out: secrets, and links that lead elsewhere.
 
     Raises:
-        RunFolderError: there is too much of it.
+        RunFolderError: there is too much of it, or git does not say which files it ignores.
     """
     found: dict[Path, dict[str, int]] = {}
     left_out: list[str] = []
     for root, tops in source_roots(target).items():
-        found[root], omitted = _files(root, tops, run)
+        try:
+            found[root], omitted = _files(root, tops, run)
+        except GitRefusal as refusal:
+            raise RunFolderError(
+                f"{refusal}\nso the copy of the code would hold what git ignores; or set "
+                f"run.snapshot=false"
+            ) from refusal
         left_out += omitted
         if absent := [top for top in tops if (root / top).is_file() and top not in found[root]]:
             raise RunFolderError(

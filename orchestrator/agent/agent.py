@@ -76,8 +76,8 @@ class Agent:
             launcher also sends the run's messages. None on a cluster whose scheduler ends them.
         report: a pipe for the outcome when the disk is full.
         on_beat: called once a second; returns whether a newer attempt has replaced this one.
-        on_outcome: called by the coordinator after the outcome is written, with whether the first
-            node's agent is lost; replaces a lost batch script.
+        on_outcome: called by the coordinator once there is an outcome, with it, and with whether
+            the first node's agent is lost; replaces a lost batch script.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class Agent:
         report: int | None = None,
         *,
         on_beat: Callable[[], bool] = lambda: False,
-        on_outcome: Callable[[bool], None] = lambda _: None,
+        on_outcome: Callable[[Mapping[str, Any], bool], None] = lambda _, __: None,
     ) -> None:
         self._on_beat, self._on_outcome = on_beat, on_outcome
         self._spec, self._control, self._report_to = spec, control, report
@@ -182,7 +182,7 @@ class Agent:
         if self._coordinator is not None and self._coordinator.outcome is not None:
             for link in self._links():
                 link.close()  # the others are done
-            self._on_outcome(self._coordinator.agents[0].lost)
+            self._on_outcome(self._coordinator.outcome, self._coordinator.agents[0].lost)
 
     def _turn(self) -> None:
         """Handle what has happened since the last turn."""

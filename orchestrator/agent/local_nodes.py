@@ -71,7 +71,8 @@ class NodeProcesses:
             where a scheduler does that.
 
     Attributes:
-        status: 1 once an agent was killed and not restarted; else 0.
+        status: 0; that of an agent, as in a shell, once one was killed or failed, and is not
+            restarted.
     """
 
     def __init__(
@@ -175,10 +176,12 @@ class NodeProcesses:
             if not pid:
                 return
             index = self._pids.pop(pid, None)
-            if index is None or os.waitstatus_to_exitcode(status) == 0 or not restart:
+            code = os.waitstatus_to_exitcode(status)
+            if index is None or code == 0 or not restart:
                 continue
             if self._left <= 0 or self._stop is not None:
-                self.status = 1
+                # As a shell says it: the scheduler's record then tells a kill from a failure.
+                self.status = code if code > 0 else 128 - code
                 continue
             self._left -= 1
             self._specs[index] = self._specs[index].next_incarnation()

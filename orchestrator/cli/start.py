@@ -47,7 +47,7 @@ from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_pro
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
 from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import FULL_ERRORS, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import Tail
@@ -73,7 +73,6 @@ def new_folder(config: Config) -> Path:
     return candidate
 
 
-FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 DISK_ERRORS = (*FULL_ERRORS, errno.EROFS, errno.EIO)
 FOLDER_ERRORS = (*DISK_ERRORS, errno.EACCES, errno.ENOENT, errno.ENOTDIR)
 

@@ -339,6 +339,18 @@ def node_range(nodes: Any) -> tuple[int, int]:
     return least, most
 
 
+def notice_s(signal_ahead_s: int, limit_s: float | None) -> int:
+    """Return how long before its time limit a job is signalled: for half of it at most.
+
+    Args:
+        limit_s: None: it is not known, or there is none.
+
+    >>> notice_s(60, None), notice_s(60, 3600.0), notice_s(3600, 600.0)
+    (60, 60, 300)
+    """
+    return signal_ahead_s if limit_s is None else min(signal_ahead_s, max(1, int(limit_s / 2)))
+
+
 def gpu_count(gpus: Any) -> int:
     """Return the GPUs of `cluster.gpus_per_node`: 4, `a100:4` or `a100:2,h100:1`.
 

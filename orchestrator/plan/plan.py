@@ -11,13 +11,15 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
-from orchestrator.plan.batch import Batch, resolve_batch
+from orchestrator.errors import PlanError
+from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch, resolve_batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
 from orchestrator.plan.wire import Wire
+from orchestrator.units import plural
 
 DEFAULT_EPOCHS = 1.0
 ITEMSIZE = {"float64": 8}
@@ -56,14 +58,11 @@ class Plan:
             PlanError: a batch, a schedule or a data set that cannot be planned.
         """
         known = known or JobFacts()
-        nodes = node_range(config.cluster.nodes)[1] if known.nodes is None else known.nodes
         per_node = config.cluster.ranks_per_node
-        batch = resolve_batch(
-            global_batch=config.accumulation.global_batch,
-            steps=config.accumulation.steps,
-            micro_batch=config.accumulation.micro_batch,
-            ranks=nodes * per_node,
-        )
+        if known.nodes is None:
+            nodes, batch = _largest(config)
+        else:
+            nodes, batch = known.nodes, _batch(config, known.nodes)
         samples = known.dataset_samples
         if samples is None:
             samples = config.facts.dataset_samples
@@ -157,6 +156,39 @@ def _listed(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _listed(item) for key, item in value.items()}
     return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
+
+
+def _batch(config: Config, nodes: int) -> Batch:
+    return resolve_batch(
+        global_batch=config.accumulation.global_batch,
+        steps=config.accumulation.steps,
+        micro_batch=config.accumulation.micro_batch,
+        ranks=nodes * config.cluster.ranks_per_node,
+    )
+
+
+def _largest(config: Config) -> tuple[int, Batch]:
+    """Return the most nodes and their batch, after a check of every number in the range.
+
+    Raises:
+        PlanError: the batch numbers disagree on some number of nodes, or depend on it.
+    """
+    least, most = node_range(config.cluster.nodes)
+    batch = _batch(config, most)
+    for nodes in range(least, most):
+        stated = f"cluster.nodes={{min: {least}, max: {most}}}"
+        try:
+            other = _batch(config, nodes)
+        except PlanError as error:
+            raise PlanError(f"{stated} may give {plural(nodes, 'node')}: {error}") from error
+        if other.global_batch != batch.global_batch:
+            raise PlanError(
+                f"{stated}, but {STEPS}={batch.steps} and {MICRO_BATCH}={batch.micro_batch_cap} "
+                f"make a global batch of {other.global_batch} samples on {plural(nodes, 'node')} "
+                f"and of {batch.global_batch} on {most}; state {GLOBAL_BATCH}="
+                f"{batch.global_batch} in the place of {STEPS}"
+            )
+    return most, batch
 
 
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:

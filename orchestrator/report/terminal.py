@@ -35,7 +35,7 @@ from orchestrator.errors import (
     UsageError,
     shortened,
 )
-from orchestrator.rundir.files import blocks, start_of_last
+from orchestrator.rundir.files import FULL_ERRORS, blocks, start_of_last
 
 # CSI and OSC sequences (ECMA-48), then any other two-character escape.
 _ESCAPES = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)?|\x1b[@-Z\\-_]?")
@@ -60,7 +60,7 @@ class _Output(io.FileIO):
         try:
             return super().write(data)  # None where it would block
         except OSError as error:
-            full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+            full = error.errno in FULL_ERRORS
             closed = self._is_terminal and error.errno == errno.EIO
             if not closed and not (self.then and (full or error.errno == errno.EPIPE)):
                 raise

@@ -26,6 +26,7 @@ from orchestrator.errors import RunFolderError
 PRIVATE = 0o700
 PRIVATE_FILE = 0o600
 BLOCK = 1 << 20
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 DIGEST = "sha256"  # the last key of a JSON table
 _BEFORE_DIGEST = f'\n "{DIGEST}": "'
 _AFTER_DIGEST = '"\n}\n'
@@ -269,7 +270,7 @@ class LineFile:
         try:
             self._open()
         except OSError as error:
-            if error.errno not in (errno.ENOSPC, errno.EDQUOT):
+            if error.errno not in FULL_ERRORS:
                 raise
 
     def _open(self) -> None:

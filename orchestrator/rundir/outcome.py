@@ -179,10 +179,15 @@ def describe_culprit(culprit: Mapping[str, Any]) -> str:
 
 
 def write_result(
-    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = ""
+    run: RunDir, state: State, culprit: Culprit | None = None, *, remark: str = "", why: str = ""
 ) -> None:
-    """Write result.json where rank 0 could not. For the run itself, and the holder of its lock."""
-    write_json(run.result, result_from_records(run, state, culprit, remark=remark))
+    """Write result.json where rank 0 could not. For the run itself, and the holder of its lock.
+
+    Args:
+        why: of an orderly stop.
+    """
+    reason = {"why": why} if why else {}
+    write_json(run.result, {**result_from_records(run, state, culprit, remark=remark), **reason})
 
 
 def result_from_records(
@@ -219,11 +224,14 @@ def describe_stop(run: RunDir) -> str:
     A program gets its signal; its ranks stop together only if all of them have called
     `should_stop` (or use `run.windows`) in this attempt.
     """
+    attempt = run.latest_attempt
+    if run.outcome(attempt).exists():
+        return "has ended this attempt, and begins no other one"
     plan = run.read_plan()
     program: dict[str, Any] | None = plan.get("program")
     if program is None:
         return "stops at its next update boundary, with a checkpoint"
-    folder = run.attempt(run.latest_attempt)
+    folder = run.attempt(attempt)
     if all((folder / STOP_HANDLER.format(rank)).exists() for rank in range(int(plan["ranks"]))):
         return "stops once all its ranks are done with the same update, and saves as it does then"
     signal = f"SIG{program.get('stop_signal', 'TERM')}"

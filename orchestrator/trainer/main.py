@@ -18,6 +18,7 @@ from orchestrator.audit import FOLDER
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, Evicted, PeerLost
+from orchestrator.rundir.checkpoints import remove_partial
 from orchestrator.rundir.files import write_json
 from orchestrator.trainer.agent_link import PositionMarks
 from orchestrator.trainer.setup import Training, set_up
@@ -43,6 +44,8 @@ def _train(worker: WorkerProcess) -> int:
             training.recorder.close(finished=finished)
             if worker.topology.scheduled:  # others publish no attempts
                 worker.fence.check()
+            if finished:  # a rank 0 that was lost may have been saving
+                remove_partial(worker.run.checkpoints)
             if finished or not worker.depart(progress.updates):
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):

@@ -333,7 +333,8 @@ def _set_up(worker: WorkerProcess) -> Training:
             warn(f"{error}; so whether this start computes with the same is unknown")
         micro_batches = sum(map(len, planned.split.micro_batches))
         changed = warnings_of(environment, before)
-        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings):
+        unread = [f"{code['error']}; so the code's commit is unknown"] if code["error"] else []
+        for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
             warn(sentence)
         write_json(run.environment, environment)
         write_json(run.plan, planned.to_json())

@@ -20,6 +20,7 @@ from typing import Any
 from orchestrator.agent.topology import Topology
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
+from orchestrator.config.schema import notice_s
 from orchestrator.errors import StopRequested
 from orchestrator.rundir.checkpoints import Fence
 from orchestrator.rundir.files import read_json
@@ -76,12 +77,16 @@ class GracePeriods:
     ahead_s: float = 60.0
 
     @classmethod
-    def read(cls, submission: dict[str, Any], ahead_s: float) -> GracePeriods:
-        """Read the times that the launcher wrote to submission.json."""
+    def read(cls, submission: dict[str, Any], ahead_s: int) -> GracePeriods:
+        """Read the times that the launcher wrote to submission.json.
+
+        Args:
+            ahead_s: `cluster.signal_ahead_s`.
+        """
         return cls(
             kill_wait_s=float(submission.get("kill_wait_s", KILL_WAIT_S)),
             preempt_s=submission.get("preempt_grace_s"),
-            ahead_s=ahead_s,
+            ahead_s=notice_s(ahead_s, submission.get("time_limit_s")),
         )
 
     @property

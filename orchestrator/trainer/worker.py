@@ -88,7 +88,7 @@ class WorkerProcess:
         self.fence = Fence(run.newest_attempt, attempt)
         self.failure: dict[str, Any] | None = None
         self.close_tracker: Callable[[State], None] = lambda _: None
-        self._requeue, self._ahead_s = False, 0.0
+        self._requeue, self._ahead_s = False, 0
 
     def begin(self, config: Config) -> None:
         """Publish this attempt.
@@ -98,7 +98,7 @@ class WorkerProcess:
         """
         cluster = config.cluster
         self._requeue = cluster.requeue is not False and cluster.allocation == "new"
-        self._ahead_s = float(cluster.signal_ahead_s)
+        self._ahead_s = cluster.signal_ahead_s
         if self.topology.scheduled and self.topology.rank == 0:
             self.fence.publish()
 

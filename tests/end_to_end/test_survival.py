@@ -42,6 +42,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     hold.hold_before(5)
     hold.wait_until_held(5, EVERY_RANK)
     hold.hold_before(8)
+    (run / "checkpoints" / ".partial-000000005-1").mkdir()  # rank 0 is killed while it saves
     node.kill()
     time.sleep(0.05)  # the others agree on the members or form their group; any moment is right
     os.kill(rank_2, signal.SIGKILL)
@@ -54,6 +55,7 @@ def test_a_run_survives_the_loss_of_rank_0s_node_then_a_rank_then_a_frozen_rank(
     output = helpers.await_exit(process, 0, timeout=90)
     said = " ".join(output.split())
     assert "goes on without a lost rank or node (run.survive)" in said
+    assert not [*(run / "checkpoints").glob(".partial-*")]
     found, records = helpers.result(run), helpers.records(run)
     for key in ("state", "updates", "samples", "weights_sha256", "loss", "metrics", "restarts"):
         assert found[key] == undisturbed[key], key

@@ -7,7 +7,7 @@ import torch
 
 from orchestrator import Loss
 from orchestrator.rundir.warnings import warn
-from tests.helpers import SMALL, call
+from tests.helpers import LIGHT, SMALL, call
 from tests.tiny_job import Tiny
 
 WARNING = "job._target_=tests.end_to_end.test_warnings.Warns"
@@ -57,3 +57,12 @@ def test_a_warning_of_any_rank_is_on_the_terminal_and_in_the_metrics(run):
         assert said.count("warning: metric 'error' is nan in update 0: a sum in Loss.metrics") == 1
         assert said.count("learning rate is scaled") <= 1
         assert said.count("rank 1 computes with another version of torch, number of threads") == 1
+
+
+def test_a_repository_that_git_does_not_read_is_said_to_have_no_known_commit(run):
+    done = call(
+        LIGHT, SMALL, f"run.dir={run}", "tracker=none", "train.updates=1",
+        GIT_TEST_ASSUME_DIFFERENT_OWNER="1", code=0,
+    )  # fmt: skip
+    for said in (" ".join(done.stdout.split()), "\n".join(written(run))):
+        assert "git config --global --add safe.directory" in said

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.config.schema import ClusterConfig, Config, FactsConfig
+from orchestrator.errors import PlanError
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.wire import Wire
@@ -162,3 +163,24 @@ def test_what_travels_beside_the_gradient_is_counted_or_left_open():
     assert Plan.of(STATED, JobFacts(extra_collectives=0)).traffic == plain
     alone = Config(cluster=ClusterConfig(nodes=1, ranks_per_node=1))
     assert Plan.of(alone, JobFacts(coupled=True)) == Plan.of(alone)
+
+
+@pytest.mark.parametrize(
+    ("stated", "why"),
+    [
+        ({"global_batch": 24, "steps": 4, "micro_batch": 2}, "may give 2 nodes: .* disagree"),
+        ({"steps": 4, "micro_batch": 4}, "of 32 samples on 2 nodes and of 48 on 3; state .*=48"),
+        ({"global_batch": 24, "micro_batch": 2}, None),
+        ({"steps": 4}, None),
+    ],
+)
+def test_every_number_of_nodes_in_a_range_is_planned(stated, why):
+    config = Config(cluster=ClusterConfig(nodes={"min": 2, "max": 3}, ranks_per_node=1))
+    for name in ("global_batch", "steps", "micro_batch"):
+        setattr(config.accumulation, name, stated.get(name))
+    if why is None:
+        assert Plan.of(config).nodes == 3
+    else:
+        with pytest.raises(PlanError, match=r"cluster\.nodes=\{min: 2, max: 3\}.*" + why):
+            Plan.of(config)
+    assert Plan.of(config, JobFacts(nodes=3)).nodes == 3

@@ -10,7 +10,7 @@ import signal
 import pytest
 
 from slurm import breaking
-from tests.helpers import result, until
+from tests.helpers import name_of, processes_of, result, until
 from tests.programs import QUICK, WAITS, script
 from tests.slurm import runs
 from tests.slurm.runs import log
@@ -20,7 +20,11 @@ DISTURBED = {
     "killed": "its batch script was killed",
     "signalled": "asked to stop by SIGUSR2",
     "without srun": "srun was killed",
+    "without agents": "its agents were killed",
+    "without a rank": "rank 1 on n.* failed first: killed by signal 9.*",
 }
+IN_PLACE = ("without srun", "without agents", "without a rank")
+"""These begin again in the same allocation, without a requeue."""
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -42,12 +46,17 @@ def disturbed(slurm, tmp_path_factory):
     """
     folder = tmp_path_factory.mktemp("disturbed")
     names = (*DISTURBED, "cancelled")
-    holds = [runs.submit_long(slurm, folder / name, *ONE_NODE) for name in names]
+    more = ("run.max_restarts=1", *ONE_NODE)
+    holds = [runs.submit_long(slurm, folder / name, *more) for name in names]
     finished = runs.submit(slurm, folder / "finished", "train.updates=2", *ONE_NODE)
     for name in names:
         runs.wait_for_update(folder / name, 6)
     breaking.kill_batch_script(slurm, runs.job_of(folder / "killed"))
     breaking.kill_srun(slurm, runs.job_of(folder / "without srun"))
+    for name, process in (("without agents", "n"), ("without a rank", "rank 1")):
+        for found in processes_of(folder / name):
+            if name_of(found).startswith(process) and name_of(found.parent()) != "slurmstepd":
+                found.kill()
     signalled = runs.job_of(folder / "signalled")
     slurm.command("scancel", "--batch", "-s", "USR2", signalled)
     runs.verb("cancel", folder / "cancelled", code=0)
@@ -86,6 +95,8 @@ def test_a_batch_script_or_srun_that_dies_costs_a_restart(slurm, disturbed, name
     (note,) = ended["restarts"]
     assert re.fullmatch(DISTURBED[name], note["why"])
     assert note["lost_updates"] <= 6
+    shown = slurm.command("scontrol", "show", "job", runs.job_of(disturbed / name))
+    assert f"Restarts={int(name not in IN_PLACE)}" in shown
 
 
 def test_preemption_a_requeue_and_a_node_set_down_cost_a_restart_each(mended, tmp_path, digest):

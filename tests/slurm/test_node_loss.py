@@ -98,6 +98,18 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]
 
 
+def test_a_first_node_that_is_set_down_has_another_agent_requeue_the_job(mended, tmp_path):
+    """SLURM ends its batch script, and the other ranks after KillWait (3 s here)."""
+    run = tmp_path / "run"
+    hold = runs.submit_long(mended, run, TINY)
+    runs.wait_for_update(run, 3)
+    breaking.set_node_down(mended, runs.nodes_of(mended, runs.job_of(run))[0])
+    runs.wait_for_update(run, 3, attempt=1)
+    hold.release()
+    assert runs.wait_over(mended, run)["state"] == "finished"
+    assert runs.first_records(run)[1]["restart"]["lost_updates"] == 0
+
+
 def test_a_run_folder_that_the_nodes_cannot_see_is_named_as_the_cause(slurm, tmp_path):
     run = tmp_path / "run"
     runs.submit(slurm, run, "train.updates=1", "+cluster.slurm_flags.begin=now+3600")

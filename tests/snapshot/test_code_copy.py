@@ -160,3 +160,44 @@ def test_packages_of_a_user_or_an_environment_module_are_not_copied(tmp_path, mo
     monkeypatch.syspath_prepend(package.parent)
     assert package.parent not in snapshot.source_roots("theirs.Mine")
     assert not list(snapshot.python_files("theirs.Mine"))
+
+
+@pytest.fixture(params=["another account's", "without git", "a worktree alone", "slow"])
+def unread(request, project, tmp_path, monkeypatch):
+    """A repository that git does not read; returns what the message says."""
+    (project / ".gitignore").write_text("data.bin\n")
+    (project / "data.bin").write_text("ignored")
+    if request.param == "another account's":
+        monkeypatch.setenv("GIT_TEST_ASSUME_DIFFERENT_OWNER", "1")
+        return f"safe.directory {project}"
+    if request.param == "without git":
+        monkeypatch.setenv("PATH", str(tmp_path))
+        return "there is no git here"
+    if request.param == "a worktree alone":
+        shutil.rmtree(project / ".git")
+        (project / ".git").write_text("gitdir: /elsewhere/.git/worktrees/project\n")
+        return "not a git repository: /elsewhere"
+    git = tmp_path / "bin" / "git"
+    git.parent.mkdir()
+    git.write_text("#!/bin/sh\nexec sleep 60\n")
+    git.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{git.parent}:/usr/bin:/bin")
+    monkeypatch.setattr(snapshot, "GIT_S", 0.1)
+    return "gave no answer"
+
+
+def test_a_repository_that_git_does_not_read_is_not_copied_and_the_reason_is_kept(
+    unread, project, tmp_path
+):
+    with pytest.raises(RunFolderError, match=r"set run\.snapshot=false") as refused:
+        taken(tmp_path)
+    assert unread in str(refused.value)
+    state = code_state(project)
+    assert state["commit"] is None
+    assert unread in state["error"]
+
+
+def test_a_folder_without_a_repository_or_a_commit_is_no_error(tmp_path):
+    assert code_state(tmp_path)["error"] is None
+    subprocess.run(["git", "init", "-q"], cwd=tmp_path, check=True)
+    assert code_state(tmp_path)["error"] is None

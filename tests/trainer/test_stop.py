@@ -155,6 +155,7 @@ def test_the_kill_is_expected_at_the_earliest_possible_time(signals_ago, left_s)
 def test_the_grace_periods_are_read_from_the_submission():
     assert GracePeriods(kill_wait_s=3, ahead_s=10).shortest_s == 10
     assert GracePeriods.read({"kill_wait_s": 3, "preempt_grace_s": 0}, 60).shortest_s == 3
+    assert GracePeriods.read({"time_limit_s": 60}, 60).ahead_s == 30
     assert GracePeriods.read({}, 60) == GracePeriods(ahead_s=60), "no scheduler was asked"
 
 

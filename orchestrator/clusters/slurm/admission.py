@@ -40,6 +40,7 @@ class Partition:
     Attributes:
         state: as SLURM names it.
         minutes, max_nodes: its limits for one job.
+        default_minutes: the time limit of a job that states none.
         grace_s: between a preempting signal and the end; None without preemption.
     """
 
@@ -48,6 +49,7 @@ class Partition:
     is_default: bool
     state: str
     minutes: float | None
+    default_minutes: float | None
     max_nodes: int | None
     grace_s: int | None
 
@@ -73,6 +75,8 @@ def read_partitions(text: str) -> dict[str, Partition]:
             is_default=fields.get("Default") == "YES",
             state=fields.get("State", "UP"),
             minutes=_minutes(fields.get("MaxTime", "")),
+            default_minutes=_minutes(fields.get("DefaultTime", ""))
+            or _minutes(fields.get("MaxTime", "")),
             max_nodes=int(fields["MaxNodes"]) if fields.get("MaxNodes", "").isdigit() else None,
             grace_s=int(fields.get("GraceTime", "0")) if preempted else None,
         )
@@ -95,7 +99,7 @@ def check_request(
 
     Returns:
         The scheduler's answer; its `notice` has `preempt_grace_s` (GraceTime, None without
-        preemption) and `kill_wait_s` (KillWait, which follows it).
+        preemption), `kill_wait_s` (KillWait, which follows it), and `time_limit_s` (None without).
     """
     answer = client.run("sbatch", "--test-only", text=script)
     settings, known = client.settings(), read_partitions(client.check_output(*PARTITIONS))
@@ -124,6 +128,11 @@ def check_request(
             [explained(answer.message), *against] if answer.code else [*against, TAKEN_ALL_THE_SAME]
         )
         raise ClusterError("\n".join(refused))
+    limits = [
+        limit
+        for partition in chosen
+        if (limit := partition.default_minutes if minutes is None else minutes) is not None
+    ]
     return Admission(
         message=message,
         warnings=(*warnings, *_possible_delays(answer, chosen)),
@@ -132,6 +141,7 @@ def check_request(
             "kill_wait_s": float(settings["KillWait"].split()[0])  # as in "30 sec"
             if "KillWait" in settings
             else KILL_WAIT_S,
+            "time_limit_s": 60 * min(limits) if limits else None,
         },
     )
 

@@ -137,7 +137,11 @@ def _starts(group: list[Placed], at_once: int | None) -> Iterator[Callable[[], o
         script = _next_path(sweep / ARRAYS).with_suffix(".sh")
         write_atomically(script, array_script([r for _, r in part], at_once))
         names = [r.run.name for _, r in part]
-        yield partial(queue, RunDir(sweep), script, request.attempt, conf, names, tell=cluster.tell)
+        requeue = cluster.config.cluster.requeue is not False
+        yield partial(
+            queue, RunDir(sweep), script, request.attempt, conf, names,
+            requeue=requeue, tell=cluster.tell,
+        )  # fmt: skip
 
 
 def _next_path(folder: Path) -> Path:

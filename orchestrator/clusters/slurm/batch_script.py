@@ -27,7 +27,7 @@ from orchestrator.agent.topology import (
 )
 from orchestrator.clusters.slurm.safe_values import quoted
 from orchestrator.config.program import is_program, short_name, target_of
-from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
 from orchestrator.errors import START_AGAIN
 from orchestrator.rundir.folder import RunDir
 
@@ -35,6 +35,7 @@ TRAPPED = "TERM INT HUP USR1 USR2"
 SRUN_LOG = 9  # the descriptor of srun's log, opened before any user code runs
 PREAMBLE = 8  # the descriptor of the preamble's text
 SRUN_GRACE_S = 10  # between the signals to an srun that does not end
+STOPPED_S = 5  # for which a process of the script may be stopped
 STARTER = "clusters/slurm/node_entry.py"
 PER_TASK = (
     "SLURM_CPU_BIND", "SLURM_GPU_BIND", "SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU",
@@ -49,7 +50,8 @@ class Shell(Template):
 
     def lines(self, **values: object) -> list[str]:
         """Return the text's lines with these values."""
-        return self.substitute(TRAPPED=TRAPPED, SRUN_LOG=SRUN_LOG, **values).splitlines()
+        numbers = {"SRUN_LOG": SRUN_LOG, "STOPPED_S": STOPPED_S}
+        return self.substitute(TRAPPED=TRAPPED, **numbers, **values).splitlines()
 
 
 # What a site's BASH_ENV, or SHELLOPTS and POSIXLY_CORRECT in the submitting shell, has switched on
@@ -110,19 +112,37 @@ SUBSHELL = Shell("""\
 [ ! -e "$run/cancel" ] || exit 0
 [ -z "$stop_signal" ] || exit 143
 """)
+# Once a second. A script, srun or last step that was stopped (SIGSTOP) would hold all nodes until
+# the time limit, so it is continued. SLURM itself stops all processes of a job, this watcher too.
+SECOND = Shell("""\
+stopped_s=0
+second() {
+    read -rt 1 <> <(:)
+    kill -0 $$ || exit
+    local pid stopped=
+    for pid in $$ "$1"; do
+        [[ $(<"/proc/$pid/stat") == *") T "* ]] || continue
+        stopped=1
+        [ $stopped_s -lt @{STOPPED_S} ] || kill -CONT "$pid"
+    done
+    stopped_s=$((stopped ? stopped_s + 1 : 0))
+    [ $stopped_s != @{STOPPED_S} ] || echo "a process of the batch script was stopped; it continues"
+}
+""")
 # Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
 # srun is ended after the outcome is written. The watcher ends with the script, however that ends.
 WAIT = Shell("""\
 ) &
 srun=$!
-second() { read -rt 1 <> <(:); kill -0 $$ || exit; }
 (
-    until [ -e "$run/attempts/$attempt/outcome.json" ]; do second; done
+    until [ -e "$run/attempts/$attempt/outcome.json" ]; do second "$srun"; done
     : >"$run/attempts/$attempt/finalizing"  # the script lives, and finalizes the run
     for name in USR2 TERM KILL; do
-        for _ in {1..@{SRUN_GRACE_S}}; do second; done
+        for _ in {1..@{SRUN_GRACE_S}}; do second "$srun"; done
         kill -$name "$srun"
+        echo "sent srun SIG$name" >>"$run/attempts/$attempt/finalizing"
     done
+    while :; do second "$srun"; done
 ) @{SRUN_LOG}>&- 2>/dev/null &
 watcher=$!
 [ -z "$stop_signal" ] || kill -@{first} "$srun" 2>/dev/null
@@ -134,9 +154,15 @@ kill "$watcher" 2>/dev/null
 """)
 FINALIZE = Shell("""\
 trap '' @{TRAPPED}
-@{starter} after "$run" "$attempt" "$code" "$stop_signal"
+@{starter} after "$run" "$attempt" "$code" "$stop_signal" &
+step=$!
+(while :; do second "$step"; done) 2>/dev/null &
+watcher=$!
+disown "$watcher"  # its end is no message
+wait "$step"
 code=$?
-if [ $code = @{START_AGAIN} ]; then  # only srun was killed: the allocation is there
+kill -KILL "$watcher" 2>/dev/null
+if [ $code = @{START_AGAIN} ]; then  # the allocation is there: its nodes serve another attempt
     trap - @{TRAPPED}
     exec "$BASH" "$0"
 fi
@@ -242,7 +268,8 @@ def options(config: Config, run: RunDir) -> Iterator[tuple[str, object]]:
     yield ("no-requeue" if cluster.requeue is False else "requeue"), True
     if config.run.survive:
         yield "no-kill", True
-    yield "signal", f"USR2@{cluster.signal_ahead_s}"
+    limit_s = None if cluster.time_min is None else 60.0 * cluster.time_min
+    yield "signal", f"USR2@{notice_s(cluster.signal_ahead_s, limit_s)}"
     for name, value in cluster.slurm_flags.items():
         if value is not False:
             yield name, value
@@ -303,6 +330,7 @@ def _step(
     yield f"export {PATH_VARIABLE}={quoted(':'.join(map(str, host.path)))}"
     if host.code is not None:
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
+    yield from SECOND.lines()
     yield from SUBSHELL.lines()
     threads = str(config.cluster.cpus_per_rank)
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}

@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from orchestrator.clusters.api import Admission, Cluster, Request
 from orchestrator.clusters.slurm.admission import check_request
@@ -20,7 +21,7 @@ from orchestrator.clusters.slurm.batch_script import SubmitHost, batch_script
 from orchestrator.clusters.slurm.handle import SlurmHandle, cancel_all
 from orchestrator.clusters.slurm.safe_values import without_effect
 from orchestrator.clusters.slurm.submission import adopt, queue
-from orchestrator.config.schema import Config, gpu_count, node_range
+from orchestrator.config.schema import ClusterConfig, Config, gpu_count, node_range, notice_s
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.status import RunStatus
 from orchestrator.slurm_client import retry_unanswered
@@ -69,13 +70,9 @@ class SlurmCluster(BaseSlurmCluster):
                 f"cluster.cpus_per_rank={CPUS_FOR_A_GPU} or more they do not wait for each other"
             )
             warnings = (*warnings, few_cpus)
-        if cluster.time_min is not None and cluster.signal_ahead_s >= 60 * cluster.time_min:
-            no_time = (
-                f"cluster.signal_ahead_s={cluster.signal_ahead_s} takes all of "
-                f"cluster.time_min={cluster.time_min}, so each start is stopped within half a "
-                f"minute; try cluster.signal_ahead_s={30 * cluster.time_min}"
-            )
-            warnings = (*warnings, no_time)
+        limit_s: float | None = _answers[key].notice.get("time_limit_s")
+        if limit_s is not None and cluster.signal_ahead_s >= limit_s / 2:
+            warnings = (*warnings, _describe_long_notice(cluster, limit_s))
         if ignored := without_effect(cluster, os.environ):
             none = (
                 f"variables without effect here: {', '.join(ignored)}; set the key of cluster.*, "
@@ -86,9 +83,11 @@ class SlurmCluster(BaseSlurmCluster):
 
     def submit(self, request: Request) -> SlurmHandle:
         """Queue the request, and write the job's id to the run folder."""
-        run, conf = RunDir(request.run), self.config.cluster.slurm_conf
+        run, cluster = RunDir(request.run), self.config.cluster
+        notes: dict[str, Any] = {"requeue": cluster.requeue is not False, "tell": self.tell}
         self.submit_script(
-            request, lambda script: queue(run, script, request.attempt, conf, tell=self.tell)
+            request,
+            lambda script: queue(run, script, request.attempt, cluster.slurm_conf, **notes),
         )
         return SlurmHandle(run)
 
@@ -124,3 +123,19 @@ class SlurmCluster(BaseSlurmCluster):
         from orchestrator.clusters.slurm.status import update_statuses
 
         return update_statuses(runs, found)
+
+
+def _describe_long_notice(cluster: ClusterConfig, limit_s: float) -> str:
+    """Warn of a notice that takes half of the time limit or more."""
+    half = notice_s(cluster.signal_ahead_s, limit_s)
+    minutes = f"{limit_s / 60:g}"
+    takes = (
+        f"cluster.signal_ahead_s={cluster.signal_ahead_s} takes half or more of the time limit of "
+        f"{minutes} min, which leaves little time to train"
+    )
+    if cluster.time_min is None:
+        return (
+            f"{takes}; try cluster.signal_ahead_s={half}, or state cluster.time_min={minutes}, "
+            "where half is the most"
+        )
+    return f"{takes}: the notice comes {half} s before the limit; a longer cluster.time_min helps"

@@ -20,6 +20,8 @@ from orchestrator.slurm_client import Job, node_failure, task_exits
 
 KILLED = 128 + signal.SIGKILL
 SRUN_KILLED, SRUN_ENDED = "srun was killed", "srun was asked to end the ranks"
+SRUN_FAILED = "srun could not start the agents in this allocation again"
+AGENTS_KILLED = "its agents were killed"
 SRUN_LOG_LINES = 400
 EXCEPTION_LINES = 3
 PREFIX = "error: "  # the batch script's prefix for the reason it gives up
@@ -50,6 +52,17 @@ def describe_srun_end(run: RunDir, attempt: int) -> str | None:
     if "srun: Job step aborted" in log or "srun: forcing job termination" in log:
         return SRUN_ENDED
     return None if task_exits(log) else SRUN_KILLED
+
+
+def describe_agents_end(run: RunDir, attempt: int) -> str | None:
+    """Return a phrase if SIGKILL ended all agents at once, which is no worker's fault; else None.
+
+    An agent that remained would have written the outcome.
+    """
+    exits = task_exits("\n".join(tail(run.srun_log(attempt), SRUN_LOG_LINES)))
+    killed = {one.rank for one in exits if one.killed}
+    began = {int(path.stem.rpartition("-")[2]) for path in run.attempt(attempt).glob("node-*.json")}
+    return AGENTS_KILLED if began and began <= killed else None
 
 
 def culprit_of(run: RunDir, attempt: int, code: int = 0, job: Job | None = None) -> Culprit:
@@ -109,7 +122,8 @@ def _of_srun(run: RunDir, attempt: int, code: int) -> Culprit:
         # an agent that could not begin: its last message, with an exception's lines
         lines = written[raised[-1] :][:EXCEPTION_LINES] if raised else written[-1:]
         error = " ".join(lines).removeprefix(PREFIX)
-        cause = f"the agent of node {first.node} {first.description}: {error}"
+        said = "" if first.killed else f": {error}"
+        cause = f"the agent of node {first.node} {first.description}{said}"
         return Culprit(rank=None, node=first.node, cause=cause, log_tail=log)
     own = [line for line in srun_log if not line.startswith("srun: error: ") or first is None]
     cause = f"srun {describe_code(code)}" + (f": {own[-1]}" if own else "")

@@ -22,25 +22,36 @@ from collections.abc import Callable
 from enum import Enum
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
-from orchestrator.agent.links import is_port_closed
+from orchestrator.agent.links import closed_ports, is_port_closed
 from orchestrator.agent.node_spec import published_agents
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
+    AGENTS_KILLED,
     CAUSES,
     KILLED,
     SRUN_ENDED,
+    SRUN_FAILED,
     SRUN_KILLED,
     culprit_of,
+    describe_agents_end,
     describe_srun_end,
 )
 from orchestrator.clusters.slurm.trust import client_of, read_handle
 from orchestrator.config.program import is_program
+from orchestrator.config.schema import notice_s
 from orchestrator.errors import ClusterError, RunFolderError
 from orchestrator.notify import Notifier
 from orchestrator.rundir.checkpoints import Fence, read_newest_attempt
-from orchestrator.rundir.files import is_own, read_json, write_atomically, write_json
+from orchestrator.rundir.files import (
+    FULL_ERRORS,
+    is_own,
+    read_json,
+    read_text,
+    write_atomically,
+    write_json,
+)
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
 from orchestrator.rundir.metrics import recent_records, updates_of
@@ -57,6 +68,7 @@ from orchestrator.slurm_client import (
     Job,
     SchedulerDown,
     SlurmClient,
+    UnreadableAnswer,
     node_failure,
     own_job_id,
     queued,
@@ -64,16 +76,23 @@ from orchestrator.slurm_client import (
 )
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 OURS = frozenset({"RUNNING", "COMPLETING"})
 REQUEUED = frozenset({"COMPLETING", "PENDING"})
 """States of a job after its requeue: it ends first, and waits then."""
+NOT_REQUEUED = "SLURM may not requeue the job (the site has cleared Requeue); resume goes on"
 MARGIN_S = 90.0
 """SLURM sends its notice of a time limit up to a minute early, and checks limits twice a minute."""
 REQUEUE_PATIENCE_S = 600.0
+"""For a requeue that gets no answer, and for answers that cannot be read."""
 POLL_S = 0.5
 REACH_S = 1.0
 FRUITLESS = 10
+IN_PLACE = 3
+"""Fruitless starts in one allocation, before the next is tried on other nodes."""
+PROGRAM_LEAST_S = 60.0
+DISK_PATIENCE_S, DISK_POLL_S = 600.0, 1.0
 
 
 class Next(Enum):
@@ -82,6 +101,21 @@ class Next(Enum):
     END = "end"
     REQUEUE = "requeue"
     NEW_SRUN = "new srun"
+
+
+def await_disk_space(action: Callable[[], T]) -> T:
+    """Repeat an action while the disk is full, for some time. Raises its `OSError` after that."""
+    began, reported = time.monotonic(), False
+    while True:
+        try:
+            return action()
+        except OSError as error:
+            if error.errno not in FULL_ERRORS or time.monotonic() - began > DISK_PATIENCE_S:
+                raise
+            if not reported:
+                _log(f"{error}; waiting for space on the disk, for up to {DISK_PATIENCE_S:.0f} s")
+                reported = True
+            time.sleep(DISK_POLL_S)
 
 
 def finalize_in_job(
@@ -102,25 +136,21 @@ def finalize_in_job(
         return Next.END
     job_id = own_job_id(os.environ)
     client = SlurmClient()
-    # These nodes are no use to others without the controller; to exit would lose what is known.
-    job = retry_unanswered(
-        lambda: queued(client, [job_id]).get(job_id), patience_s=math.inf, tell=_log
-    )
+    job = _await_answer(client, job_id)
     restarts = int(os.environ.get("SLURM_RESTART_COUNT", "0"))
     departure = read_json(run.departure(attempt))
     if departure and job and job.restarts == restarts + 1:  # requeue cancelled while the ranks left
         _write_departure(run, attempt, departure, job, restarts)
     if job is None or job.restarts != restarts or job.state not in OURS | {"CANCELLED"}:
         return Next.END
-    in_place = False
+    orderly = departure is not None
     if departure is None and (why := _cut_short(run, attempt, code, stop_signal)):
         departure = departure_note(why)
-        only_srun = why in (SRUN_KILLED, SRUN_ENDED)
-        in_place = only_srun and job.state == "RUNNING" and not script_gone
     outcome = read_outcome(run, attempt)
     cut_off = outcome is not None and outcome.state is not State.FINISHED
     if script_gone and cut_off and (departure is not None or not run.failures(attempt)):
         departure = {**(departure or departure_note(script_gone)), "why": script_gone}
+    in_place = not (orderly or script_gone or stop_signal) and _is_usable(run, attempt, job, code)
     again = restart_or_end(
         run,
         attempt,
@@ -130,10 +160,32 @@ def finalize_in_job(
         restart=partial(_count_new_srun, run)
         if in_place
         else partial(_requeue, client, job, patience_s=REQUEUE_PATIENCE_S, tell=_log),
+        in_place=in_place,
     )
     if not again:
         return Next.END
     return Next.NEW_SRUN if in_place else Next.REQUEUE
+
+
+def _await_answer(client: SlurmClient, job_id: str) -> Job | None:
+    """Return the job. Raises `ClusterError` if the answer cannot be read.
+
+    A scheduler that is down is asked without end: these nodes are no use to others meanwhile, and
+    to exit would lose what is known. One whose answer cannot be read could give them to others.
+    """
+    unreadable_since: float | None = None
+
+    def query() -> Job | None:
+        nonlocal unreadable_since
+        try:
+            return queued(client, [job_id]).get(job_id)
+        except UnreadableAnswer as error:
+            unreadable_since = unreadable_since or time.monotonic()
+            if time.monotonic() - unreadable_since > REQUEUE_PATIENCE_S:
+                raise ClusterError(str(error)) from error
+            raise
+
+    return retry_unanswered(query, patience_s=math.inf, tell=_log)
 
 
 def _log(message: str) -> None:
@@ -186,6 +238,30 @@ def _count_new_srun(run: RunDir) -> None:
     write_atomically(run.srun_restarts(job_id), f"{_srun_restarts(run, job_id) + 1}\n")
 
 
+def _is_usable(run: RunDir, attempt: int, job: Job, code: int) -> bool:
+    """Return whether the next attempt can begin in this allocation, by another srun.
+
+    Not if the scheduler wants the nodes, one of them is suspect, or that was in vain before.
+    """
+    if job.state != "RUNNING" or _reason_to_stop(run, job, job.restarts):
+        return False
+    if node_failure(run, attempt) or (job.requeue and _count_fruitless(run, attempt) >= IN_PLACE):
+        return False
+    outcome, peers = read_outcome(run, attempt), published_agents(run, attempt)
+    if outcome is not None:
+        blamed = outcome.culprit
+        # A rank that was stopped, or sleeps in the kernel, may be its node's fault.
+        stalled = outcome.lost is not None and blamed is not None and blamed.rank is not None
+        ended_by_script = run.finalizing(attempt).exists() and read_text(run.finalizing(attempt))
+        if stalled or ended_by_script:
+            return False
+    elif not peers and code != KILLED:  # srun itself could not start the agents
+        return False
+    # Where nothing listens, the node's kernel answers.
+    known = {peer.node: peer for peer in peers}
+    return closed_ports(known, REACH_S) == known.keys()
+
+
 def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | None:
     """Return what stopped an attempt without a failure or an orderly end; else None."""
     outcome = read_outcome(run, attempt)
@@ -195,11 +271,16 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
         return None
     if failed := node_failure(run, attempt):
         return failed
+    job_id = str((run.read_handle() or {}).get("job_id", "0"))
+    if code and _srun_restarts(run, job_id) and not any(run.attempt(attempt).glob("node-*.json")):
+        return SRUN_FAILED  # it may have lost nodes since its first srun
     if code not in {*STOP_CODES, KILLED}:
         return None
     if stop_signal:
         return f"its batch script was sent SIG{stop_signal}"
-    return "stopped before it began" if code in STOP_CODES else describe_srun_end(run, attempt)
+    if code in STOP_CODES:
+        return "stopped before it began"
+    return describe_srun_end(run, attempt) or describe_agents_end(run, attempt)
 
 
 def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
@@ -213,7 +294,8 @@ def finalize_without_script(run: RunDir, attempt: int, why: str) -> None:
     try:
         if fence.is_stale:
             return
-        if finalize_in_job(run.path, attempt, 0, "", script_gone=why) is Next.REQUEUE:
+        finalize = partial(finalize_in_job, run.path, attempt, 0, "", script_gone=why)
+        if await_disk_space(finalize) is Next.REQUEUE:
             return
         SlurmClient().check_output("scancel", own_job_id(os.environ))
     except ClusterError as error:  # no commands in a container: `status` or `resume` does it
@@ -228,6 +310,7 @@ def restart_or_end(
     departure: dict[str, Any] | None,
     culprit: Callable[[], Culprit],
     restart: Callable[[], None],
+    in_place: bool = False,
 ) -> bool:
     """Restart the run, or write its end, by the attempt's records.
 
@@ -236,6 +319,7 @@ def restart_or_end(
             could, or whose node became silent.
         culprit: returns who is to blame for a failure.
         restart: requeues the job, or counts a new srun in it.
+        in_place: the latter, which needs no requeue.
 
     Returns:
         Whether the run restarts.
@@ -252,25 +336,31 @@ def restart_or_end(
     if run.cancel.exists() and (departure is not None or well):
         write_result(run, State.STOPPED)
         return False
+    if departure is not None and well and not job.requeue:
+        write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
+        return False
     program = is_program(run.read_config()["job"])
     if departure is None and (state is State.STOPPED or (program and state is State.FINISHED)):
         write_result(run, state)  # no worker of a program could know that all had ended
         return False
-    if not program and (stuck := _describe_no_progress(run, attempt)):
+    stuck = _describe_no_progress(run, attempt, (departure or {}).get("why"), program=program)
+    if stuck is not None:
         write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
-    if job.requeue and departure is not None:
+    may_restart = job.requeue or in_place
+    if may_restart and departure is not None:
         _write_departure(run, attempt, departure, job, job.restarts)
         restart()
         return True
     found = culprit()
     allowed = int(run.read_config()["run"].get("max_restarts", 0))
     first = int((run.read_handle() or {}).get("attempt", 0))
-    decision = decide_restart(run, attempt, found, first=first, most=allowed if job.requeue else 0)
+    decision = decide_restart(run, attempt, found, first=first, most=allowed if may_restart else 0)
     if decision.restarts:
         restart()
     else:
-        write_result(run, State.FAILED, found, remark=decision.message)
+        remark = NOT_REQUEUED if departure is not None else decision.message
+        write_result(run, State.FAILED, found, remark=remark)
     return decision.restarts
 
 
@@ -281,25 +371,74 @@ def _write_departure(
     why = departure.get("why")
     outcome = read_outcome(run, attempt)
     if outcome is None or outcome.lost is None:  # a loss needs no other reason
-        ahead_s = run.read_config()["cluster"]["signal_ahead_s"]
-        why = stop_reason(job, time.time(), float(ahead_s), restarts) or why
+        why = _reason_to_stop(run, job, restarts) or why
     write_json(run.departure(attempt), {**departure, "why": why})
 
 
-def _describe_no_progress(run: RunDir, attempt: int) -> str | None:
-    """Return a sentence if repeated starts made no update: requeueing would never end."""
-    if attempt < FRUITLESS:
+def _reason_to_stop(run: RunDir, job: Job, restarts: int) -> str | None:
+    stated = int(run.read_config()["cluster"]["signal_ahead_s"])
+    ahead_s = notice_s(stated, run.read_submission().get("time_limit_s"))
+    return stop_reason(job, time.time(), ahead_s, restarts)
+
+
+def _describe_no_progress(
+    run: RunDir, attempt: int, why: str | None, *, program: bool
+) -> str | None:
+    """Return a sentence if repeated starts made no progress: restarts would never end.
+
+    Args:
+        why: how this attempt was cut short; None if it failed.
+    """
+    lost = (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED, node_failure(run, attempt))
+    ended_by_others = why in lost
+    # What a program does, and how soon, is not known here; preemption may end it time and again.
+    if why is None or (program and not ended_by_others):
         return None
-    notes = [read_json(run.restart(n)) or {} for n in range(attempt - FRUITLESS + 1, attempt + 1)]
-    began_at = {note.get("resumed_from") for note in notes}
-    done = updates_of(recent_records(run.metrics))[-1:]
-    if len(began_at) > 1 or (done and done[0].get("attempt", 0) > attempt - FRUITLESS):
+    if _count_fruitless(run, attempt) < FRUITLESS:
         return None
+    began = f"{FRUITLESS} starts in a row were stopped before "
+    began += f"they had run for {PROGRAM_LEAST_S:.0f} s" if program else "one update was done"
+    if ended_by_others:
+        return (
+            f"{began}, the last because {why}; {run.srun_log(attempt)} may have more, and the "
+            "site's administrators may know by whom"
+        )
     return (
-        f"{FRUITLESS} starts in a row were stopped before one update was done; give the job more "
-        f"time (cluster.time_min), less notice (cluster.signal_ahead_s), or shorter updates "
-        f"(accumulation.steps)"
+        f"{began}; give the job more time (cluster.time_min), less notice "
+        f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
+
+
+def _count_fruitless(run: RunDir, attempt: int) -> int:
+    """Return how many starts in a row, up to this one, made no progress since a person asked.
+
+    A program's progress is not known: it counts if it ran for some time.
+    """
+    first = int((run.read_handle() or {}).get("attempt", 0))
+    program = is_program(run.read_config()["job"])
+    done = updates_of(recent_records(run.metrics))[-1:]
+    newest_done = done[0].get("attempt", 0) if done else -1
+    began_at: set[object] = set()
+    for number in range(attempt, first - 1, -1):
+        if program:
+            fruitful = _ran_s(run, number) >= PROGRAM_LEAST_S
+        else:
+            # A start whose srun died has no note. The first one begins at no checkpoint.
+            note = read_json(run.restart(number)) or ({} if number else {"resumed_from": None})
+            began_at |= {note["resumed_from"]} if "resumed_from" in note else set()
+            fruitful = number <= newest_done or len(began_at) > 1
+        if fruitful:
+            return attempt - number
+    return attempt - first + 1
+
+
+def _ran_s(run: RunDir, attempt: int) -> float:
+    """Return for how long an attempt's first node ran; 0 if it did not begin."""
+    began = run.node_ranks(attempt, 0)
+    if not began.exists():
+        return 0.0
+    departure = read_json(run.departure(attempt)) or {}
+    return float(departure.get("time", time.time())) - began.stat().st_mtime
 
 
 def finalize_ended_job(run: RunDir, job: Job) -> str | None:

@@ -59,7 +59,12 @@ def cancel_all(runs: Sequence[RunDir], *, now: bool) -> dict[Path, str]:
             job = jobs.get(job_id)
             if job is None or not job.alive:
                 continue
-            if job.state == "SUSPENDED" and not now and run.read_plan().get("program"):
+            if (result := run.read_result()) is not None and not now and not job.waiting:
+                found[run.path] = (
+                    f"is about to end: the run has ended ({result['state']}); {UNSENT}; --now ends "
+                    "the job at once"
+                )
+            elif job.state == "SUSPENDED" and not now and run.read_plan().get("program"):
                 found[run.path] = f"is {job.suspended_by}; {UNSENT}; --now ends it at once"
             elif is_ours(run, job):
                 (ends if now or job.waiting else stops)[run] = job

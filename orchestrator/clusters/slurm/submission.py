@@ -33,6 +33,7 @@ from orchestrator.slurm_client import (
     SchedulerDown,
     SlurmClient,
     accounted_scripts,
+    elements_of,
     explained,
     jobs_of_user,
     retry_unanswered,
@@ -63,6 +64,7 @@ def queue(
     slurm_conf: str | None,
     elements: Sequence[str] = ALONE,
     *,
+    requeue: bool = False,
     tell: Callable[[str], None] = lambda _: None,
 ) -> str:
     """Queue a batch script, and record the job's id in its runs; return the id.
@@ -70,6 +72,7 @@ def queue(
     Args:
         folder: of the run, or of the sweep.
         elements: the names of an array's runs, which are their indices.
+        requeue: the script asks for that; a warning says if the site has cleared it.
 
     Raises:
         ClusterError: the scheduler refuses it, or does not answer. If that is not known, the note
@@ -111,7 +114,23 @@ def queue(
                 f"answers, `status` or the same line again finds out"
             ) from error
         _write_handles(folder, note, job)
+    if requeue and (warning := _requeue_warning(client, job)):
+        tell(f"warning: {warning}")
     return job
+
+
+def _requeue_warning(client: SlurmClient, job: str) -> str:
+    """Return a sentence if the site has cleared the job's Requeue (by a job_submit plugin, say)."""
+    try:
+        queued = elements_of(client, job)
+    except ClusterError as error:  # the job is queued all the same
+        return f"whether job {job} may be requeued is not known: {error}"
+    if all(element.requeue for element in queued):
+        return ""
+    return (
+        f"the site has cleared Requeue of job {job}: a preemption, a lost node or the time limit "
+        "ends the run, and `resume` continues it"
+    )
 
 
 def _sbatch(client: SlurmClient, script: str, lock: int) -> str:

@@ -6,21 +6,29 @@ Only the run folder's path is pickled. Everything else is read from the folder.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import signal
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
 from orchestrator.agent.topology import BATCH_PID_VARIABLE
+from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
+from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+
+log = logging.getLogger(__name__)
 
 TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
 POLL_S = 0.2
+QUERY_S = 1.0
 SCRIPT_S = 10.0
 """For the batch script to say that it lives, where it may be gone with its node."""
 
@@ -84,18 +92,40 @@ class _Watch:
         self._beats += 1
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
 
-    def on_outcome(self, first_node_gone: bool) -> None:
-        """Do the batch script's work if it was killed or lost with its node."""
-        from orchestrator.clusters.slurm.finalize import finalize_without_script
+    def on_outcome(self, outcome: Mapping[str, Any], first_node_gone: bool) -> None:
+        """Write the outcome if the disk was full before; do a lost batch script's work."""
+        from orchestrator.clusters.slurm.finalize import await_disk_space, finalize_without_script
 
+        path = self._run.outcome(self._attempt)
+        if not path.exists():
+            await_disk_space(lambda: write_json(path, outcome))
         pid = os.environ.get(BATCH_PID_VARIABLE)
         gone = pid is not None and self._spec.index == 0 and state_of(int(pid)) in "ZX"
         why = "its batch script was killed" if gone else "its batch script went with its node"
         if first_node_gone and not gone:
-            deadline = time.monotonic() + SCRIPT_S
-            while not (gone := time.monotonic() > deadline):
-                if self._run.finalizing(self._attempt).exists():
-                    break
-                time.sleep(POLL_S)
+            gone = self._is_script_lost()
         if gone:
             finalize_without_script(self._run, self._attempt, why)
+
+    def _is_script_lost(self) -> bool:
+        """Return whether the script, whose node's agent is lost, does not finalize the attempt.
+
+        Where SLURM ends the job already, it has ended the script, and these ranks follow within
+        KillWait. Else the script may live, and says so within some seconds.
+        """
+        from orchestrator.slurm_client import SlurmClient, own_job_id, queued
+
+        job_id = own_job_id(os.environ)
+        deadline = time.monotonic() + SCRIPT_S
+        while not self._run.finalizing(self._attempt).exists():
+            if time.monotonic() > deadline:
+                return True
+            try:
+                job = queued(SlurmClient(), [job_id]).get(job_id)
+            except ClusterError as error:  # in a container, say, without SLURM's commands
+                log.info("whether the batch script lives is not known: %s", error)
+                job = None
+            if job is not None and job.state != "RUNNING":
+                return True
+            time.sleep(POLL_S if job is None else QUERY_S)
+        return False

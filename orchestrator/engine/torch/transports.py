@@ -17,7 +17,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
@@ -470,6 +470,7 @@ class RankCapabilities:
         transport: the one that it was configured with.
         gpu: identity of its own GPU, unique in the world, or "" when it has none. As for NCCL,
             ranks with different NCCL_HOSTID have different ones.
+        npu: the same of its own NPU, where the transport is HCCL.
         nccl: whether this torch was built with NCCL.
         device_request: the setting that requests accelerators, "" for none.
         device_error: why this rank's device cannot be used, where it has one that fails.
@@ -479,6 +480,7 @@ class RankCapabilities:
     node: str
     transport: str
     gpu: str = ""
+    npu: str = ""
     nccl: bool = False
     device_request: str = ""
     device_error: str = ""
@@ -489,10 +491,31 @@ def gpu_index(local_rank: int) -> int | None:
 
     Where the scheduler shows a rank nothing but its own GPU, that one is number 0 on every rank.
     """
-    count = torch.cuda.device_count()
+    return _device_index(local_rank, torch.cuda.device_count())
+
+
+def _device_index(local_rank: int, count: int) -> int | None:
     if local_rank < count:
         return local_rank
     return 0 if count == 1 else None
+
+
+def _npu_index(local_rank: int) -> int | None:
+    """Return the NPU of this rank, as `gpu_index` does."""
+    importlib.import_module("torch_npu")  # makes torch know the device
+    return _device_index(local_rank, torch.get_device_module("npu").device_count())
+
+
+def _npu_of(spec: GroupSpec) -> str:
+    """Return the identity of this rank's own NPU; "" if it has none."""
+    if spec.transport != "hccl" or importlib.util.find_spec("torch_npu") is None:
+        return ""
+    index = _npu_index(spec.local_rank)
+    if index is None:
+        return ""
+    visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES", "")
+    names = [name.strip() for name in visible.split(",") if name.strip()]
+    return f"{spec.node} {names[index] if index < len(names) else index}"
 
 
 def read_capabilities(spec: GroupSpec) -> RankCapabilities:
@@ -510,6 +533,7 @@ def read_capabilities(spec: GroupSpec) -> RankCapabilities:
         node=spec.node,
         transport=spec.transport,
         gpu=gpu,
+        npu=_npu_of(spec),
         nccl=dist.is_nccl_available(),
         device_request=spec.device_request,
         device_error=error,
@@ -597,7 +621,6 @@ def choose(everyone: Sequence[RankCapabilities]) -> str:
 
 def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
     """Return why these ranks cannot use NCCL, or ""."""
-    owner: dict[str, RankCapabilities] = {}
     for one in everyone:
         if not one.nccl:
             return f"torch {torch.__version__} on {one.node} was built without NCCL"
@@ -605,9 +628,16 @@ def _without_own_gpu(everyone: Sequence[RankCapabilities]) -> str:
             return f"rank {one.rank} on {one.node} cannot use its device: {one.device_error}"
         if not one.gpu:
             return f"rank {one.rank} on {one.node} has no GPU that torch can use"
-        first = owner.setdefault(one.gpu, one)
+    return _sharing("GPU", {one.rank: one.gpu for one in everyone}, everyone)
+
+
+def _sharing(kind: str, devices: Mapping[int, str], everyone: Sequence[RankCapabilities]) -> str:
+    """Return which ranks share a device; "" if none do."""
+    owner: dict[str, RankCapabilities] = {}
+    for one in everyone:
+        first = owner.setdefault(devices[one.rank], one)
         if first is not one:
-            return f"ranks {first.rank} and {one.rank} on {one.node} share one GPU"
+            return f"ranks {first.rank} and {one.rank} on {one.node} share one {kind}"
     return ""
 
 
@@ -704,19 +734,24 @@ class Hccl(_ProcessGroupTransport):
 
     @classmethod
     def lacking(cls, everyone: Sequence[RankCapabilities]) -> str:
-        del everyone
-        if importlib.util.find_spec("torch_npu") is not None:
-            return ""
-        return (
-            "transport=hccl needs Ascend NPUs and the package torch_npu, which is not installed "
-            "here; install it together with CANN, or use transport=gloo"
+        if importlib.util.find_spec("torch_npu") is None:
+            return (
+                "transport=hccl needs Ascend NPUs and the package torch_npu, which is not "
+                "installed here; install it together with CANN, or use transport=gloo"
+            )
+        without = next((one for one in everyone if not one.npu), None)
+        if without is not None:
+            lacking = f"rank {without.rank} on {without.node} has no NPU that torch can use"
+        else:
+            lacking = _sharing("NPU", {one.rank: one.npu for one in everyone}, everyone)
+        return lacking and (
+            f"transport=hccl needs an NPU of its own for every rank: {lacking}. Use fewer ranks a "
+            "node (cluster.ranks_per_node), or transport=gloo, which runs on CPUs"
         )
 
     @classmethod
     def device(cls, local_rank: int) -> torch.device:
-        importlib.import_module("torch_npu")  # makes torch know the device
-        count = torch.get_device_module("npu").device_count()
-        return torch.device("npu", local_rank if local_rank < count else 0)
+        return torch.device("npu", _npu_index(local_rank) or 0)  # `lacking` has refused None
 
     @classmethod
     def prepare(cls, spec: GroupSpec) -> None:

@@ -20,7 +20,7 @@ from orchestrator.slurm_client import Answer
 PARTITIONS = (
     "PartitionName=main AllowGroups=ALL Default=YES GraceTime=0 MaxNodes=UNLIMITED "
     "MaxTime=UNLIMITED PreemptMode=OFF State=UP TotalNodes=4\n"
-    "PartitionName=low Default=NO GraceTime=20 MaxNodes=2 MaxTime=1-00:00:00 "
+    "PartitionName=low Default=NO GraceTime=20 MaxNodes=2 DefaultTime=1:00:00 MaxTime=1-00:00:00 "
     "PreemptMode=REQUEUE State=UP TotalNodes=4\n"
     "PartitionName=old Default=NO GraceTime=0 MaxNodes=UNLIMITED MaxTime=30:00 PreemptMode=OFF "
     "State=DOWN TotalNodes=4\n"
@@ -98,7 +98,7 @@ def test_a_job_is_held_to_the_limits_of_the_partition_that_the_site_places_it_in
     admitted = check_request(client, {"partition": "old", "time": "60"}, 2, "")
     assert admitted.message == TAKEN
     assert admitted.warnings == ("sbatch says: jobs of this site go to low",)
-    assert admitted.notice == {"preempt_grace_s": 20, "kill_wait_s": 3}
+    assert admitted.notice == {"preempt_grace_s": 20, "kill_wait_s": 3, "time_limit_s": 3600}
     with pytest.raises(ClusterError, match="partition low gives 2 at most"):
         check_request(client, {"partition": "main"}, 3, "")
 
@@ -127,15 +127,30 @@ def test_a_wrong_option_is_refused_without_advice_on_waiting(words):
         check_request(Scheduler(1, words), {}, 1, "")
 
 
-@pytest.mark.parametrize(("minutes", "ahead_s"), [(10, 600), (1, 60), (2, 119)])
-def test_a_notice_as_long_as_the_time_limit_is_warned_of(monkeypatch, tmp_path, minutes, ahead_s):
-    monkeypatch.setattr(slurm_cluster, "check_request", lambda *_: Admission())
+@pytest.mark.parametrize(
+    ("limit", "ahead_s", "notice_s", "advice"),
+    [
+        ("cluster.time_min=10", 600, 300, "comes 300 s before the limit"),
+        ("cluster.time_min=2", 60, 60, "comes 60 s before the limit"),
+        ("cluster.time_min=3", 60, 60, None),
+        ("cluster.partition=low", 3600, 3600, "signal_ahead_s=1800, or state cluster.time_min=60"),
+        ("cluster.partition=low", 1799, 1799, None),
+        ("cluster.partition=main", 65535, 65535, None),
+    ],
+)
+def test_a_notice_is_half_of_the_time_limit_at_most(
+    monkeypatch, tmp_path, limit, ahead_s, notice_s, advice
+):
+    scheduler = Scheduler(1, "no nodes")
+    monkeypatch.setattr(slurm_cluster.SlurmCluster, "client", lambda _: scheduler)
     monkeypatch.setattr(slurm_cluster, "_answers", {})
-    limits = (f"cluster.time_min={minutes}", f"cluster.signal_ahead_s={ahead_s}")
-    cluster = cluster_of(compose(["+cluster=slurm", *limits]))
-    warnings = "".join(cluster.check(cluster.request(tmp_path / "run", 0)).warnings)
-    stopped_at_once = ahead_s >= 60 * minutes
-    assert (f"try cluster.signal_ahead_s={30 * minutes}" in warnings) == stopped_at_once
+    no_time = [] if "time_min" in limit else ["cluster.time_min=null"]
+    words = ["+cluster=slurm", limit, *no_time, f"cluster.signal_ahead_s={ahead_s}"]
+    cluster = cluster_of(compose(words))
+    request = cluster.request(tmp_path / "run", 0)
+    assert f"#SBATCH --signal=USR2@{notice_s}\n" in request.text
+    warnings = [w for w in cluster.check(request).warnings if "signal_ahead_s" in w]
+    assert [advice in warning for warning in warnings] == ([True] if advice else [])
 
 
 def test_a_persons_variables_for_sbatch_that_decide_nothing_are_named(monkeypatch, tmp_path):

@@ -4,11 +4,14 @@ import pytest
 
 from orchestrator.errors import ClusterError
 from orchestrator.slurm_client import (
+    QUEUE_FIELDS,
     Answer,
     NoClient,
     SchedulerDown,
     SlurmClient,
+    UnreadableAnswer,
     accounted,
+    accounted_scripts,
     explained,
     queued,
     read_queue,
@@ -34,13 +37,25 @@ def test_an_error_never_means_that_a_job_is_gone(words):
     assert read_queue(Answer(1, "", "slurm_load_jobs error: Invalid job id specified")) == {}
 
 
-@pytest.mark.parametrize("words", ["The cluster is in maintenance", "7|RUNNING"])
-def test_a_line_that_is_no_job_is_no_answer(words):
-    answer = Answer(0, f"{queue_line()}\n{words}\n", "")
-    with pytest.raises(SchedulerDown, match="squeue gave no answer that can be read, but this"):
-        read_queue(answer)
-    with pytest.raises(SchedulerDown, match="sacct gave no answer that can be read, but this"):
-        accounted(Client(Answer(0, words, "")), ["7"])
+BANNER = "*** The cluster is in maintenance | ask the help desk ***"
+HEADER = "|".join(QUEUE_FIELDS)
+
+
+def test_a_wrappers_banner_hides_no_job_and_reports_none_as_gone():
+    assert [*read_queue(Answer(0, f"{BANNER}\n{HEADER}\n{queue_line()}\n{BANNER}", ""))] == ["7"]
+    assert read_queue(Answer(0, f"{BANNER}\n{HEADER}\n", "")) == {}
+    ended = f"{BANNER}\nJobID|State|ExitCode|NodeList\n7|FAILED|1:0|n1"
+    assert accounted(Client(Answer(0, ended, "")), ["7"])["7"].state == "FAILED"
+    for answer in (BANNER, f"{HEADER}\n{queue_line()}\n8|RUNNING"):
+        with pytest.raises(UnreadableAnswer, match="squeue gave no answer that can be read, but"):
+            read_queue(Answer(0, answer, ""))
+    with pytest.raises(UnreadableAnswer, match="sacct gave no answer that can be read, but this"):
+        accounted(Client(Answer(0, "7|RUNNING", "")), ["7"])
+
+
+def test_accounting_without_submit_lines_knows_no_script():
+    old = Answer(1, "", 'sacct: fatal: Invalid field requested: "SubmitLine"')
+    assert accounted_scripts(Client(old), 1000, since=0.0) == []
 
 
 def squeue(**values):
@@ -164,7 +179,7 @@ def test_tasks_are_read_in_srun_s_order_each_with_its_node_and_how_it_ended():
         "slurmstepd: error: task 5: nothing of srun's\n"
     )
     assert [(one.rank, one.node, one.description) for one in task_exits(log)] == [
-        *((rank, "gpu-7", "exited with code 137") for rank in (0, 2, 3)),
+        *((rank, "gpu-7", "killed by signal 9 (SIGKILL)") for rank in (0, 2, 3)),
         (9, "vm", "killed by signal 11 (SIGSEGV)"),
         (10, "vm", "killed by signal 15 (SIGTERM)"),
         (11, "vm", "ended: Out Of Memory"),

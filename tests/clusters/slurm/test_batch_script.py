@@ -14,7 +14,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from orchestrator.clusters.slurm.batch_script import STARTER, WAIT, SubmitHost, batch_script
+from orchestrator.clusters.slurm.batch_script import (
+    SECOND,
+    STARTER,
+    WAIT,
+    SubmitHost,
+    batch_script,
+)
 from orchestrator.clusters.slurm.safe_values import (
     OWN_FLAGS,
     OWN_SRUN_FLAGS,
@@ -108,6 +114,22 @@ def test_an_srun_that_waits_for_a_silent_node_is_ended_after_the_outcome(tmp_pat
     script = Script(tmp_path, slurm_config(), before=hang)
     assert (tmp_path / "heard").read_text() == "USR2\n", "first the way to end with the others"
     assert "<003><143>" in script.words("python")
+
+
+def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr("orchestrator.clusters.slurm.batch_script.STOPPED_S", 1)
+
+    def stop(run: RunDir) -> None:
+        for name, stopped in (("srun", "$PPID $$"), ("python", "$PPID $$")):
+            with (tmp_path / name).open("a") as program:
+                program.write(f"kill -STOP {stopped}; exit 4\n")
+            text = (tmp_path / name).read_text().replace("exit 0\n", "", 1)
+            (tmp_path / name).write_text(text)
+
+    script = Script(tmp_path, slurm_config(), before=stop)
+    assert script.done.returncode == 4, script.done.stderr
+    assert "<003><4>" in script.words("python")
+    assert script.done.stdout.count("was stopped; it continues") == 2
 
 
 OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "PYTHONPATH", "python", "srun",
@@ -309,6 +331,7 @@ def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
     (tmp_path / "attempts" / "000").mkdir(parents=True)
     text = "\n".join([
         f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
+        *SECOND.lines(),
         "(  # in the place of srun", "exec sleep 300",
         *WAIT.lines(SRUN_GRACE_S=300, first="USR2"),
     ])  # fmt: skip

@@ -96,6 +96,17 @@ def test_a_suspended_job_is_sent_no_signal_by_cancel(submitted, say, plan, marke
     assert "scancel 7" in calls()
 
 
+def test_cancel_says_of_an_ended_run_that_its_job_is_about_to_end(submitted, say):
+    write_json(submitted.result, {"state": "finished"})
+    say("scancel", "")
+    calls = say("squeue", queue_line(Command=str(submitted.submitit / "000.sh")))
+    sentence = cancel_all([submitted], now=False)[submitted.path]
+    assert "the run has ended (finished); nothing was sent" in sentence
+    assert not submitted.cancel.exists()
+    cancel_all([submitted], now=True)
+    assert [call for call in calls() if call.startswith("scancel")] == ["scancel 7"]
+
+
 def test_a_forgotten_element_of_an_array_is_called_cancelled_before_it_began(submitted, say):
     say("squeue", queue_line(JobArrayID="8"))
     say("sacct", "7_3|COMPLETED|0:0|n1")
@@ -175,6 +186,17 @@ def test_a_sites_sbatch_may_print_more_than_the_jobs_number(tmp_path, say, answe
     run = make_run(tmp_path / "run")
     assert queue(run, tmp_path / "000.sh", 0, None) == "7"
     assert run.read_handle()["job_id"] == "7"
+
+
+@pytest.mark.parametrize("requeue", ["0", "1"])
+def test_a_requeue_that_the_site_has_cleared_is_warned_of_at_submission(tmp_path, say, requeue):
+    say("sbatch", "7")
+    lines = [queue_line(JobArrayID=f"7_{index}", Requeue=requeue) for index in range(2)]
+    say("squeue", "\n".join(lines))
+    told = []
+    queue(make_run(tmp_path / "run"), tmp_path / "0.sh", 0, None, requeue=True, tell=told.append)
+    assert len(told) == (requeue == "0")
+    assert all("the site has cleared Requeue of job 7" in sentence for sentence in told)
 
 
 def test_a_job_on_another_cluster_of_a_federation_is_cancelled_and_refused(tmp_path, say):

@@ -1,28 +1,41 @@
 """What follows an attempt that ended, by what it left: another start, or an end and its culprit."""
 
+import errno
 import json
+import os
 import socket
 import threading
+import time
+from dataclasses import replace
 
 import pytest
 
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
-from orchestrator.clusters.slurm.diagnosis import culprit_of
+from orchestrator.clusters.slurm.diagnosis import (
+    AGENTS_KILLED,
+    SRUN_FAILED,
+    SRUN_KILLED,
+    culprit_of,
+)
 from orchestrator.clusters.slurm.finalize import (
     CAUSES,
     FRUITLESS,
     KILLED,
     MARGIN_S,
+    Next,
     _await_agents,
     _count_new_srun,
     _cut_short,
+    _is_usable,
     finalize_in_job,
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
-from orchestrator.errors import ClusterError
+from orchestrator.clusters.slurm.task import _Watch
+from orchestrator.errors import START_AGAIN, ClusterError
 from orchestrator.rundir.files import read_json, write_json
+from orchestrator.rundir.outcome import read_outcome
 from orchestrator.slurm_client import Answer, Job, SchedulerDown, SlurmClient
 from tests.agent.specs import node_spec
 from tests.clusters.slurm.queue_lines import queue_line
@@ -33,6 +46,7 @@ JOB = Job(id="77", state="RUNNING")
 LEFT = {"why": "told to stop", "updates": 4, "time": 1.0}
 
 
+KILLED_TASK = "srun: error: n0: task 0: Exited with exit code 137\n"
 MISSING = "srun: error: Aborting, io error and missing step on node"
 
 
@@ -72,6 +86,40 @@ def test_a_refused_requeue_is_one_message(run, monkeypatch):
     monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", refused)
     with pytest.raises(SystemExit, match=r"^error: .* requeue 77: Access.*; resume goes on$"):
         after(str(run.path), "0", "0", "")
+
+
+def test_finalization_waits_for_space_on_a_full_disk(run, monkeypatch):
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)) for _ in range(3)]
+    monkeypatch.setattr("time.sleep", lambda _: None)
+
+    def finalize(*_):
+        if full:
+            raise full.pop()
+        return Next.NEW_SRUN
+
+    monkeypatch.setattr("orchestrator.clusters.slurm.finalize.finalize_in_job", finalize)
+    with pytest.raises(SystemExit) as ended_with:
+        after(str(run.path), "0", "0", "")
+    assert (ended_with.value.code, full) == (START_AGAIN, [])
+    full = [OSError(errno.EIO, os.strerror(errno.EIO))]
+    with pytest.raises(OSError, match="Input/output"):
+        after(str(run.path), "0", "0", "")
+
+
+def test_an_outcome_that_a_full_disk_did_not_take_is_written_once_there_is_space(run, monkeypatch):
+    attempts(run, 1)
+    outcome = {"state": "failed", "culprit": None, "lost": "node n1 stopped answering"}
+    full = [OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))]
+
+    def write(path, table):
+        if full:
+            raise full.pop()
+        write_json(path, table)
+
+    monkeypatch.setattr("time.sleep", lambda _: None)
+    monkeypatch.setattr("orchestrator.clusters.slurm.task.write_json", write)
+    _Watch(run, 0, node_spec(run.path)).on_outcome(outcome, False)
+    assert read_outcome(run, 0).lost == outcome["lost"]
 
 
 def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
@@ -135,14 +183,20 @@ def test_a_cancelled_run_that_is_allocated_again_starts_nothing_and_is_stopped(r
     assert (again, end["state"]) == (False, state)
 
 
+@pytest.mark.parametrize("state", ["stopped", "failed"])
 @pytest.mark.parametrize("departure", [LEFT, None])
-def test_a_job_that_may_not_be_requeued_fails_by_its_culprit(run, departure):
+def test_a_job_that_may_not_be_requeued_is_stopped_or_fails_by_its_culprit(run, departure, state):
     attempts(run, 1)
     configure(run, run={"max_restarts": 5})
+    ended(run, 0, state)
     job = Job(id="77", state="RUNNING", requeue=False)
     again, handed_back, end = concluded(run, 0, job=job, departure=departure)
-    assert (again, handed_back, end["culprit"]["cause"]) == (False, 0, BEYOND.cause)
-    assert end["culprit"]["rank"] == 3
+    assert (again, handed_back, end["state"]) == (False, 0, state)
+    if departure and state == "stopped":  # the site has cleared Requeue
+        assert "told to stop; SLURM may not requeue the job" in end["why"]
+    if state == "failed":
+        assert (end["culprit"]["rank"], end["culprit"]["cause"]) == (3, BEYOND.cause)
+        assert end["culprit"]["remark"].startswith("SLURM may not" if departure else "")
 
 
 @pytest.mark.parametrize(("first", "goes_on"), [(None, False), (0, False), (2, True)])
@@ -199,6 +253,7 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
         (KILLED, "", "srun: Job step aborted: Waiting\nsrun: error: n1: task 1: Killed\n",
          "srun was asked to end the ranks"),  # scancel JOB.0
         (KILLED, "", "srun: error: n1: task 1: Killed\n", None),
+        (KILLED, "", f"{KILLED_TASK}srun: error: n1: task 1: Killed\n", AGENTS_KILLED),
         (KILLED, "", f"{MISSING} 1\nsrun: error: n0: task 0: Killed\n", "node n1 failed"),
         (1, "", f"{MISSING} 3\n", "node 3 failed"),
         (1, "", "srun: error: Cannot communicate with node 1.  Aborting job.\n", "node n1 failed"),
@@ -209,7 +264,8 @@ def test_the_schedulers_reason_does_not_replace_that_of_a_silent_node(run):
 )  # fmt: skip
 def test_an_attempt_was_cut_short_where_srun_was_stopped_or_killed(run, code, sent, said, why):
     attempts(run, 1)
-    write_json(run.node_ranks(0, 1), {"node": "n1", "ranks": [1]})
+    for index in range(2):
+        write_json(run.node_ranks(0, index), {"node": f"n{index}", "ranks": [index]})
     run.srun_log(0).write_text(said)
     assert _cut_short(run, 0, code, sent) == why
     write_failure(run, 0, secondary=True)  # which only saw the others end
@@ -259,6 +315,78 @@ def test_srun_that_starts_again_in_a_job_renews_no_allowance_of_restarts(run, mo
     assert not again
     assert "that was done 1 time already" in end["culprit"]["remark"]
     assert run.srun_restarts("77").read_text() == "1\n"
+
+
+@pytest.fixture
+def usable(run, monkeypatch):
+    """Return whether attempt 0 of job 77 may be followed by another one in its allocation."""
+
+    def call(attempt=0, *, code=1, job=JOB, listens=False):
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            spec = node_spec(run.path, attempt=attempt)
+            publish_agent(spec, listener.getsockname()[1])
+            if listens:
+                return _is_usable(run, attempt, job, code)
+        return _is_usable(run, attempt, job, code)
+
+    attempts(run, 1)
+    return call
+
+
+def test_an_allocation_is_used_again_unless_its_nodes_are_wanted_or_suspect(run, usable):
+    assert usable()
+    assert not usable(listens=True)  # it may hang
+    assert not usable(job=replace(JOB, preempted_at=5.0))
+    assert not usable(job=replace(JOB, state="COMPLETING"))
+    ended(run, 0, "failed", lost="node n1 stopped answering")
+    assert usable()
+    run.finalizing(0).write_text("sent srun SIGTERM\n")
+    assert not usable()
+    run.finalizing(0).write_text("")
+    ended(run, 0, "failed", culprit=BEYOND, lost="rank 3 on n1 was stopped")
+    assert not usable()
+    ended(run, 0, "failed", culprit=BEYOND)
+    assert usable()
+    run.srun_log(0).write_text("srun: error: Task launch for StepId=7.1 failed on node n1: refused")
+    assert _cut_short(run, 0, 1, "") is None
+    assert not usable()
+    run.outcome(0).unlink()
+    assert _cut_short(run, 0, 1, "") == "node n1 failed"
+
+
+def test_an_srun_that_could_start_no_agent_is_not_tried_again_in_place(run):
+    attempts(run, 1)
+    assert not _is_usable(run, 0, JOB, 1)
+    assert _is_usable(run, 0, JOB, KILLED)
+    assert _cut_short(run, 0, 1, "") is None
+    write_json(run.handle, {"kind": "slurm", "job_id": "77", "attempt": 0, "slurm_conf": None})
+    run.srun_restarts("77").write_text("1\n")  # it could, in this allocation
+    assert _cut_short(run, 0, 1, "") == SRUN_FAILED
+
+
+@pytest.mark.parametrize("program", [True, False])
+def test_an_srun_that_is_killed_again_and_again_is_tried_elsewhere_and_ends(run, program):
+    configure(run, job={"command": ["true"]} if program else {"_target_": "a.B"})
+    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    usable = []
+    for attempt in range(FRUITLESS):
+        run.begin_attempt()
+        usable.append(_is_usable(run, attempt, JOB, KILLED))
+        again, _, end = concluded(run, attempt, departure=departure)
+        assert again == (attempt < FRUITLESS - 1)
+    assert usable == [True, True] + [False] * 8
+    assert _is_usable(run, attempt, replace(JOB, requeue=False), KILLED)
+    assert "the last because srun was killed" in end["culprit"]["cause"]
+    assert str(run.srun_log(attempt)) in end["culprit"]["cause"]
+
+
+def test_a_program_that_ran_for_some_time_may_lose_its_srun_again(run):
+    configure(run, job={"command": ["true"]})
+    attempts(run, FRUITLESS + 2)
+    write_json(run.node_ranks(5, 0), {"node": "n0", "ranks": [0]})
+    write_json(run.departure(5), {"why": SRUN_KILLED, "updates": None, "time": time.time() + 61})
+    departure = {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    assert concluded(run, FRUITLESS + 1, departure=departure)[0]
 
 
 def job_status(**values):
@@ -376,6 +504,12 @@ def test_an_agent_is_waited_for_although_that_of_an_earlier_node_published_nothi
         assert waiting.is_alive()
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_a_scheduler_whose_answer_cannot_be_read_is_not_asked_without_end(finalized, monkeypatch):
+    monkeypatch.setattr("time.monotonic", iter(range(0, 10**6, 100)).__next__)
+    with pytest.raises(ClusterError, match="no answer that can be read"):
+        finalized(Answer(0, "*** Welcome ***", ""))
 
 
 @pytest.mark.parametrize(

@@ -4,11 +4,13 @@ import json
 import os
 import socket
 import subprocess
+import sys
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from torch.torch_version import TorchVersion
 
 from orchestrator.engine.torch import form_group, rendezvous
 from orchestrator.engine.torch.rendezvous import SecretStore, rendezvous_file
-from orchestrator.engine.torch.transports import RankCapabilities, choose
+from orchestrator.engine.torch.transports import RankCapabilities, choose, read_capabilities
 from orchestrator.errors import RendezvousError, StopRequested, TransportError
 from orchestrator.rundir.files import write_atomically
 from orchestrator.testing.processes import run_ranks, spec
@@ -221,6 +223,33 @@ def test_cpus_never_replace_requested_devices(ranks, message):
 def test_an_unavailable_transport_is_refused_and_not_replaced(ranks, message):
     with pytest.raises(TransportError, match=message):
         choose(ranks)
+
+
+@pytest.mark.parametrize(
+    ("npus", "visible", "message"),
+    [
+        (4, [None] * 3, None),
+        (2, [None] * 3, "rank 2 on .* has no NPU that torch can use. Use fewer ranks"),
+        (1, [None] * 3, "ranks 0 and 1 on .* share one NPU"),
+        (1, ["6"] * 3, "ranks 0 and 1 on .* share one NPU"),
+        (1, ["6", "7", "8"], None),  # the scheduler shows each rank its own
+    ],
+)
+def test_surplus_ranks_share_no_npu_in_silence(tmp_path, monkeypatch, npus, visible, message):
+    monkeypatch.setitem(sys.modules, "torch_npu", SimpleNamespace(__spec__=object()))
+    fake = SimpleNamespace(device_count=lambda: npus)
+    monkeypatch.setattr(torch, "get_device_module", lambda _: fake)
+    everyone = []
+    for rank, shown in enumerate(visible):
+        monkeypatch.delenv("ASCEND_RT_VISIBLE_DEVICES", raising=False)
+        if shown:
+            monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES", shown)
+        everyone.append(read_capabilities(spec(rank, 3, tmp_path, transport="hccl", one_node=True)))
+    if message is None:
+        assert choose(everyone) == "hccl"
+    else:
+        with pytest.raises(TransportError, match=message):
+            choose(everyone)
 
 
 def test_one_rank_forms_a_group_of_its_own_at_once(tmp_path):
