@@ -47,7 +47,12 @@ from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
-from orchestrator.engine.torch.model import be_deterministic, kept_random_state, seed_everything
+from orchestrator.engine.torch.model import (
+    be_deterministic,
+    kept_random_state,
+    modes_of,
+    seed_everything,
+)
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
@@ -275,6 +280,7 @@ class Windows:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
 
     def _begin(self, given: Window) -> UserWindow:
+        self._run.set_update(given.update, given.epoch)
         for one in self._all:
             one.begin_tracked(
                 given.update,
@@ -382,6 +388,7 @@ class AccumulatorState:
                 "with its parameters; or keep your own checkpoints, and say first="
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
+        self._modes = modes_of(self._model)
         in_shards = any(one.fully_sharded is not None for one in accumulators)
         if in_shards and any(one.options.shard_optimizer for one in accumulators):
             raise ConfigError(
@@ -442,6 +449,7 @@ class AccumulatorState:
             "precision": [one.precision.state() for one in self._all],
             "state": list(self._others),
             "windows": self._decided,
+            "modes": self._modes.changes(),
         }
         return Snapshot(self._model, parts, extra, part=part).save_state(folder)
 
@@ -488,6 +496,7 @@ class AccumulatorState:
         load_optimizer(folder, extra["optimizer"], restore, optimizers, self._pack_others()[1])
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
+        self._modes.apply(extra["modes"])
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:

@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
+from orchestrator.client.run import current_run
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
@@ -254,6 +255,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     named = check_target(config.job["_target_"]).framework  # as far as its source tells
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
+    name = str(config.job["_target_"]).rpartition(".")[2]
+    current_run.enter_job(name, run.path, attempt, topology.rank, topology.size)
     job = build_job(with_run_folder(config.job, str(run.path)))
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told

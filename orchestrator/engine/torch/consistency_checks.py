@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.job_state import JobState
 from orchestrator.engine.common.replicas import (
     LARGEST_PIECE,
     ReplicaChecker,
@@ -34,6 +35,7 @@ from orchestrator.engine.torch.group import (
     gather_texts,
     ranks_where,
 )
+from orchestrator.engine.torch.state import pack
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 
@@ -226,6 +228,19 @@ def check_same_traits(
         f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
         f"on rank {numbers[0]}, and {value} on others"
     )
+
+
+def check_same_job_state(group: BaseGroup, state: JobState) -> None:
+    """Check that what a job saves of itself is the same on all ranks. Collective.
+
+    Raises:
+        JobError: on all ranks alike.
+    """
+    if group.size > 1 and state.saved:
+        tensors: dict[str, Tensor] = {}
+        packed = pack(state.state(), tensors, "")
+        digests = [(name, _digest(tensor)) for name, tensor in tensors.items()]
+        state.check_same(gather_numbers(group, [float(folded([json.dumps(packed), *digests]))]))
 
 
 def _digest(value: Any) -> str:
