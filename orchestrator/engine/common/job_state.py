@@ -13,6 +13,7 @@ import random
 import types
 from collections import deque
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -120,6 +121,16 @@ class JobState:
         """Give the job the state of the last `keep`."""
         if self._kept is not _UNKNOWN:
             self._job.load_state_dict(copy.deepcopy(self._kept))
+
+    @contextmanager
+    def isolated(self) -> Generator[None]:
+        """Give the job its present state back afterwards, where it says what that is."""
+        state = copy.deepcopy(self.state())
+        try:
+            yield
+        finally:
+            if self.saved:
+                self._job.load_state_dict(state)
 
     # ------------------------------------------------------------------ watched
 

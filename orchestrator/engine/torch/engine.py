@@ -28,7 +28,7 @@ from orchestrator.engine.common.packing import unpack
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import as_sharded, is_expanded, local_part
-from orchestrator.engine.torch.checks import check_filled, check_samples
+from orchestrator.engine.torch.checks import check_filled
 from orchestrator.engine.torch.consistency_checks import check_same_job_state, machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
@@ -63,6 +63,7 @@ from orchestrator.engine.torch.state import (
     pack,
     weights_sha256,
 )
+from orchestrator.engine.torch.sum_probe import check_samples
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
@@ -167,6 +168,7 @@ class TorchEngine(Engine):
         has_buffers = any(True for _ in self.model.buffers())
         self._restores_forward = settings.survive or (group.rank == 0 and has_buffers)
         self._is_first = True  # this process has not ended a window yet
+        self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -224,6 +226,8 @@ class TorchEngine(Engine):
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        probes = not self._probed and not self.shard_ranks
+        self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
             if self._coupled is not None:
                 self._coupled.micro_step(batch, micro_batch)
@@ -239,15 +243,24 @@ class TorchEngine(Engine):
                     loss = self._loss(batch)
                 leaf = self._leaves.leaf_of(micro_batch)
                 self.accumulator.backward(loss, last=self._done == steps, leaf=leaf)
-            if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
-                check_samples(  # the run's very first micro-batch, on the rank that has it
-                    self._job,
-                    self.model,
-                    micro_batch.indices,
-                    self._loss if self._coupled is None else None,
-                    precision=self._settings.precision,
-                    seed=self._settings.seed,
-                )
+            if probes:
+                self._probe(micro_batch)
+
+    def _probe(self, micro_batch: MicroBatch) -> None:
+        """Compare the losses of a few samples, after the first micro-step of this process."""
+        self._probed = True
+        with self._job_state.isolated():
+            self._is_sum = check_samples(
+                self._job,
+                self.model,
+                micro_batch.indices,
+                device=self._group.device,
+                precision=self._settings.precision,
+                seed=self._settings.seed,
+            )
+        # What the graph looks like is a guess, which does not count where the loss was compared.
+        if self.accumulator.mean_seen and not self._is_sum:
+            raise JobError(self.accumulator.mean_seen)
 
     def _translated_errors(self, what: str) -> AbstractContextManager[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
