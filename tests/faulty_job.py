@@ -38,7 +38,7 @@ class Faulty:
 
     @steps.setter
     def steps(self, steps):
-        self._progress["steps"] = steps
+        self._progress = UserDict(self._progress, steps=steps)  # so that copies of the job differ
 
     def now(self, fault):
         mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank

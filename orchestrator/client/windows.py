@@ -61,6 +61,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
+from orchestrator.units import plural
 
 
 class UserWindow:
@@ -263,7 +264,7 @@ class Windows:
         return self._each()
 
     def _each(self) -> Iterator[UserWindow]:
-        whole = False
+        whole = applied = False
         self._parts[0].stop()  # from now on a signal waits for the next boundary
         try:
             for window in self._loop:
@@ -272,12 +273,20 @@ class Windows:
                 rate = float(self._all[0].optimizer.param_groups[0].get("lr") or 0.0)
                 self.seed_all_alike("window", window.update)
                 yield self._window
-                self._loop.end_window(self._report(), learning_rate=rate)
+                report = self._report()
+                applied = applied or report.applied
+                self._loop.end_window(report, learning_rate=rate)
             whole = True
         finally:
             self._leave(whole=whole)
         if self._checkpoints is not None and self._checkpoints.unsaved is not None:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
+        if len(self) and not (applied or self.first or self.stopping):
+            raise JobError(
+                f"none of {plural(len(self), 'update')} was applied, so the weights are those of "
+                "the beginning: each had a loss or gradient that is not finite "
+                "(on_non_finite='skip', or float16), or nothing in it counted (a weight of 0)"
+            )
 
     def _begin(self, given: Window) -> UserWindow:
         self._run.set_update(given.update, given.epoch)

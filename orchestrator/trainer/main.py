@@ -47,6 +47,8 @@ def _train(worker: WorkerProcess) -> int:
             training.recorder.close(finished=finished)
             if worker.topology.scheduled:  # others publish no attempts
                 worker.fence.check()
+            if finished:
+                training.require_applied()
             if finished or not worker.depart(progress.updates):
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):

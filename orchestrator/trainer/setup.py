@@ -166,6 +166,20 @@ class Training:
                 progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
         return history
 
+    def require_applied(self) -> None:
+        """On the rank that writes, refuse a training that has changed no weight.
+
+        Raises:
+            JobError: no update of any attempt was applied.
+        """
+        updates = read_metrics(self.run.metrics).updates
+        if self.progress.updates and not any(record.get("applied", True) for record in updates):
+            raise JobError(
+                f"none of {plural(self.progress.updates, 'update')} was applied, so the weights "
+                "are those of the beginning: each had a loss or gradient that is not finite "
+                "(train.on_non_finite=skip, or float16), or nothing in it counted (a weight of 0)"
+            )
+
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -178,10 +178,14 @@ def check_same_start(
                 value = [name_of.get(id(parameter)) for parameter in value]  # noqa: PLW2901
             for_all.append((f"{key} of the optimizer's group {number}", _digest(value)))
     of_replicas = [(_NUMBERS + name, _digest(tensor)) for name, tensor in shards]
-    for parameter, state in optimizer.state.items():
-        for key in sorted(state, key=str):
-            what = f"the optimizer's {key} of {name_of.get(id(parameter))}"
-            of_replicas.append((what, _digest(state[key])))
+    for owner, state in optimizer.state.items():
+        if not isinstance(state, Mapping):  # a number that the optimizer keeps for itself
+            of_replicas.append((f"the optimizer's {owner}", _digest(state)))
+            continue
+        entries: Mapping[Any, Any] = state
+        for key in sorted(entries, key=str):
+            what = f"the optimizer's {key} of {name_of.get(id(owner))}"
+            of_replicas.append((what, _digest(entries[key])))
     if not shards:
         check_same_traits(group, [*for_all, *of_replicas])
         return

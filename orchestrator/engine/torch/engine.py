@@ -400,7 +400,9 @@ class TorchEngine(Engine):
 
     def memory_bytes(self) -> dict[str, int]:
         state = self.accumulator.optimizer.state.values()
-        tensors = (v for held in state for v in held.values() if isinstance(v, Tensor))
+        # An optimizer may keep plain numbers of its own beside the states of parameters.
+        states = (held for held in state if isinstance(held, Mapping))
+        tensors = (v for held in states for v in held.values() if isinstance(v, Tensor))
         return {
             "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
             "gradients": self.accumulator.gradient_bytes(),

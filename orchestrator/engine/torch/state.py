@@ -188,8 +188,9 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """`load_state_dict`, but to the bit, with strides that fused kernels can read, and without the
     masters of a sharded optimizer.
     """
-    states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in saved["state"].items()}
-    optimizer.load_state_dict({**saved, "state": states})
+    of_parameters = {n: s for n, s in saved["state"].items() if isinstance(s, Mapping)}
+    states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in of_parameters.items()}
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], **states}})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in states.items():
         parameter, mastered = parameters[number], MASTER in saved["state"][number]

@@ -116,6 +116,41 @@ def test_a_checkpoint_of_another_models_parts_is_refused(tmp_path):
         engine.load_state(tmp_path, extra)
 
 
+class Numbered(torch.optim.SGD):
+    """Keeps plain numbers in its state: for itself, and for each parameter."""
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                state["count"] = state.get("count", 0) + 1
+        self.state["steps"] = self.state.get("steps", 0) + 1
+        return super().step(closure)
+
+
+def test_an_optimizer_with_plain_numbers_in_its_state_is_saved_and_survives(tmp_path):
+    class Job(Curve):
+        def optimizer(self, model):
+            return Numbered(model.parameters(), 0.1)
+
+    settings = {**SETTINGS, "optimizer": {}}
+    engines = begun(4, lambda engine, rank: train(engine, range(2)), Job, settings)
+    expected = begun(4, lambda engine, rank: train(engine, range(5)), Job, settings)[0]
+    assert engines[0].memory_bytes()["optimizer"] == 0
+
+    def then(group):
+        engine = engine_of(Job(), None, **settings) if group.rank == 2 else engines[group.rank]
+        digest = go_on(engine, group, 0 if group.rank == 2 else 2)[1]
+        assert engine.accumulator.optimizer.state["steps"] == 5
+        return digest
+
+    assert set(run_in_threads(3, then)) == {expected.weights_sha256()}
+    extra = json.loads(json.dumps(engines[0].save_state(tmp_path)))
+    resumed = engine_of(Job(), None, **settings)
+    resumed.load_state(tmp_path, extra)
+    assert resumed.accumulator.optimizer.state["steps"] == 5
+
+
 # ------------------------------------------------------------------ state of the job
 
 
