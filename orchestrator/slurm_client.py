@@ -25,6 +25,7 @@ from typing import TypeVar
 from orchestrator.errors import ClusterError, Interrupted, NotNow, describe_status, expand_user
 from orchestrator.rundir.files import read_end, read_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.units import seconds
 
 T = TypeVar("T")
 
@@ -363,24 +364,6 @@ class Job:
     def suspended_by(self) -> str:
         """Return what suspended a started job, and what lets it continue; "" for any other."""
         return SUSPENDED.get(self.state, "").format(self.id)
-
-
-def seconds(span: str) -> float | None:
-    """Parse SLURM's spans of time: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
-
-    None for UNLIMITED, N/A and the like.
-
-    >>> seconds("1-02:03:04"), seconds("0:59"), seconds("90"), seconds("1-12"), seconds("N/A")
-    (93784.0, 59.0, 5400.0, 129600.0, None)
-    """
-    days, dash, rest = span.strip().rpartition("-")
-    parts = rest.split(":")
-    if not all(map(str.isdigit, [*parts, days] if dash else parts)):
-        return None
-    numbers = [int(part) for part in parts]
-    if len(numbers) < 3:
-        numbers = [*numbers, 0, 0] if dash else [0, *numbers, 0]
-    return float(int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
 
 
 CUT_SHORT = re.compile(r"\d+(_\S*)?\|")

@@ -261,7 +261,7 @@ class OrchestratorExecutor(SlurmExecutor):
             )
         folder = JobPaths.get_first_id_independent_folder(self.folder)
         folder.mkdir(parents=True, exist_ok=True)
-        minutes = self.parameters.get("time", 5)
+        minutes = self._time_limit_min
         pickles = [folder / f"{uuid.uuid4().hex}.pkl" for _ in delayed_submissions]
         size, count = 0.0, len(pickles)
         with contextlib.ExitStack() as on_failure:
@@ -293,7 +293,7 @@ class OrchestratorExecutor(SlurmExecutor):
         if self.parameters.get("stderr_to_stdout"):
             overrides.append(f"cluster.environment.{ONE_LOG}='1'")
         defaults = {"nodes": 1, "ntasks_per_node": 1, "signal_delay_s": 90, "time": 5}
-        parameters: dict[str, Any] = {**defaults, **self.parameters}
+        parameters: dict[str, Any] = {**defaults, **self.parameters, "time": self._time_limit_min}
         for name, value in parameters.items():
             if value is None or (self._is_local and name not in ("nodes", "ntasks_per_node")):
                 continue
@@ -316,12 +316,20 @@ class OrchestratorExecutor(SlurmExecutor):
         return [*overrides, *self._options]
 
     @property
+    def _time_limit_min(self) -> int:
+        """The time limit in minutes, also where `slurm_time` is in one of SLURM's forms."""
+        from orchestrator.units import time_limit_min
+
+        limit = self.parameters.get("time", 5)
+        return time_limit_min(limit, "slurm_time") if isinstance(limit, str) else limit
+
+    @property
     def _is_local(self) -> bool:
         return self._cluster == "local"
 
     def _follow(self, count: int) -> list[str]:
         """Start the runs on simulated nodes, each with a process that follows it."""
-        minutes, ahead_s = self.parameters.get("time", 5), self.parameters.get("signal_delay_s", 90)
+        minutes, ahead_s = self._time_limit_min, self.parameters.get("signal_delay_s", 90)
         limits = [str(minutes * 60), str(min(ahead_s, minutes * 30))]
         command = [sys.executable, "-m", MODULE, "follow", str(self.folder), *limits]
         started = [

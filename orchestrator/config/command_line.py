@@ -12,6 +12,7 @@ from typing import Any
 
 from orchestrator.config.job_source import is_this_python
 from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
+from orchestrator.config.typed_text import quote_text
 from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest
 
 PRIMARY = "config"
@@ -256,6 +257,7 @@ def to_hydra(override: str, *, sweep: bool = False) -> str:
         return override
     if bare in FREE_SECTIONS and value == "null":
         return f"~{bare}"  # Hydra's way to choose none of a group
+    value = quote_text(bare, value)
     found = None if sweep else SCHEDULER_OPTIONS.fullmatch(f"{bare}={value}")
     value = f"'{value}'" if found and set(value) & set(",[]|&()*") else _quoted_home(value)
     if bare.startswith(tuple(f"{table}." for table in FREE_TABLES)) or (

@@ -21,7 +21,7 @@ from omegaconf import DictConfig, OmegaConf, open_dict, read_write
 from orchestrator.config.changes import flat
 from orchestrator.config.command_line import PRIMARY, CommandLine, check_overrides, key_of, to_hydra
 from orchestrator.config.job_source import builds_optimizer
-from orchestrator.config.loader import Loader, register_resolver
+from orchestrator.config.loader import HYDRA_KEYS, Loader, register_resolver
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import RUN_FOLDER, map_texts, read_config, unknown_keys
@@ -118,8 +118,6 @@ def resolve(found: DictConfig) -> dict[str, Any]:
 
 RUN_DIR_OF_HYDRA = "."  # as base.yaml has it
 BASIC_SWEEPER = "hydra._internal.core_plugins.basic_sweeper.BasicSweeper"
-HYDRA_KEYS = ("hydra.mode", "hydra.searchpath", "hydra.sweep.dir", "hydra.sweep.subdir")
-"""Hydra's own settings that have an effect here."""
 
 
 def refuse_unused(overrides: Sequence[str]) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from collections.abc import Callable, Sequence
 from datetime import datetime
+from importlib import resources
 from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
@@ -13,18 +15,23 @@ from typing import Any
 import hydra
 from hydra import version
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
 from hydra._internal.config_search_path_impl import ConfigSearchPathImpl
 from hydra.core.config_search_path import SearchPathElement, SearchPathQuery
 from hydra.core.config_store import ConfigStore
+from hydra.core.default_element import GroupDefault
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, Override, RangeSweep, Sweep
 from hydra.core.plugins import Plugins
 from hydra.core.utils import setup_globals
+from hydra.plugins.config_source import ConfigResult
 from hydra.plugins.search_path_plugin import SearchPathPlugin
 from omegaconf import OmegaConf
 
+from orchestrator.config.changes import flat
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.schema import Config
+from orchestrator.config.typed_text import TypedFile
 from orchestrator.errors import ConfigError, expand_user
 
 
@@ -117,6 +124,73 @@ def search_path(config_dir: str | None) -> UserFirstSearchPath:
     return path
 
 
+HYDRA_KEYS = ("hydra.mode", "hydra.searchpath", "hydra.sweep.dir", "hydra.sweep.subdir")
+"""Hydra's own settings that have an effect here."""
+
+_ELSEWHERE = ("hydra.run.dir", "hydra.sweeper.params", "hydra.sweeper._target_", "hydra/sweeper")
+"""Further ones of files: the points of a sweep, and what the composition refuses with advice."""
+
+_AS_HERE = {
+    "hydra.job.chdir": False,
+    "hydra.output_subdir": None,
+    "hydra/job_logging": "none",
+    "hydra/hydra_logging": "none",
+}
+"""Settings that say what is done anyway."""
+
+
+class Repository(ConfigRepository):
+    """Configuration files, with texts as they were typed."""
+
+    def load_config(self, config_path: str) -> ConfigResult | None:
+        """Read a file.
+
+        Raises:
+            ConfigError: it has settings of Hydra's that would be ignored, or values that YAML reads
+                in another way than they look.
+        """
+        found = super().load_config(config_path)
+        if found is None or found.provider in (SHIPPED, "hydra", "schema"):
+            return found
+        if not OmegaConf.is_dict(found.config):
+            return found
+        scheme, _, folder = found.path.partition("://")
+        name = config_path if config_path.endswith(".yaml") else f"{config_path}.yaml"
+        group = str(Path(config_path).parent).replace("/", ".").strip(".")
+        package = found.header.get("package") or "_group_"
+        package = package.replace("_group_", group).replace("_global_", "").strip(".")
+        self._refuse_unused(found, package, name)
+        if scheme == "file":
+            text = Path(folder, name).read_text(encoding="utf-8")
+        else:
+            text = resources.files(folder).joinpath(name).read_text(encoding="utf-8")
+        TypedFile(found.config, text, package, name).keep_text()
+        return found
+
+    def _refuse_unused(self, found: ConfigResult, package: str, name: str) -> None:
+        """Raise `ConfigError` for a file's settings of Hydra's that would be ignored."""
+        values: Any = OmegaConf.to_container(found.config, resolve=False)
+        settings = [(f"{package}.{key}".lstrip("."), value) for key, value in flat(values)]
+        settings += [
+            (str(default.group), default.value)
+            for default in found.defaults_list or ()
+            if isinstance(default, GroupDefault)
+        ]
+        unused = [
+            key
+            for key, value in settings
+            if re.match(r"hydra[./]", key)
+            and not key.startswith((*HYDRA_KEYS, *_ELSEWHERE, "hydra.help"))
+            and not (key in _AS_HERE and value == _AS_HERE[key])
+        ]
+        if unused:
+            raise ConfigError(
+                f"{name}: {' and '.join(unused)} {'means' if len(unused) == 1 else 'mean'} nothing "
+                f"here; of Hydra's own settings there are {', '.join(HYDRA_KEYS)}; leave "
+                f"{'it' if len(unused) == 1 else 'them'} out"
+            )
+
+
 def _has_sweep(value: Any) -> bool:
     """Return whether a list or a dictionary contains a sweep, at any depth."""
     parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
@@ -140,6 +214,7 @@ class Loader(ConfigLoaderImpl):
         for resolver in (dense_parameters, transformer_parameters, sum_of, when_null):
             register_resolver(resolver.__name__, resolver)
         super().__init__(search_path(config_dir))
+        self.repository = Repository(self.config_search_path)
 
     def parse(self, overrides: Sequence[str]) -> list[Override]:
         return OverridesParser.create(config_loader=self).parse_overrides(list(overrides))

@@ -26,7 +26,7 @@ from orchestrator.errors import ConfigError, JobError
 from orchestrator.plugins import FRAMEWORKS
 
 SEARCH_ONLY = ("trials", "seed", "direction", "prune")
-SMALL_IS_GOOD = ("loss", "seconds")
+SMALL_IS_GOOD = ("auto", "loss", "held_out.loss", "seconds")
 
 
 def search_problems(sweep: SweepConfig) -> Iterator[str]:

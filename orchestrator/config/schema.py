@@ -260,7 +260,7 @@ class SweepConfig:
 
     parallel: Any = "auto"
     force: bool = False
-    objective: str = "loss"
+    objective: str = "auto"
     search: str = choice("none", "tpe", "random", "grid")
     trials: int | None = number(None, least=1, most=10_000)
     seed: int = number(0, least=0)

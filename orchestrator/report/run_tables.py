@@ -270,15 +270,22 @@ def _rows_of_program(
 
 
 def _skipped(updates: Sequence[Record]) -> list[Row]:
-    """Count updates that changed no weight, because of an overflow or by
-    `train.on_non_finite=skip`.
+    """Count updates that changed no weight: because of an overflow, by `train.on_non_finite=skip`,
+    or because nothing in them counted.
     """
-    count = sum(1 for r in updates if r.get("applied") is False)
-    if not count:
+    skipped = [r for r in updates if r.get("applied") is False]
+    if not skipped:
         return []
+    without_weight = sum(r.get("weight") == 0 for r in skipped)
+    counts = {"not finite": len(skipped) - without_weight, "without weight": without_weight}
+    why = ", ".join(
+        (f"{count} " if len(skipped) != count else "") + what
+        for what, count in counts.items()
+        if count
+    )
     scales = [r["loss_scale"] for r in updates if r.get("loss_scale", 1.0) != 1.0]
     scale = f"; loss scale {scales[0]:g} to {scales[-1]:g}" if scales else ""
-    return [("  not applied", f"{plural(count, 'update')}, not finite{scale}", "yellow")]
+    return [("  not applied", f"{plural(len(skipped), 'update')}, {why}{scale}", "yellow")]
 
 
 def _survived(result: Mapping[str, Any]) -> list[Row]:

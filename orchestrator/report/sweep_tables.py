@@ -159,7 +159,8 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
     add_costs("peak memory", "peak_memory_bytes", format_bytes)
     metrics = dict.fromkeys(name for f in figures for name in f.metrics)
     for name in metrics:
-        add(name, (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures))
+        held_out = (format_number(f.metrics[name]) if name in f.metrics else "-" for f in figures)
+        add(f"held_out {name}", held_out)
     if not metrics:
         add("final loss", (format_number(f.loss) for f in figures))
     add_costs("collectives /update", "collectives_per_update", format_count)

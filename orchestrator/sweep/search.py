@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice, product
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import optuna
 from optuna.exceptions import OptunaError
@@ -30,6 +30,7 @@ from orchestrator.config.composer import Composer
 from orchestrator.config.job_source import read_once
 from orchestrator.config.loader import OF_A_SEARCH
 from orchestrator.config.messages import config_errors
+from orchestrator.config.program import is_program
 from orchestrator.config.rules import at_once
 from orchestrator.errors import (
     EXIT_FAILED,
@@ -41,6 +42,7 @@ from orchestrator.errors import (
     NotNow,
     RunFolderError,
     UsageError,
+    did_you_mean,
     expand_user,
 )
 from orchestrator.report.status_tables import describe_trial, print_search
@@ -78,6 +80,7 @@ class Search:
     """A search as its command line describes it.
 
     Attributes:
+        objective: the stated one; see `Objective`.
         trials: how many there are to be.
         most: trials at once; None: as many as this machine has room for.
         attended: trials run on this machine, as children of this process.
@@ -99,6 +102,9 @@ class Search:
         with read_once():
             point = self._check_alternatives()
         self.sweep, self.folder = point.config.sweep, point.folder.parent
+        # A program evaluates by itself.
+        by_default = self.sweep.objective == "auto" and is_program(point.config.job)
+        self.objective = "loss" if by_default else self.sweep.objective
         self.attended = class_for(point.config).attended
         most = at_once(self.sweep.parallel)
         self.most = most if self.attended else most or TRIALS_ON_A_SCHEDULER
@@ -300,6 +306,63 @@ class Trial:
     pruned: str = ""
 
 
+HELD_OUT = "held_out."
+"""Prefix of the figures that a job's `evaluate` returns. `loss` alone is the training's."""
+
+
+class Objective:
+    """The figure that a search optimises.
+
+    Args:
+        stated: `sweep.objective`.
+
+    Attributes:
+        name: its full name; "auto" until the first evaluation, or the end of a trial, tells
+            whether the job evaluates a loss.
+    """
+
+    def __init__(self, stated: str) -> None:
+        whole = stated in ("auto", "loss", "seconds") or stated.startswith(HELD_OUT)
+        self.stated, self.name = stated, stated if whole else HELD_OUT + stated
+
+    def refusal(self, held_out: Mapping[str, Any]) -> str:
+        """Return why a job with these held-out figures cannot be judged by it; "" if it can.
+
+        >>> Objective("acuracy").refusal({"accuracy": 0.5})
+        "sweep.objective=acuracy: the job does not evaluate it; did you mean 'held_out.accuracy'?"
+        """
+        names = [HELD_OUT + name for name in held_out]
+        if self.name == "auto":
+            if names and HELD_OUT + "loss" not in names:
+                return (
+                    f"sweep.objective is not set, and the job evaluates {', '.join(names)}, but no "
+                    f"loss: add sweep.objective={names[0]} with sweep.direction=maximize or "
+                    "minimize, or sweep.objective=loss for the training's"
+                )
+            self.name = HELD_OUT + "loss" if names else "loss"
+        if not self.name.startswith(HELD_OUT) or self.name in names:
+            return ""
+        known = [*names, "loss", "seconds"]
+        hint = did_you_mean(self.name, known)
+        return f"sweep.objective={self.stated}: the job does not evaluate it{hint}"
+
+    def of_record(self, record: Mapping[str, Any]) -> float | None:
+        """Return its value in a line of metrics.jsonl; None where that has none."""
+        if self.name.startswith(HELD_OUT):
+            return _number((record.get("evaluation") or {}).get(self.name.removeprefix(HELD_OUT)))
+        return _number(record.get(self.name))
+
+    def of_result(self, result: Mapping[str, Any]) -> float | None:
+        """Return its value in result.json."""
+        if self.name.startswith(HELD_OUT):
+            return _number((result.get("metrics") or {}).get(self.name.removeprefix(HELD_OUT)))
+        return _number(result.get(self.name))
+
+
+def _number(value: Any) -> float | None:
+    return float(value) if isinstance(value, int | float) else None
+
+
 class Searcher:
     """One start of a search: draws trials, runs them and records their results in the study."""
 
@@ -311,6 +374,7 @@ class Searcher:
         self._waiting: list[Trial] = []
         self._folders: dict[int, Path] = {}
         self._newest: PointTask | None = None
+        self._objective = Objective(search.objective)
         self.table: dict[str, Any] = {}
 
     def run(self, given: Sequence[str] = ()) -> None:
@@ -336,7 +400,9 @@ class Searcher:
                 break
             for ended in self._runs.wait():
                 self._end(ended)
-            self._prune()
+            for trial in list(self._running.values()):
+                if not trial.pruned:
+                    self._follow(trial)
 
     def _trials(self) -> Sequence[FrozenTrial]:
         return self._study.get_trials(deepcopy=False)
@@ -445,34 +511,53 @@ class Searcher:
 
     # Trials end.
 
-    def _prune(self) -> None:
-        for trial in self._running.values():
-            if trial.pruned:
-                continue
-            for update in self._report(trial):
-                frozen = self._trials()[trial.number]
-                if self._pruner is not None and self._pruner.prune(self._study, frozen):
-                    trial.pruned = (
-                        f"worse after update {update + 1} than the median of those before it"
-                    )
-                    write_json(trial.task.run.pruned, {"why": trial.pruned})
-                    self._runs.stop(trial.task)
-                    break
+    def _follow(self, trial: Trial) -> None:
+        """Read what a trial has measured since; prune it where it is worse than others.
+
+        Raises:
+            ConfigError: the job does not measure the objective.
+        """
+        for update in self._report(trial):
+            frozen = self._trials()[trial.number]
+            if self._pruner is not None and self._pruner.prune(self._study, frozen):
+                trial.pruned = f"worse after update {update + 1} than the median of those before it"
+                write_json(trial.task.run.pruned, {"why": trial.pruned})
+                self._runs.stop(trial.task)
+                break
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
-        objective = self._search.sweep.objective
-        for record in trial.metrics.read() if self._pruner is not None else ():
-            update = record.get("update", -1)
-            figures = record if objective == "loss" else record.get("evaluation") or {}
-            value = figures.get(objective)
-            if not isinstance(value, int | float) or not math.isfinite(value):
+        for record in trial.metrics.read():
+            if held_out := record.get("evaluation"):
+                self._check_objective(trial, held_out)
+            value = self._objective.of_record(record)
+            if self._pruner is None or value is None or not math.isfinite(value):
                 continue
+            update = record.get("update", -1)
             if update > trial.reported and is_judged(update + 1):  # not one that is redone
                 trial.reported = update
                 trial_id = self._id(trial.number)
-                self._storage.set_trial_intermediate_value(trial_id, update, float(value))
+                self._storage.set_trial_intermediate_value(trial_id, update, value)
                 yield update
+
+    def _check_objective(self, trial: Trial, held_out: Mapping[str, Any]) -> None:
+        """Refuse an objective that the job does not evaluate, at its first evaluation.
+
+        Raises:
+            ConfigError: and no earlier trial has measured it. All trials have stopped.
+        """
+        why = self._objective.refusal(held_out)
+        if why and not any(t.state is TrialState.COMPLETE for t in self._trials()):
+            self._give_up(trial, why)
+
+    def _give_up(self, trial: Trial, why: str) -> NoReturn:
+        """End all trials at their next boundaries, and the search."""
+        for one in self._running.values():
+            self._runs.stop(one.task)
+        while self._runs.running and not interrupts.count:
+            self._runs.wait()
+        self._tell(trial.number, TrialState.FAIL, why)
+        raise ConfigError(why)
 
     def _end(self, ended: PointResult) -> None:
         trial = self._running.pop(ended.task.run.path)
@@ -485,7 +570,7 @@ class Searcher:
 
     def _evaluate(self, trial: Trial, refusal: str | None = None) -> None:
         """Record what a trial measured, or why it has no value, once its run is over."""
-        objective, value = self._search.sweep.objective, None
+        value = None
         why = refusal
         if not why:
             [status], _ = statuses([trial.task.run])
@@ -497,21 +582,17 @@ class Searcher:
                 why = status.reason or f"it was {status.state}"
         if not why:
             result = trial.task.run.read_result() or {}
-            found = {
-                **(result.get("metrics") or {}),
-                **{k: result.get(k) for k in ("loss", "seconds")},
-            }
-            figures = {k: float(v) for k, v in found.items() if isinstance(v, int | float)}
-            value = figures.get(objective)
-            if value is None:
-                known = ", ".join(sorted(figures))
-                why = f"sweep.objective={objective}: measured no such figure, but {known}"
-                if not any(t.state is TrialState.COMPLETE for t in self._trials()):
-                    self._tell(trial.number, TrialState.FAIL, why)
-                    more = "if other trials will, the same line goes on with them"
-                    raise ConfigError(f"{why}; {more}")
-            elif not math.isfinite(value):
-                why = f"its {objective} is {value}"
+            held_out = result.get("metrics") or {}
+            why = self._objective.refusal(held_out)
+            value = None if why else self._objective.of_result(result)
+            if not why and value is None:
+                why = f"sweep.objective={self._objective.stated}: it measured no such figure"
+            if why and not any(t.state is TrialState.COMPLETE for t in self._trials()):
+                self._give_up(
+                    trial, f"{why}; if other trials will, the same line goes on with them"
+                )
+            if value is not None and not math.isfinite(value):
+                why = f"its {self._objective.name} is {value}"
         if why:
             self._tell(trial.number, TrialState.FAIL, why)
             return
@@ -552,7 +633,7 @@ class Searcher:
         line = search.composer.line
         self.table = {
             "search": search.sweep.search,
-            "objective": search.sweep.objective,
+            "objective": self._objective.name,
             "maximize": search.maximize,
             "wanted": search.trials,
             "trials": trials,

@@ -16,6 +16,7 @@ from typing import Any, cast
 from orchestrator.agent.processes import this_process_alone
 from orchestrator.audit import FOLDER
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
+from orchestrator.client.run import current_run
 from orchestrator.engine.api import Engine
 from orchestrator.errors import EXIT_FINISHED, EXIT_STOPPED, Evicted, PeerLost
 from orchestrator.rundir.checkpoints import remove_partial
@@ -33,7 +34,10 @@ def main(run: Path, attempt: int) -> int:
 
 def _train(worker: WorkerProcess) -> int:
     """Train to the end; on the rank that is 0 then, write the result. Collective."""
-    with this_process_alone(), _audited(worker.topology.rank):
+    rank, ranks = worker.topology.rank, worker.topology.size
+    # Libraries that a job uses (loggers, say) look here for whether they are on rank 0.
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    with this_process_alone(), _audited(rank):
         training = set_up(worker)
         worker.close_tracker = training.close_tracker
         progress, began = training.progress, time.perf_counter()
@@ -46,6 +50,7 @@ def _train(worker: WorkerProcess) -> int:
                 worker.fence.check()
             if finished:  # a rank 0 that was lost may have been saving
                 remove_partial(worker.run.checkpoints)
+                training.require_applied()
             if finished or not worker.depart(progress.updates):
                 result = training.result(facts, seconds)
                 if not finished and (why := worker.why_for_good()):
@@ -85,7 +90,15 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
     group = training.group if membership is None else membership  # with the present rank and size
     train, in_shards = training.config.train, training.config.engine.shard_model != "none"
     worker.link.send_event("trains")
+
+    def evaluate() -> dict[str, float]:
+        """Return the held-out figures after the last update; a restart may begin with them."""
+        last = progress.updates - 1
+        current_run.set_update(last, loop.windows.epoch_of(last))
+        return engine.evaluate()
+
     while True:
+        current_run.set_ranks(group.rank, group.size)
         if membership is not None and membership.changes:  # in another group than before
             progress.newcomers = False
             training.checkpoints.rank = group.rank
@@ -113,7 +126,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             # SLURM may end the step when a lost node comes back, and more losses may follow.
             checkpoint_soon=membership is not None and bool(membership.changes),
             # A model in shards computes on all ranks of a copy together.
-            evaluate=engine.evaluate if group.rank == 0 or in_shards else None,
+            evaluate=evaluate if group.rank == 0 or in_shards else None,
         )
         try:
             if in_shards:  # all evaluate together, though some may have before others were lost
@@ -158,6 +171,7 @@ def _compute(loop: TrainingLoop, engine: Engine, stop: StopFlag) -> None:
     """Compute the windows of one group."""
     batches = engine.batches(loop.micro_batches(loop.progress.updates))
     for window in loop:
+        current_run.set_update(window.update, window.epoch)
         engine.begin_window(window)
         for number, micro_batch in enumerate(window.micro_batches):
             loop.begin_micro_step(window, number)

@@ -13,6 +13,7 @@ from typing import Any
 from orchestrator.agent.topology import interface_variables
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
+from orchestrator.client.run import current_run
 from orchestrator.clusters.machine import visible_gpus
 from orchestrator.config.job_source import check_target
 from orchestrator.config.optimizer import base_rate
@@ -175,6 +176,20 @@ class Training:
                 progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
         return history
 
+    def require_applied(self) -> None:
+        """On the rank that writes, refuse a training that has changed no weight.
+
+        Raises:
+            JobError: no update of any attempt was applied.
+        """
+        updates = read_metrics(self.run.metrics).updates
+        if self.progress.updates and not any(record.get("applied", True) for record in updates):
+            raise JobError(
+                f"none of {plural(self.progress.updates, 'update')} was applied, so the weights "
+                "are those of the beginning: each had a loss or gradient that is not finite "
+                "(train.on_non_finite=skip, or float16), or nothing in it counted (a weight of 0)"
+            )
+
     def facts_of_ranks(self) -> dict[str, Any]:
         """Return values of result.json that all ranks know together. Collective.
 
@@ -265,6 +280,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     named = check_target(config.job["_target_"]).framework  # as far as its source tells
     if named is not None and FRAMEWORKS.refusal(named) is None:
         FRAMEWORKS.make(named, Framework).ahead(spec)  # slow parts, before the job is imported
+    name = str(config.job["_target_"]).rpartition(".")[2]
+    current_run.enter_job(name, run.path, attempt, topology.rank, topology.size)
     job = build_job(with_run_folder(config.job, str(run.path)))
     named = framework_of(job)
     refuse_unsupported(config, named, coupled=is_coupled(job))  # its source may not have told

@@ -70,6 +70,20 @@ def test_importing_us_is_quick_and_without_a_run_the_same_lines_do_nothing(tmp_p
     assert not list(tmp_path.iterdir())
 
 
+def test_in_a_job_class_it_says_where_the_training_is_and_refuses_what_the_trainer_does(tmp_path):
+    run = Run({})
+    run.enter_job("Line", tmp_path, 2, 1, 4)
+    assert run
+    assert (run.folder, run.attempt, run.rank, run.ranks) == (tmp_path, 2, 1, 4)
+    with pytest.raises(JobError, match=r"current_run\.epoch is not known here"):
+        _ = run.epoch
+    run.set_update(7, 3)
+    assert (run.update, run.epoch) == (7, 3)
+    for call in (lambda: run.report(0, loss=1.0), lambda: run.windows(5), lambda: run.save_done(1)):
+        with pytest.raises(JobError, match=r"the trainer of a job class \(Line\)"):
+            call()
+
+
 def attempt_without_stop(folder):
     folder.mkdir(parents=True)
     for name in (STOP_REQUESTED, STOP_AFTER):

@@ -55,3 +55,39 @@ def test_no_verb_and_no_launch_imports_a_framework(tmp_path):
         imported = {line.rsplit("|", 1)[-1].strip() for line in done.stderr.splitlines()}
         assert "orchestrator.errors" in imported
         assert not {"torch", "mindspore", "sklearn"} & imported
+
+
+MASKED = """
+import torch
+from torch.nn.functional import cross_entropy
+from orchestrator import Job, Loss
+
+class Masked(Job):
+    def __init__(self, all=False):
+        self.all = all
+
+    def model(self):
+        return torch.nn.Linear(4, 3)
+
+    def dataset(self):
+        x = torch.randn(32, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(x, x[:, :3].argmax(1), torch.arange(32))
+
+    def loss(self, model, batch):
+        x, y, number = batch
+        y = torch.where((number == 3) & (not self.all), y, -100)
+        return Loss(cross_entropy(model(x), y, reduction="sum"), weight=(y >= 0).sum())
+"""
+
+
+def test_updates_in_which_nothing_counts_are_skipped_but_not_all_of_them(tmp_path):
+    (tmp_path / "masked.py").write_text(MASKED)
+    asked = ["job._target_=masked.Masked", "accumulation.global_batch=16", "train.epochs=1"]
+    asked += [helpers.SMALL, "tracker=none"]
+    one = helpers.call(*asked, f"run.dir={tmp_path / 'one'}", cwd=tmp_path, code=0)
+    assert sorted(r["applied"] for r in helpers.records(tmp_path / "one")) == [False, True]
+    assert "add up to 0 over all ranks" in one.stdout + one.stderr
+    assert re.search(r"not applied +1 update, without weight", one.stdout)
+    none = helpers.call(*asked, "job.all=true", f"run.dir={tmp_path / 'none'}", cwd=tmp_path)
+    assert none.returncode == 1
+    assert "none of 2 updates was applied" in none.stdout + none.stderr

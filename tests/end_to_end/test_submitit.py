@@ -18,7 +18,7 @@ from orchestrator import submitit_plugin
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.composer import compose
-from orchestrator.errors import ClusterError
+from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.program_link import ATTEMPT, RUN
 from orchestrator.submitit_plugin import VARIABLE, OrchestratorExecutor, _is_followed
@@ -147,6 +147,16 @@ def test_memory_has_the_units_of_sbatch(memory, monkeypatch, tmp_path):
 def test_parameters_without_effect_are_warned_of(parameters, words, tmp_path):
     with pytest.warns(UserWarning, match=words):
         OrchestratorExecutor(tmp_path).update_parameters(**parameters)
+
+
+def test_a_time_limit_of_slurms_forms_is_the_one_that_was_typed(monkeypatch, tmp_path):
+    monkeypatch.setenv(VARIABLE, "slurm")
+    executor = OrchestratorExecutor(tmp_path)
+    executor.update_parameters(time="4:00:00")
+    assert "cluster.time_min=240" in executor._overrides()
+    executor.update_parameters(time="4h")
+    with pytest.raises(ConfigError, match="slurm_time is a time limit"):
+        executor._overrides()
 
 
 def test_both_streams_go_to_one_log_where_that_is_asked_for(tmp_path):

@@ -45,8 +45,8 @@ def _losses(policy, *rows):
     [
         ([(1.0, 1.0), (-1.0, 1.0)], "negative or not finite in update 3, .* 1, micro-step 1;"),
         ([(math.nan, 1.0)], "negative or not finite in update 3, first on rank 1, micro-step 0;"),
-        ([(0.0, 1.0)], "the weights of update 3 add up to 0"),
-        ([], "the weights of update 3 add up to 0"),
+        ([(0.0, 1.0)], "the weights of update 3 add up to 0 over all ranks, and the losses to 1,"),
+        ([], "the weights of update 3 add up to 0 over all ranks: no rank had a micro-step"),
         ([(1e308, 1.0)] * 2, "the weights of update 3 add up to inf"),
     ],
 )  # fmt: skip
@@ -54,6 +54,13 @@ def _losses(policy, *rows):
 def test_weights_that_cannot_be_divided_by_are_refused_by_both_policies(rows, said, on_non_finite):
     with pytest.raises(JobError, match=said):
         _losses(_policy(on_non_finite), *rows)
+
+
+@pytest.mark.parametrize("on_non_finite", ["stop", "skip"])
+def test_an_update_in_which_nothing_counts_is_skipped_with_a_word(on_non_finite):
+    with pytest.warns(UserWarning, match="the weights of update 3 add up to 0 .* is skipped"):
+        assert _losses(_policy(on_non_finite), (0.0, 0.0), (0.0, 0.0)) is None
+    assert math.isnan(Trailer.from_losses([0.0, 0.0], 0).report(())["loss"])
 
 
 def _decide(policy, weight, norm, named=list, **more):

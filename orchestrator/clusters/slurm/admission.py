@@ -17,7 +17,8 @@ from dataclasses import dataclass
 
 from orchestrator.clusters.api import Admission
 from orchestrator.errors import ClusterError, did_you_mean
-from orchestrator.slurm_client import Answer, SlurmClient, explained, seconds
+from orchestrator.slurm_client import Answer, SlurmClient, explained
+from orchestrator.units import seconds
 
 PARTITIONS = ("scontrol", "--all", "--oneliner", "show", "partition")
 ACCOUNTING_S = 15.0

@@ -22,6 +22,7 @@ from typing import Any
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.errors import ConfigError, JobError, NonFiniteError
 from orchestrator.plan.wire import FLAGS, LIMBS, SUMS
+from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
 
 UNIT_BITS = 96
@@ -107,12 +108,14 @@ class Trailer:
     Attributes:
         sums: in units; see `WEIGHT` and the following, then one for each metric.
         flags: see `STOP` and the following.
+        steps: this rank's micro-steps.
         first_bad_weight, first_non_finite: this rank's first micro-steps with unusable values.
     """
 
     def __init__(self, metric_count: int = 0) -> None:
         self.sums: list[Units] = [0] * (SUMS + metric_count)
         self.flags = [0] * FLAGS
+        self.steps = 0
         self.first_bad_weight: int | None = None
         self.first_non_finite: int | None = None
 
@@ -120,7 +123,8 @@ class Trailer:
     def from_losses(cls, losses: Sequence[float], metric_count: int) -> Trailer:
         """Sum the micro-steps of a window: weight, total and metrics of each, in their order."""
         trailer, width = cls(metric_count), 2 + metric_count
-        for step in range(len(losses) // width):
+        trailer.steps = len(losses) // width
+        for step in range(trailer.steps):
             weight, total, *metrics = losses[step * width : (step + 1) * width]
             if not (math.isfinite(weight) and weight >= 0):
                 trailer.flags[BAD_WEIGHT] = 1
@@ -172,10 +176,11 @@ class Trailer:
         """Return the fields of a `BoundaryReport` that all ranks share, from the summed trailer."""
         weight, loss, _, _, *metrics = map(to_float, self.sums)
         named = zip(metric_names, metrics, strict=True)
+        divisor = weight or math.nan  # the mean over nothing
         return {
-            "loss": loss / weight,
+            "loss": loss / divisor,
             "weight": weight,
-            "metrics": {name: metric / weight for name, metric in named},
+            "metrics": {name: metric / divisor for name, metric in named},
             "stop_requested": self.flags[STOP] > 0,
             "newcomers": self.flags[NEWCOMERS] > 0,
         }
@@ -274,6 +279,8 @@ class UpdatePolicy:
     ) -> tuple[float, float] | None:
         """Return the averaged gradient's norm, and the factor for the summed one; None skips.
 
+        An update in which nothing counts (all of its tokens are masked, say) is skipped.
+
         Args:
             totals: of all ranks.
             mine: of this rank; it knows where its micro-steps went wrong.
@@ -293,15 +300,28 @@ class UpdatePolicy:
                 f"{self._where(mine.first_bad_weight)}; it must be 0 or more"
             )
         weight = to_float(totals.sums[WEIGHT])
+        if totals.sums[WEIGHT] == 0 and totals.sums[LOSS] == 0:
+            if not any(steps > 0 for (steps,) in self._gather([float(mine.steps)])):
+                raise JobError(
+                    f"the weights of update {update} add up to 0 over all ranks: no rank had a "
+                    "micro-step in it"
+                )
+            warn(
+                f"the weights of update {update} add up to 0 over all ranks (all of its tokens "
+                "are masked, say), so it changes nothing and is skipped; where that is not meant, "
+                "look at what Loss.weight counts",
+                kind="an update without weight",
+            )
+            return None
+        if totals.flags[NON_FINITE] and self._policy == "skip":
+            return None
         if not 0 < weight < float("inf"):  # beyond what the trailer carries it arrives infinite
             raise JobError(
-                f"the weights of update {update} add up to {weight:g} over all ranks, "
-                "and the gradient cannot be divided by that; is every token masked, or was "
-                "there no micro-step?"
+                f"the weights of update {update} add up to {weight:g} over all ranks, and the "
+                f"losses to {to_float(totals.sums[LOSS]):g}, which cannot be divided by that: "
+                "what is masked counts 0 in Loss.total and Loss.weight alike"
             )
         if totals.flags[NON_FINITE]:
-            if self._policy == "skip":
-                return None
             raise NonFiniteError(
                 f"the loss became NaN or infinite in update {update}, first on "
                 f"{self._where(mine.first_non_finite)}; {_REMEDIES}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dis
 import inspect
 import types
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -37,6 +37,7 @@ class Constants:
         for function in functions:
             for name in function.__code__.co_names:
                 self._hold(f"{function.__module__}.{name}", [function.__globals__], name)
+                self._hold_object(name, function.__globals__.get(name), of_job)
         for name in of_job:
             self._hold(f"{type(job).__name__}.{name}", _spaces(job), name)
         bookkeeping = vars(nn.Cell())  # such as `training`, which compiled code follows
@@ -49,6 +50,17 @@ class Constants:
         value = _find(spaces, name)
         if isinstance(value, (*PLAIN, Tensor, np.ndarray)):
             self._held.append((label, spaces, name, value))
+
+    def _hold_object(self, label: str, value: Any, read: Collection[str]) -> None:
+        """Hold what is read of a global object, such as `current_run.update`; of a property that
+        has its name, the attribute with an underscore before it.
+        """
+        if isinstance(value, (type, types.ModuleType, types.FunctionType, nn.Cell, Tensor)):
+            return
+        space: dict[str, Any] = getattr(value, "__dict__", {})
+        for name in space:
+            if name.lstrip("_") in read:
+                self._hold(f"{label}.{name.lstrip('_')}", [space], name)
 
     def check(self) -> None:
         """Raise `JobError` if a value has changed, of which compiled code would see nothing."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import platform
 import time
@@ -31,7 +32,11 @@ from orchestrator.engine.common.job_checks import (
     refuse_scheduler,
     uncompiled,
 )
+from orchestrator.engine.common.job_state import MOST_ENTRIES, JobState
 from orchestrator.engine.common.micro_steps import Clock, derived_seed, seed_python_and_numpy
+from orchestrator.engine.common.modes import ModelModes
+from orchestrator.engine.common.packing import pack, unpack
+from orchestrator.engine.common.replicas import folded
 from orchestrator.engine.mindspore.accumulator import (
     Accumulator,
     Sums,
@@ -134,6 +139,8 @@ class Loader:
 
 
 OPTIMIZER = "optimizer.safetensors"
+JOB = "job.safetensors"
+"""Tensors of the state that a job saves of itself, where there are any."""
 
 
 def arrays_of(parameters: Mapping[str, Parameter]) -> dict[str, Any]:
@@ -229,6 +236,14 @@ class MindSporeEngine(Engine):
         self._window: Window  # the latest
         self._compile_mark = 0.0
         self._clock, self._mark = Clock(), group.mark()
+        # Parameters must not cease to train (`check_trained`); cells may change their mode.
+        cells = {"training": self._model.cells_and_names()}
+        self._modes = ModelModes(cells, lambda cell, mode, value: cell.add_flags(**{mode: value}))
+        in_checkpoints = {id(part) for part in (self._optimizer, *self._model.get_parameters())}
+        in_checkpoints |= {id(cell) for _, cell in self._model.cells_and_names()}
+        self._job_state = JobState(
+            job, nn.Cell, lambda value: 0 if id(value) in in_checkpoints else _version_of(value)
+        )
         check_same_weights(self.weights_sha256(), self.gather)
 
     # ------------------------------------------------------------------ an update
@@ -237,6 +252,7 @@ class MindSporeEngine(Engine):
         return self._loader.batches(micro_batches)
 
     def begin_window(self, window: Window) -> None:
+        self._job_state.watch()
         self._window = window
         self._clock.begin()
         self._compile_mark, self._mark = self._compile_total(), self._group.mark()
@@ -336,6 +352,12 @@ class MindSporeEngine(Engine):
 
     def check_replicas(self) -> None:
         self._replica_checker.check_all()
+        if not self._job_state.saved:
+            return
+        tensors: dict[str, Tensor] = {}
+        packed = pack(self._job_state.state(), tensors, "", Tensor)
+        values = [json.dumps(packed), *(tensors[name].asnumpy().tobytes() for name in tensors)]
+        self._job_state.check_same(self.gather([float(folded(values))]))
 
     def optimizer_used(self) -> dict[str, Any]:
         """Describe the optimizer: its class, where it is from, and its groups of parameters."""
@@ -351,8 +373,17 @@ class MindSporeEngine(Engine):
         """Return what `save_state` would write now, for another thread."""
         weights = self._model.parameters_dict()
         found = {WEIGHTS: weights, OPTIMIZER: state_of(self._optimizer, weights)}
-        extra = {"engine": "mindspore", "precision": self._accumulator.precision.state()}
-        return Snapshot({name: arrays_of(part) for name, part in found.items()}, extra)
+        files = {name: arrays_of(part) for name, part in found.items()}
+        tensors: dict[str, Tensor] = {}
+        extra = {
+            "engine": "mindspore",
+            "precision": self._accumulator.precision.state(),
+            "modes": self._modes.changes(),
+            "job": pack(self._job_state.state(), tensors, "job", Tensor),
+        }
+        if tensors:
+            files[JOB] = {n: np.array(t.asnumpy(), order="C") for n, t in tensors.items()}
+        return Snapshot(files, extra)
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         if extra.get("engine") != "mindspore":
@@ -363,6 +394,10 @@ class MindSporeEngine(Engine):
         load(folder / WEIGHTS, weights)
         load(folder / OPTIMIZER, state_of(self._optimizer, weights))
         self._accumulator.precision.load(extra["precision"])
+        self._modes.apply(extra["modes"])
+        arrays = load_file(str(folder / JOB)) if (folder / JOB).exists() else {}
+        tensors = {name: Tensor(array) for name, array in arrays.items()}
+        self._job_state.load(unpack(extra["job"], tensors))
         self._rate.keep()
 
     def load_weights(self, path: Path) -> None:
@@ -401,6 +436,15 @@ class MindSporeEngine(Engine):
 
     def _compile_total(self) -> float:
         return self._accumulator.compile_s + self._step.compile_s
+
+
+def _version_of(value: Any) -> Any:
+    """Return a tensor's numbers if they are few; else which tensor it is, since MindSpore counts no
+    writes in place.
+    """
+    if not isinstance(value, Tensor):
+        return None
+    return value.asnumpy().tobytes() if value.size <= MOST_ENTRIES else id(value)
 
 
 def _bytes(parameters: Iterable[Any]) -> int:
@@ -459,6 +503,7 @@ class FrameworkEngine(MindSporeEngine):
         return own
 
     def begin_window(self, window: Window) -> None:
+        self._job_state.watch()
         self._window, self._batches = window, []
         self._set_rate(window)
 

@@ -62,6 +62,7 @@ from orchestrator.engine.torch.checks import (
     checked_loss,
     finite_float,
     is_fully_sharded,
+    mean_refusal,
 )
 from orchestrator.engine.torch.consistency_checks import check_same_start, replica_checker
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers, ranks_where, to_floats
@@ -157,6 +158,8 @@ class Accumulator:
     Attributes:
         learning_rate: the optimizer's, which `begin_window` sets where it gets one.
         newcomers_wait: this rank knows of ranks that wait to join; every rank's report will say so.
+        refuse_means: refuse a loss whose graph looks like that of a mean; else `mean_seen` tells
+            why the latest one would have been refused.
         padding: the micro-step to come only keeps ranks in step, and its loss is not counted.
 
     Raises:
@@ -212,6 +215,7 @@ class Accumulator:
             weakref.finalize(self, self._window.warn_if_unfinished)
         self._expected_weight = 1.0
         self.newcomers_wait = self.padding = False
+        self.refuse_means, self.mean_seen = True, ""
         self.clock = Clock()
         parameters = [parameter for _, parameter in trained]
         self._hooks = GradHooks(parameters, self.buffers, self._window.note_undeclared)
@@ -326,6 +330,7 @@ class Accumulator:
                 self._begin(implied_by="backward()")
             with self.clock.compute:
                 row = checked_loss(loss, self.options.metric_names)
+                self._check_mean(loss)
                 if self.padding:
                     row = [0.0] * len(row)
                 self._window.begin_micro_step(last=last)
@@ -345,6 +350,11 @@ class Accumulator:
                 self._reduction.after_backward()
             if self._tracker is not None:
                 self._tracker.computed += 1
+
+    def _check_mean(self, loss: Loss) -> None:
+        self.mean_seen = mean_refusal(loss)
+        if self.mean_seen and self.refuse_means:
+            raise JobError(self.mean_seen)
 
     def record(self, loss: Loss) -> None:
         """Count a micro-step whose backward other code runs (a pipeline's schedule, say).
@@ -384,6 +394,7 @@ class Accumulator:
                     "give that one no `expected_weight`, and not precision='float16'"
                 )
             row = checked_loss(loss, self.options.metric_names)
+            self._check_mean(loss)
             self._window.begin_micro_step(recorded=True)
             self._losses += row
             if self._tracker is not None:

@@ -5,7 +5,7 @@ What has to be the same on all ranks is checked in `consistency_checks`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, cast
 
@@ -15,17 +15,13 @@ from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
-from orchestrator.data import generator_states
 from orchestrator.engine.api import AccumulationOptions
 from orchestrator.engine.common.boundary import MOST_RANKS
 from orchestrator.engine.common.job_checks import check_loss
 from orchestrator.engine.torch.buffers import HALVES, is_sharded
 from orchestrator.engine.torch.group import BaseGroup
-from orchestrator.engine.torch.loader import collate_of
-from orchestrator.engine.torch.model import in_evaluation, kept_state, seed_everything
 from orchestrator.errors import ConfigError, JobError
-from orchestrator.job import Loss, dataset_of
-from orchestrator.rundir.warnings import warn
+from orchestrator.job import Loss
 from orchestrator.units import first_few
 
 
@@ -209,35 +205,56 @@ def _unsupported_reason(parameter: Any, *, by_fsdp: bool) -> str | None:
 
 # ------------------------------------------------------------------ Losses
 # `Loss` takes sums, and a mean is the commonest mistake: `cross_entropy` returns one by default.
-# The last operations of the loss's graph reveal it, for the price of reading a name or two.
+# The last operations of the loss's graph reveal it, for the price of reading a name or two. They
+# are a guess: of a job class `sum_probe` knows better.
 
 
 _ONLY_PASS = ("ToCopy", "Clone", "View", "Squeeze", "Unsqueeze", "Alias", "ReshapeAlias", "Div")
 _SUMS = ("Add", "Sub")
 
 
-def averaged_by(node: Any, depth: int = 8) -> str | None:
-    """Return the operation that made a tensor a mean; None if it is none, or unknown.
+def averaged_by(node: Any, depth: int = 8) -> list[str]:
+    """Return the operations that made a tensor a sum of means; [] if it is none, or unknown.
 
-    A mean that was multiplied afterwards is ignored: it may be a sum again.
+    A mean that was multiplied afterwards is ignored: it may be a sum again. So is one over a single
+    number, which is that number.
 
     >>> x = torch.ones(4, requires_grad=True)
-    >>> [averaged_by(y.grad_fn) for y in (x.mean() / 2, x.mean() * 4, x.sum())]
-    ['mean()', None, None]
+    >>> [averaged_by(y.grad_fn) for y in (x.mean() / 2 + x.mean(), x.mean() * 4, x.sum())]
+    [['mean()', 'mean()'], [], []]
     """
     if node is None or not depth:
-        return None
+        return []
     name = node.name().partition("Backward")[0]
     if name == "Mean":
-        return "mean()" if getattr(node, "_saved_self_sym_numel", None) != 1 else None
+        return ["mean()"] if getattr(node, "_saved_self_sym_numel", None) != 1 else []
     if getattr(node, "_saved_reduction", None) == 1:  # as torch.nn.functional numbers a mean
-        return f"{name}(reduction='mean')"
+        target: Tensor | None = getattr(node, "_saved_target", None)
+        return [] if target is not None and target.numel() == 1 else [f"{name}(reduction='mean')"]
     if name in _ONLY_PASS or name in _SUMS:
         parts = [part for part, _ in node.next_functions if part is not None]
         if parts and (name in _SUMS or len(parts) == 1):
             found = [averaged_by(part, depth - 1) for part in parts]
-            return found[0] if all(found) else None
-    return None
+            return [made_by for means in found for made_by in means] if all(found) else []
+    return []
+
+
+def mean_refusal(loss: Loss) -> str:
+    """Return why a loss looks like a mean that would be divided once more; "" if it does not.
+
+    Not as many means as the weight says that there are samples: these may be the samples' own. With
+    a weight of 1 it may be a mean over one sample's numbers.
+    """
+    total: Any = loss.total
+    means = averaged_by(total.grad_fn)
+    weight = float(loss.weight) if means else 0.0
+    if not means or weight in (1.0, float(len(means))):
+        return ""
+    return (
+        f"Loss.total is a mean, made by {means[0]}, and Loss.weight is {weight:g}: "
+        "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
+        "by what it was divided by"
+    )
 
 
 def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
@@ -254,97 +271,4 @@ def checked_loss(loss: Loss, names: Sequence[str]) -> list[Any]:
             "Loss.total has no graph to back-propagate; was it detached, or computed without grad?"
         )
     numbers: list[Any] = [loss.weight, total, *map(loss.metrics.get, names)]
-    row: list[Any] = [n.detach().clone() if isinstance(n, Tensor) else n for n in numbers]
-    made_by = averaged_by(total.grad_fn)
-    # With a weight of 1 it may be a mean over one sample's numbers, which is that sample's own.
-    if made_by is not None and float(row[0]) != 1.0:
-        raise JobError(
-            f"Loss.total is a mean, made by {made_by}, and Loss.weight is {float(row[0]):g}: "
-            "it would be divided twice. Give the sum, with reduction='sum', or multiply the mean "
-            "by what it was divided by"
-        )
-    return row
-
-
-# ------------------------------------------------------------------ Samples
-
-
-_SAMPLE_TOLERANCE = {"float64": 1e-8, "float32": 1e-3}  # relative; 5e-2 in other precisions
-
-
-def check_samples(
-    job: Any,
-    model: Module,
-    indices: Sequence[int],
-    loss_of: Callable[[Any], Any] | None,
-    *,
-    precision: str,
-    seed: int,
-) -> None:
-    """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
-
-    Warns of random numbers that `collate` draws. In evaluation mode, compares the loss of a few
-    samples together with the sum of the losses of two halves: totals and weights.
-    A loss with random numbers of its own, and a compiled model, are not compared.
-
-    Args:
-        indices: of the samples of a micro-batch.
-        loss_of: gives the `Loss` of a batch; None for a job with `embed`.
-        seed: of the random numbers that the check draws.
-
-    Raises:
-        JobError: the loss is no sum over samples, and the job does not declare `batch_dependent`.
-    """
-    dataset, collate, name = dataset_of(job), collate_of(job), type(job).__name__
-    chosen = list(indices[:4])
-    if len(chosen) < 2 and len(dataset) > 1:
-        chosen.append((chosen[0] + 1) % len(dataset))
-    seed_everything(seed)
-    samples = [dataset[index] for index in chosen]
-    before = generator_states()
-    collate(samples)
-    if generator_states() != before:
-        warn(
-            f"{name}: collate() draws random numbers for a whole micro-batch, so they depend on "
-            f"how a batch is split over ranks and micro-steps; draw them in dataset[i], with "
-            f"augments = True"
-        )
-    compiled = any(type(layer).__name__ == "OptimizedModule" for layer in model.modules())
-    alone = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
-    if loss_of is None or compiled or alone or len(samples) < 2:
-        return
-    half = len(samples) // 2
-
-    def total_and_weight(some: list[Any], seed: int = seed) -> tuple[float, float]:
-        seed_everything(seed)
-        loss = loss_of(collate(some))
-        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
-        return float(loss.total.detach()), float(weight)
-
-    def differ(whole: float, parts: Sequence[float], tolerance: float) -> bool:
-        size = max(abs(whole), sum(map(abs, parts)))
-        return abs(whole - sum(parts)) > tolerance * size
-
-    with in_evaluation(model), kept_state(model):
-        try:
-            total, weight = together = total_and_weight(samples)
-            if total_and_weight(samples, seed + 1) != together:
-                return
-            left, right = total_and_weight(samples[:half]), total_and_weight(samples[half:])
-        except Exception as error:  # noqa: BLE001  # of the job's own code, on so few samples
-            warn(
-                f"{name}.loss() fails on {half} or {len(samples)} samples in evaluation mode "
-                f"({type(error).__name__}: {error}), so it was not checked whether it is a sum"
-            )
-            return
-    if differ(total, (left[0], right[0]), _SAMPLE_TOLERANCE.get(precision, 5e-2)) or differ(
-        weight, (left[1], right[1]), _SAMPLE_TOLERANCE["float32"]
-    ):
-        raise JobError(
-            f"{name}.loss() is not a sum over samples, so updates would depend on how a batch is "
-            f"split: total and weight of {len(samples)} samples are {total:.6g} and {weight:g}, "
-            f"but of {half} and {len(samples) - half} of them {left[0]:.6g} + {right[0]:.6g} and "
-            f"{left[1]:g} + {right[1]:g}. Give sums, without a mean, maximum or normalisation over "
-            f"the micro-batch. If samples need each other, define embed() and "
-            f"loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
-        )
+    return [n.detach().clone() if isinstance(n, Tensor) else n for n in numbers]

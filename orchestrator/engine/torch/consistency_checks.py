@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache, partial
 from itertools import groupby, zip_longest
 from typing import Any
@@ -17,6 +17,7 @@ from torch.nn import Module
 from torch.optim import Optimizer
 
 from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.common.job_state import JobState
 from orchestrator.engine.common.replicas import (
     LARGEST_PIECE,
     ReplicaChecker,
@@ -34,6 +35,7 @@ from orchestrator.engine.torch.group import (
     gather_texts,
     ranks_where,
 )
+from orchestrator.engine.torch.state import pack
 from orchestrator.errors import JobError
 from orchestrator.plan.plan_warnings import named_ranks
 
@@ -176,10 +178,14 @@ def check_same_start(
                 value = [name_of.get(id(parameter)) for parameter in value]  # noqa: PLW2901
             for_all.append((f"{key} of the optimizer's group {number}", _digest(value)))
     of_replicas = [(_NUMBERS + name, _digest(tensor)) for name, tensor in shards]
-    for parameter, state in optimizer.state.items():
-        for key in sorted(state, key=str):
-            what = f"the optimizer's {key} of {name_of.get(id(parameter))}"
-            of_replicas.append((what, _digest(state[key])))
+    for owner, state in optimizer.state.items():
+        if not isinstance(state, Mapping):  # a number that the optimizer keeps for itself
+            of_replicas.append((f"the optimizer's {owner}", _digest(state)))
+            continue
+        entries: Mapping[Any, Any] = state
+        for key in sorted(entries, key=str):
+            what = f"the optimizer's {key} of {name_of.get(id(owner))}"
+            of_replicas.append((what, _digest(entries[key])))
     if not shards:
         check_same_traits(group, [*for_all, *of_replicas])
         return
@@ -226,6 +232,19 @@ def check_same_traits(
         f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "
         f"on rank {numbers[0]}, and {value} on others"
     )
+
+
+def check_same_job_state(group: BaseGroup, state: JobState) -> None:
+    """Check that what a job saves of itself is the same on all ranks. Collective.
+
+    Raises:
+        JobError: on all ranks alike.
+    """
+    if group.size > 1 and state.saved:
+        tensors: dict[str, Tensor] = {}
+        packed = pack(state.state(), tensors, "")
+        digests = [(name, _digest(tensor)) for name, tensor in tensors.items()]
+        state.check_same(gather_numbers(group, [float(folded([json.dumps(packed), *digests]))]))
 
 
 def _digest(value: Any) -> str:

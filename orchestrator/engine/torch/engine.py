@@ -24,11 +24,12 @@ from orchestrator.engine.common.job_checks import (
     refuse_scheduler,
 )
 from orchestrator.engine.common.micro_steps import derived_seed
+from orchestrator.engine.common.packing import unpack
 from orchestrator.engine.torch import loader
 from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.buffers import as_sharded, is_expanded, local_part
-from orchestrator.engine.torch.checks import check_filled, check_samples
-from orchestrator.engine.torch.consistency_checks import machine_warning
+from orchestrator.engine.torch.checks import check_filled
+from orchestrator.engine.torch.consistency_checks import check_same_job_state, machine_warning
 from orchestrator.engine.torch.grad_cache import CoupledWindows
 from orchestrator.engine.torch.group import (
     BaseGroup,
@@ -45,6 +46,8 @@ from orchestrator.engine.torch.model import (
     check_optimizer,
     doubled,
     in_evaluation,
+    job_state_of,
+    modes_of,
     moved,
     seed_everything,
     with_norms,
@@ -52,14 +55,15 @@ from orchestrator.engine.torch.model import (
 from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import (
     Snapshot,
+    load_job,
     load_model,
     load_optimizer,
     load_weights,
     model_state,
     pack,
-    unpack,
     weights_sha256,
 )
+from orchestrator.engine.torch.sum_probe import check_samples
 from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
@@ -151,6 +155,8 @@ class TorchEngine(Engine):
         self._accumulate(accumulator)
         self._taken = threading.Event()  # what is to be saved was copied, so it may change
         self._taken.set()
+        self._modes = modes_of(self.model)
+        self._job_state = job_state_of(job, self.model, optimizer)
         self._window: Window | None = None  # until its boundary is over
         self._done, self._trains = 0, self.model.training
         # After a loss: see `_undo` and `catch_up`.
@@ -160,8 +166,9 @@ class TorchEngine(Engine):
         self._forward_before: ForwardState | None = None
         # Rank 0 may leave a window to save what was before it.
         has_buffers = any(True for _ in self.model.buffers())
-        self._may_undo = settings.survive or (group.rank == 0 and has_buffers)
+        self._restores_forward = settings.survive or (group.rank == 0 and has_buffers)
         self._is_first = True  # this process has not ended a window yet
+        self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
 
     def _accumulate(self, accumulator: Accumulator) -> None:
@@ -201,8 +208,8 @@ class TorchEngine(Engine):
         )
 
     def begin_window(self, window: Window) -> None:
-        if self._may_undo or self._is_first:
-            self._keep_for_undo()
+        self._job_state.watch()
+        self._keep_for_undo()
         self._window, self._done = window, 0
         self._gathered = None
         self.accumulator.learning_rate.check(f"before update {window.update}")
@@ -219,6 +226,8 @@ class TorchEngine(Engine):
         window = self._window
         if window is None or micro_batch.update != window.update:
             raise RuntimeError(f"a micro-step of update {micro_batch.update} in no window of it")
+        probes = not self._probed and not self.shard_ranks
+        self.accumulator.refuse_means = not (probes or self._is_sum)
         with self._translated_errors("a micro-step"):
             if self._coupled is not None:
                 self._coupled.micro_step(batch, micro_batch)
@@ -234,15 +243,24 @@ class TorchEngine(Engine):
                     loss = self._loss(batch)
                 leaf = self._leaves.leaf_of(micro_batch)
                 self.accumulator.backward(loss, last=self._done == steps, leaf=leaf)
-            if micro_batch.update == 0 and micro_batch.start == 0 and not self.shard_ranks:
-                check_samples(  # the run's very first micro-batch, on the rank that has it
-                    self._job,
-                    self.model,
-                    micro_batch.indices,
-                    self._loss if self._coupled is None else None,
-                    precision=self._settings.precision,
-                    seed=self._settings.seed,
-                )
+            if probes:
+                self._probe(micro_batch)
+
+    def _probe(self, micro_batch: MicroBatch) -> None:
+        """Compare the losses of a few samples, after the first micro-step of this process."""
+        self._probed = True
+        with self._job_state.isolated():
+            self._is_sum = check_samples(
+                self._job,
+                self.model,
+                micro_batch.indices,
+                device=self._group.device,
+                precision=self._settings.precision,
+                seed=self._settings.seed,
+            )
+        # What the graph looks like is a guess, which does not count where the loss was compared.
+        if self.accumulator.mean_seen and not self._is_sum:
+            raise JobError(self.accumulator.mean_seen)
 
     def _translated_errors(self, what: str) -> AbstractContextManager[None]:
         """Translate errors of FSDP's collectives about a peer, as those of our groups are."""
@@ -290,7 +308,7 @@ class TorchEngine(Engine):
         before, self._is_first = self._forward_before, False
         if split and before is not None and (layers := before.changed_layers()):
             warn(changing_advice(layers, "in after_update()"))
-        if not self._may_undo:
+        if not self._restores_forward:
             self._forward_before = None  # frees the copies
 
     # ------------------------------------------------------------------ around updates
@@ -307,6 +325,7 @@ class TorchEngine(Engine):
 
     def check_replicas(self) -> None:
         self.accumulator.check_replicas()
+        check_same_job_state(self._group, self._job_state)
 
     def optimizer_used(self) -> dict[str, Any]:
         return described(self.accumulator.optimizer, self._settings.optimizer)
@@ -342,8 +361,18 @@ class TorchEngine(Engine):
             state = self.accumulator.optimizer.state_dict()
         else:
             state = gathered or self.accumulator.optimizer_state()
-        extra = {"precision": self.accumulator.precision.state()}
-        return Snapshot(self.model, state, extra, copied=gathered is not None, part=part)
+        extra = {
+            "precision": self.accumulator.precision.state(),
+            "modes": self._modes.changes(),
+        }
+        return Snapshot(
+            self.model,
+            state,
+            extra,
+            job=self._job_state.state(),
+            copied=gathered is not None,
+            part=part,
+        )
 
     def load_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
         load_model(self.model, folder, extra["model"])
@@ -354,6 +383,8 @@ class TorchEngine(Engine):
             {"": self.accumulator.optimizer},
         )
         self.accumulator.precision.load(extra["precision"])
+        self._modes.apply(extra["modes"])
+        self._job_state.load(load_job(folder, extra["job"]))
         self.accumulator.learning_rate.keep()
         self._incomplete = False
 
@@ -369,7 +400,9 @@ class TorchEngine(Engine):
 
     def memory_bytes(self) -> dict[str, int]:
         state = self.accumulator.optimizer.state.values()
-        tensors = (v for held in state for v in held.values() if isinstance(v, Tensor))
+        # An optimizer may keep plain numbers of its own beside the states of parameters.
+        states = (held for held in state if isinstance(held, Mapping))
+        tensors = (v for held in states for v in held.values() if isinstance(v, Tensor))
         return {
             "parameters": _bytes((*self.model.parameters(), *self.model.buffers())),
             "gradients": self.accumulator.gradient_bytes(),
@@ -395,6 +428,11 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
+        self._modes.keep()
+        if self._settings.survive or self._group.rank == 0:  # only they may return to it
+            self._job_state.keep()
+        if not (self._restores_forward or self._is_first):
+            return
         # Extra state takes long to get, from layers that pack numbers of a GPU into it.
         if self._forward_before is None:
             self._forward_before = ForwardState(self.model, extra=self._settings.survive)
@@ -403,9 +441,12 @@ class TorchEngine(Engine):
 
     def _undo(self) -> None:
         """Restore the state at the beginning of the window under way, if any."""
-        if self._window is not None and self._forward_before is not None:
+        if self._window is not None:
             self.accumulator.precision.load(self._scale_before)
-            self._forward_before.restore()
+            self._modes.restore()
+            self._job_state.restore()
+            if self._forward_before is not None:
+                self._forward_before.restore()
         self._window = None
 
     def newcomers_wait(self, waiting: bool) -> None:  # a plain setter
@@ -449,6 +490,8 @@ class TorchEngine(Engine):
                 elif whole is None:
                     self.accumulator.load_optimizer_state(found["optimizer"])
                 self.accumulator.precision.load(found["precision"])
+                self._modes.apply(found["modes"])
+                self._job_state.load(found["job"])
                 received = text
         self._whole_state = whole  # now that the weights are those that it belongs to
         return received
@@ -460,6 +503,8 @@ class TorchEngine(Engine):
         state: dict[str, Any] = {
             "model": {name: local_part(value) for name, value in self.model.state_dict().items()},
             "precision": self.accumulator.precision.state(),
+            "modes": self._modes.changes(),
+            "job": self._job_state.state(),
         }
         if self._sharded is not None:
             state["optimizer"] = self._sharded.own_state(self.accumulator.optimizer)
@@ -518,7 +563,9 @@ class TorchEngine(Engine):
                 held.detach().copy_(value)
             else:
                 setattr(layer, own_name, value)
-        accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
+        # A parameter that is frozen now may be thawed later: it stays among the trained ones.
+        with self._modes.as_built():
+            accumulator = Accumulator(self.model, earlier.optimizer, group, earlier.options)
         accumulator.take_over(earlier)
         if self._whole_state is not None:
             accumulator.load_optimizer_state(self._whole_state)

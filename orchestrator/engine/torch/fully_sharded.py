@@ -304,8 +304,9 @@ def _with_tensors(
             for key, value in state.items()
         }
         for number, state in saved["state"].items()
+        if isinstance(state, Mapping)  # else a number that the optimizer keeps for itself
     }
-    return {**saved, "state": states}
+    return {**saved, "state": {**saved["state"], **states}}
 
 
 def _whole(tensor: Tensor, *, keep: bool) -> Tensor:

@@ -25,7 +25,7 @@ from torch.nn import Module
 from orchestrator.engine.api import EngineSettings, MicroBatch, Window
 from orchestrator.engine.common.micro_steps import derived_seed
 from orchestrator.engine.torch.accumulator import Accumulator
-from orchestrator.engine.torch.checks import checked_loss
+from orchestrator.engine.torch.checks import checked_loss, mean_refusal
 from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.model import in_evaluation, kept_state, moved, seed_everything
 from orchestrator.engine.torch.reproducible import Leaves
@@ -181,6 +181,8 @@ class CoupledWindows:
         with self._accumulator.precision.forward():
             loss = self._job.loss_of_embeddings(self._model, layout.unpack(rows))
         checked_loss(loss, self._names)
+        if refusal := mean_refusal(loss):
+            raise JobError(refusal)
         scale = self._accumulator.precision.scale
         # The graph is needed once more where the loss's own parameters get their gradient.
         keep = any(micro_batch.start == 0 for _, micro_batch, _ in self._kept)

@@ -26,9 +26,12 @@ from orchestrator.engine.common.job_checks import (
     norm_groups,
     optimizer_class,
     replaced_norms,
+    uncompiled,
 )
+from orchestrator.engine.common.job_state import MOST_ENTRIES, JobState
 from orchestrator.engine.common.learning_rate import LearningRate
 from orchestrator.engine.common.micro_steps import seed_python_and_numpy
+from orchestrator.engine.common.modes import ModelModes
 from orchestrator.engine.torch.buffers import is_dense, is_expanded, local_part
 from orchestrator.engine.torch.group import bytes_of, version_of
 from orchestrator.errors import ConfigError, JobError, did_you_mean
@@ -205,6 +208,39 @@ class ForwardState:
             setattr(layer, name, buffer)
         for layer, before in self._extra:
             layer.set_extra_state(copy.deepcopy(before))
+
+
+def modes_of(model: Module) -> ModelModes:
+    """Return which parameters of `model` train, and which of its modules are in training mode."""
+    # A compiled model and the one within have the same names, so a checkpoint fits either.
+    modules = [(uncompiled(f"{name}.")[:-1], layer) for name, layer in model.named_modules()]
+    parameters = [(uncompiled(name), p) for name, p in model.named_parameters()]
+    return ModelModes({"requires_grad": parameters, "training": modules})
+
+
+def job_state_of(job: Any, model: Module, optimizer: Optimizer) -> JobState:
+    """Return the state that a job of torch keeps on itself, besides its model and optimizer."""
+    in_checkpoints = {id(part) for part in (optimizer, *model.modules(), *model.parameters())}
+    in_checkpoints |= set(map(id, model.buffers()))
+    tensors_of: dict[int, tuple[Module, list[Tensor]]] = {}
+
+    def version(value: Any) -> Any:
+        if id(value) in in_checkpoints:
+            return 0
+        if isinstance(value, Tensor):
+            if value.is_cpu and value.numel() <= MOST_ENTRIES and value.layout is torch.strided:
+                return bytes_of(value).tolist()
+            return id(value), 0 if value.is_inference() else version_of(value)
+        if isinstance(value, torch.Generator):
+            return value.get_state().tolist()
+        if isinstance(value, Module):
+            # To walk through a large model takes longer than the rest of an update's checks.
+            if id(value) not in tensors_of:
+                tensors_of[id(value)] = value, [*value.parameters(), *value.buffers()]
+            return list(map(version_of, tensors_of[id(value)][1]))
+        return None
+
+    return JobState(job, Module, version)
 
 
 def _is_opaque(buffer: Tensor) -> bool:

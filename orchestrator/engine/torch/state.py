@@ -30,7 +30,9 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
+from orchestrator.engine.common import packing
 from orchestrator.engine.common.job_checks import check_fits, uncompiled
+from orchestrator.engine.common.packing import unpack
 from orchestrator.engine.torch.buffers import is_sharded, local_part, shard_like
 from orchestrator.engine.torch.group import bytes_of
 from orchestrator.errors import JobError, RunFolderError
@@ -168,6 +170,15 @@ def load_optimizer(
         raise RunFolderError(f"{folder} is of another optimizer: {error}") from error
 
 
+def load_job(folder: Path, packed: Any) -> Any:
+    """Return the state of the job itself that a `Snapshot` wrote; None where there was none."""
+    # Most jobs have none, or no tensors in it: then the file need not be read once more.
+    tensors: dict[str, Tensor] = {}
+    if '"tensor"' in json.dumps(packed):
+        tensors = _read_saved(folder, OPTIMIZER)
+    return unpack(packed, tensors)
+
+
 MASTER = "master"
 """Name, in a saved state, of the float32 weights that a sharded optimizer steps in the place of
 float16 or bfloat16 parameters."""
@@ -177,8 +188,9 @@ def restore_optimizer(optimizer: Optimizer, saved: dict[str, Any]) -> None:
     """`load_state_dict`, but to the bit, with strides that fused kernels can read, and without the
     masters of a sharded optimizer.
     """
-    states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in saved["state"].items()}
-    optimizer.load_state_dict({**saved, "state": states})
+    of_parameters = {n: s for n, s in saved["state"].items() if isinstance(s, Mapping)}
+    states = {n: {k: v for k, v in s.items() if k != MASTER} for n, s in of_parameters.items()}
+    optimizer.load_state_dict({**saved, "state": {**saved["state"], **states}})
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     for number, values in states.items():
         parameter, mastered = parameters[number], MASTER in saved["state"][number]
@@ -244,55 +256,8 @@ def model_state(model: Module) -> tuple[dict[str, Tensor], dict[str, Any]]:
 
 
 def pack(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
-    """`value` as what JSON can hold, with its tensors moved to `tensors` under their paths.
-
-    >>> pack({"betas": (0.9, 0.5)}, {}, "")
-    {'items': [['betas', {'tuple': [0.9, 0.5]}]]}
-
-    Raises:
-        JobError: it holds something that neither JSON nor safetensors can.
-    """
-    if isinstance(value, Tensor):
-        while path in tensors:  # as of {"a.b": …, "a": {"b": …}}
-            path += "'"
-        tensors[path] = value
-        return {"tensor": path}
-    if isinstance(value, Mapping):
-        items: Mapping[Any, Any] = value
-        if all(isinstance(key, (str, int)) for key in items):
-            return {
-                "items": [
-                    [k, pack(v, tensors, f"{path}.{k}".lstrip("."))] for k, v in items.items()
-                ]
-            }
-    if isinstance(value, (list, tuple)):
-        entries: list[Any] | tuple[Any, ...] = value
-        kind = "tuple" if isinstance(value, tuple) else "list"
-        return {kind: [pack(v, tensors, f"{path}.{n}") for n, v in enumerate(entries)]}
-    if value is None or isinstance(value, (bool, int, str)):
-        return value
-    if isinstance(value, float):
-        # JSON has no NaN or infinity; hexadecimal keeps every bit of all the others as well.
-        return value if value - value == 0 else {"float": str(value)}
-    raise JobError(
-        f"the state at '{path}' holds a {type(value).__name__}, which cannot be saved without "
-        "pickling; keep tensors, numbers, strings, lists and dicts there"
-    )
-
-
-def unpack(packed: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Undo `pack`."""
-    if not isinstance(packed, Mapping):
-        return packed
-    [(kind, content)] = packed.items()
-    if kind == "tensor":
-        return tensors[content]
-    if kind == "float":
-        return float(content)
-    if kind == "items":
-        return {key: unpack(value, tensors) for key, value in content}
-    entries = [unpack(value, tensors) for value in content]
-    return tuple(entries) if kind == "tuple" else entries
+    """Return `packing.pack` of a state with tensors of torch."""
+    return packing.pack(value, tensors, path, Tensor)
 
 
 # ------------------------------------------------------------------ files
@@ -423,6 +388,7 @@ class Snapshot:
     Args:
         optimizer: its `state_dict()`; `copied`, if training does not change that one's tensors.
         extra: further entries of the rest.
+        job: the state of the job itself, see `load_job`.
         part: the number of this rank's part of the checkpoint where ranks save it in parts, -1 on
             ranks that save none; None where one rank saves all of it.
 
@@ -436,13 +402,18 @@ class Snapshot:
         optimizer: Any,
         extra: Mapping[str, Any],
         *,
+        job: Any = None,
         copied: bool = False,
         part: int | None = None,
     ) -> None:
         weights, rest = model_state(model)
         states: dict[str, Tensor] = {}
         packed = pack(optimizer, states, "")
-        self._extra = {"model": rest, "optimizer": packed, **extra}
+        self._copied = {tensor.data_ptr() for tensor in states.values()} if copied else set[int]()
+        lasting = (*model.parameters(), *states.values())
+        self._lasting = {local_part(tensor).data_ptr() for tensor in lasting}
+        packed_job = pack(job, states, "job")
+        self._extra = {"model": rest, "optimizer": packed, "job": packed_job, **extra}
         if part is None:
             self._files = {WEIGHTS: prepared(weights), OPTIMIZER: prepared(states)}
         else:
@@ -450,9 +421,6 @@ class Snapshot:
             both |= {_PREFIXES[OPTIMIZER] + name: tensor for name, tensor in states.items()}
             shards = _prepared_shards(both, with_whole=part == 0)
             self._files = {part_name(part): shards} if part >= 0 else {}
-        lasting = (*model.parameters(), *states.values())
-        self._lasting = {local_part(tensor).data_ptr() for tensor in lasting}
-        self._copied = {tensor.data_ptr() for tensor in states.values()} if copied else set[int]()
         self._later: list[tuple[dict[str, Tensor], str]] = []
         self._computed: Any = None  # an event of a GPU: they hold what they do at the boundary
         self.taken = threading.Event()

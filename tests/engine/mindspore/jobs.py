@@ -9,7 +9,7 @@ from mindspore import Tensor, nn, ops
 from mindspore.experimental import optim
 
 from jobs.line import Line
-from orchestrator import Job, Loss
+from orchestrator import Job, Loss, current_run
 from tests.hold import Hold
 
 SAMPLES = 61
@@ -48,6 +48,13 @@ class Weighted(Job):
 
     def after_update(self, model, update):
         self.followed = [*getattr(self, "followed", []), update]
+
+    def state_dict(self):
+        return {"followed": getattr(self, "followed", []), "latest": Tensor([1.5, 2.5])}
+
+    def load_state_dict(self, state):
+        assert state["latest"].asnumpy().tolist() == [1.5, 2.5]
+        self.followed = state["followed"]
 
     def evaluate(self, model):
         return {"weight": float(model[0].weight.asnumpy().sum())}
@@ -388,6 +395,21 @@ class Annealed(Counted):
             model.temperature = 2.0
         elif self.what == "FACTOR":
             globals()["FACTOR"] += 1.0
+
+
+class Warming(Named):
+    """Reads the update's number from the run; the net of a cell goes into evaluation mode."""
+
+    def model(self):
+        return nn.SequentialCell([nn.Dense(5, 7), nn.Dropout(p=0.5), nn.Dense(7, 2)])
+
+    def loss(self, model, batch):
+        errors = ops.square(model(batch["x"]) - batch["y"]).sum()
+        return Loss(errors * (1.0 + current_run.update), weight=len(batch["x"]))
+
+    def after_update(self, model, update):
+        if update == 1:
+            model[1].set_train(False)
 
 
 class NumpyNoise(Counted):

@@ -14,7 +14,7 @@ from mindspore.experimental import optim
 from mindspore.train import Model
 from safetensors.numpy import load_file, save_file
 
-from orchestrator import Loss
+from orchestrator import Loss, current_run
 from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.rules import refuse_unsupported
@@ -334,6 +334,36 @@ def test_plain_values_may_change_where_no_compiled_code_reads_them(what, mode):
     engine = built(jobs.Annealed(what), mode=mode)
     losses = [update(engine, [31, 30], number, rate=0.0).loss for number in range(3)]
     assert (losses[2] == pytest.approx(losses[0])) == (what == "calls")
+
+
+def test_the_runs_update_is_read_and_changed_modes_are_saved(tmp_path, monkeypatch):
+    def trained(engine, first, last):
+        for number in range(first, last):
+            current_run.set_update(number, 0)
+            report = update(engine, [31, 30], number)
+        return report.loss, engine.weights_sha256()
+
+    monkeypatch.setattr(current_run, "_update", None)
+    monkeypatch.setattr(current_run, "_epoch", None)
+    whole = trained(built(jobs.Warming(), mode="pynative"), 0, 4)
+    for stop in range(1, 4):
+        engine = built(jobs.Warming(), mode="pynative")
+        trained(engine, 0, stop)
+        folder = tmp_path / str(stop)
+        folder.mkdir()
+        extra = engine.save_state(folder)
+        resumed = built(jobs.Warming(), mode="pynative")
+        resumed.load_state(folder, extra)
+        assert trained(resumed, stop, 4) == whole
+
+
+def test_compiled_code_that_reads_the_runs_update_is_refused(monkeypatch):
+    monkeypatch.setattr(current_run, "_update", 0)
+    engine = built(jobs.Warming(), mode="jit")
+    update(engine, [31, 30])
+    current_run.set_update(1, 0)
+    with pytest.raises(JobError, match=r"current_run\.update changed from 0 to 1 after loss\(\)"):
+        update(engine, [31, 30], 1)
 
 
 def test_nesterovs_momentum_is_the_same_in_both_precisions():

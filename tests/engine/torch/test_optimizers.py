@@ -140,7 +140,7 @@ RATE = "Let the job define learning_rate(self, update)"
 CHANGES = [
     (_set("lr", 0.5), "lr of the optimizer's parameter group 0 was changed from"),
     (_set("lr", 0.5, 1), RATE),
-    (_one_more_group, "had 2 parameter groups and has 3 now"),
+    (_one_more_group, "had 2 parameter groups and has"),
 ]
 MOMENTS = {
     "loss": "inside a window",

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import load_model as load_safetensors
 from safetensors.torch import save_file
 from torch import nn
 
@@ -249,6 +250,13 @@ def test_initial_weights_fit_whether_compiled_or_not_and_with_one_name_of_a_shar
         torch.compile(other) if compiled == "model" else other, tmp_path / "weights.safetensors"
     )
     assert all(map(torch.equal, other.parameters(), model.parameters()))
+
+
+def test_the_documented_way_to_load_weights_knows_names_that_share_memory(tmp_path):
+    model, other = Tied(), Tied()
+    _save(model, None, tmp_path)
+    load_safetensors(other, tmp_path / "weights.safetensors")
+    assert all(map(torch.equal, other.state_dict().values(), model.state_dict().values()))
 
 
 # ------------------------------------------------------------------ Snapshots

@@ -212,7 +212,7 @@ def test_a_trial_without_the_figure_is_one_that_failed_where_others_have_it(tmp_
 
     search = search_of(*line_of(tmp_path / "found", f"sweep.trials={MANY}", "sweep.seed=1"))
     trial_runs = Mute()
-    with pytest.raises(ConfigError, match=r"measured no such figure.* the same line goes on"):
+    with pytest.raises(ConfigError, match=r"measured no such figure; .* the same line goes on"):
         run_to_end(search, trial_runs)
     trial_runs.running.clear()
     found = run_to_end(search, trial_runs)["trials"]

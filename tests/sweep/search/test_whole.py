@@ -74,3 +74,31 @@ def test_a_hopeless_trial_is_stopped_and_stays_pruned_when_the_search_goes_on(tm
     assert result(folder / "5")["updates"] == stopped["updates"], "it is not run again"
     line = json.loads((folder / "search.json").read_text())["line"]
     assert line["config_dir"] == str(tmp_path / "own"), "as it was meant where it was typed"
+
+
+def test_a_figure_that_the_job_does_not_evaluate_is_refused_at_its_first_evaluation(tmp_path):
+    space = ("-m", "job=digits", "schedule.base_lr=0.1,0.2,0.3", "sweep.search=grid")
+    more = (
+        "cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "train.epochs=500",
+        "train.evaluate_every=1", "sweep.parallel=2", f"run.dir={tmp_path / 'found'}",
+    )  # fmt: skip
+    done = call(*space, *more, "sweep.objective=acuracy", "sweep.direction=maximize", code=2)
+    said = done.stdout + done.stderr
+    assert "sweep.objective=acuracy: the job does not evaluate it" in said
+    assert "did you mean 'held_out.accuracy'" in said
+    assert "interrupted twice" not in said
+
+
+def test_held_out_figures_have_names_of_their_own_and_are_the_default(tmp_path):
+    space = ("-m", "job=digits", "schedule.base_lr=0.001,0.01", "sweep.search=grid")
+    more = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none", "train.updates=2")
+    for name, objective in (("auto", ()), ("training", ("sweep.objective=loss",))):
+        folder = tmp_path / name
+        call(*space, *more, *objective, f"run.dir={folder}", code=0)
+        for trial in trials_of(folder):
+            found = result(folder / trial["folder"])
+            held_out = found["metrics"]["loss"]
+            assert held_out != found["loss"]
+            assert trial["value"] == (held_out if name == "auto" else found["loss"])
+    table = json.loads((tmp_path / "auto" / "search.json").read_text())
+    assert table["objective"] == "held_out.loss"

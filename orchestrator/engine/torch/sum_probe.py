@@ -1,0 +1,344 @@
+"""Whether a job's loss is a sum over samples, found by computing it on a few samples.
+
+The loss of some samples together is compared with the sum of the losses of two halves: total,
+weight, and gradient, since a head that begins at zero hides in the total what it hides not in the
+gradient. Rounding must not hide a difference, so the numbers are float64: a copy of the model
+computes them, without autocast. Where a copy cannot (a job that keeps float32 tensors of its own),
+the model itself does, as it is.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import Module
+from torch.nn.modules.batchnorm import _BatchNorm  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.nn.modules.dropout import _DropoutNd  # pyright: ignore[reportPrivateUsage]  # the common base
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from orchestrator.data import generator_states
+from orchestrator.engine.torch.loader import collate_of
+from orchestrator.engine.torch.model import (
+    doubled,
+    in_evaluation,
+    kept_state,
+    moved,
+    seed_everything,
+)
+from orchestrator.errors import JobError, shortened
+from orchestrator.job import dataset_of, is_coupled
+from orchestrator.rundir.warnings import warn
+
+log = logging.getLogger(__name__)
+
+MOST_PARAMETERS = 100_000_000
+"""Of a model that is copied in float64."""
+
+_COMPARED = 4
+"""Samples that are compared."""
+
+_TOLERANCE = {torch.float64: 1e-9, torch.float32: 1e-5}  # relative; 5e-2 in halves
+_OF_GRADIENTS = 100.0  # times the tolerance of the total
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """A way to compute losses: a model, in which numbers, in training mode or in evaluation."""
+
+    model: Module
+    double: bool
+    copied: bool
+    training: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class _Computed:
+    """The loss of some samples."""
+
+    total: float
+    weight: float
+    gradient: list[Tensor]
+
+    def is_finite(self) -> bool:
+        return math.isfinite(self.total) and math.isfinite(self.weight)
+
+
+class _NarrowestDtype(TorchDispatchMode):
+    """Within it, the narrowest floating dtype that an operation gives is noted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtype = torch.float64
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(made):
+            is_narrower = isinstance(tensor, Tensor) and tensor.is_floating_point()
+            if is_narrower and tensor.dtype.itemsize < self.dtype.itemsize:
+                self.dtype = tensor.dtype
+        return made
+
+
+def check_samples(
+    job: Any,
+    model: Module,
+    indices: Sequence[int],
+    *,
+    device: torch.device,
+    precision: str,
+    seed: int,
+) -> bool:
+    """Check that a job's samples and losses do not depend on how a batch is split. Not collective.
+
+    Warns of random numbers that `collate` draws. A loss with random numbers of its own, and a
+    compiled model, are not compared, nor is a job that declares it or has `embed`.
+
+    Args:
+        indices: of the samples of a micro-batch.
+        precision: see `EngineSettings.precision`.
+        seed: of the random numbers that the check draws.
+
+    Returns:
+        Whether the loss was compared, and is a sum.
+
+    Raises:
+        JobError: the loss is no sum over samples, and the job does not declare `batch_dependent`.
+    """
+    dataset, collate, name = dataset_of(job), collate_of(job), type(job).__name__
+    chosen = list(indices[:_COMPARED])
+    while len(chosen) < min(_COMPARED, len(dataset)):  # two samples hide more than four
+        chosen.append((chosen[-1] + 1) % len(dataset))
+    seed_everything(seed)
+    samples = [dataset[index] for index in chosen]
+    before = generator_states()
+    collate(samples)
+    if generator_states() != before:
+        warn(
+            f"{name}: collate() draws random numbers for a whole micro-batch, so they depend on "
+            f"how a batch is split over ranks and micro-steps; draw them in dataset[i], with "
+            f"augments = True"
+        )
+    compiled = any(type(layer).__name__ == "OptimizedModule" for layer in model.modules())
+    declared = getattr(job, "talks_in_window", False) or getattr(job, "batch_dependent", False)
+    if compiled or declared or len(samples) < 2 or is_coupled(job):
+        return False
+    probe = _Probe(job, collate, samples, device, seed)
+    computed, failure = False, ""
+    for way in _ways(model, precision):
+        try:
+            if probe.is_sum(way):
+                return True
+            computed = True
+        except JobError:
+            raise
+        except Exception as error:  # noqa: BLE001  # of the job's own code, on so few samples
+            failure = f"fails on {len(samples) // 2} or {len(samples)} samples in evaluation mode "
+            failure += f"({type(error).__name__}: {shortened(str(error), 200)})"
+    if not computed or probe.not_finite:
+        failure = failure if not computed else f"of {len(samples)} samples is not finite"
+        warn(f"{name}.loss() {failure}, so it was not checked whether it is a sum")
+    return False
+
+
+def _ways(model: Module, precision: str) -> Iterator[_Way]:
+    """Yield the ways to compute the losses, the most exact first; a copy is built when needed."""
+    if sum(parameter.numel() for parameter in model.parameters()) <= MOST_PARAMETERS:
+        exact: Module | None = None
+        try:
+            exact = doubled(copy.deepcopy(model))
+        except Exception as error:  # noqa: BLE001  # of the model's own code, or a lack of memory
+            log.info("no copy of the model in float64 (%s: %s)", type(error).__name__, error)
+        if exact is not None:
+            yield _Way(exact, double=True, copied=True, training=True)
+            yield _Way(exact, double=True, copied=True)
+            del exact
+    yield _Way(model, double=precision == "float64", copied=False)
+
+
+class _Probe:
+    """A comparison of the loss of a few samples with those of two halves.
+
+    Attributes:
+        not_finite: a loss of the latest comparison was NaN or infinite.
+    """
+
+    def __init__(
+        self,
+        job: Any,
+        collate: Callable[[list[Any]], Any],
+        samples: list[Any],
+        device: torch.device,
+        seed: int,
+    ) -> None:
+        self._job, self._collate, self._samples = job, collate, samples
+        self._device, self._seed = device, seed
+        self.not_finite = False
+        self._narrowest = _NarrowestDtype()
+
+    def is_sum(self, way: _Way) -> bool:
+        """Return whether the loss is a sum; False if it cannot be compared in this way.
+
+        Raises:
+            JobError: it is no sum.
+            Exception: whatever the job's code raises.
+        """
+        samples, half = self._samples, len(self._samples) // 2
+        narrowest = self._narrowest = _NarrowestDtype()
+        with self._mode_of(way):
+            whole = self._loss(way, samples)
+            again = self._loss(way, samples, seed=self._seed + 1, with_gradient=False)
+            turned = self._loss(way, samples[::-1], with_gradient=False)
+            left, right = self._loss(way, samples[:half]), self._loss(way, samples[half:])
+            others = [
+                self._loss(way, part, with_gradient=False)
+                # Samples of one class, say, may all be in one half; or come once in the whole.
+                for part in (samples[:1], samples[1:], samples[:half] * 2)
+            ]
+        computed = (whole, again, turned, left, right, *others)
+        self.not_finite = not all(one.is_finite() for one in computed)
+        dtype = narrowest.dtype if way.copied else _dtype_of(way.model)
+        tolerance = _TOLERANCE.get(dtype, 5e-2)
+        if self.not_finite or _differ(whole.total, [again.total], tolerance):
+            return False
+        # The order of samples changes rounding alone, which shows how large that is here; where it
+        # changes more, the loss depends on it.
+        rounding = 8 * abs(whole.total - turned.total)
+        ordered = _differ(whole.total, [turned.total], 10 * tolerance)
+        first, rest, twice = others
+        count = len(samples)
+        comparisons = [
+            (f"{count} samples", f"{half} and {count - half} of them", whole, (left, right)),
+            (f"{count} samples", f"1 and {count - 1} of them", whole, (first, rest)),
+            (f"{half} samples taken twice", "them taken once", twice, (left, left)),
+        ]
+        numbers = str(dtype).removeprefix("torch.")
+        for together, apart, all_of_it, parts in comparisons:
+            totals, weights = [part.total for part in parts], [part.weight for part in parts]
+            if _differ(all_of_it.total, totals, tolerance, rounding) or _differ(
+                all_of_it.weight, weights, max(tolerance, 1e-6)
+            ):
+                raise self._refusal(
+                    f"total and weight of {together} are {all_of_it.total:.6g} and "
+                    f"{all_of_it.weight:g}, but of {apart} {totals[0]:.6g} + {totals[1]:.6g} and "
+                    f"{weights[0]:g} + {weights[1]:g}, off by {all_of_it.total - sum(totals):.1g} "
+                    f"and {all_of_it.weight - sum(weights):.1g} (computed in {numbers})"
+                )
+        if ordered:
+            raise self._refusal(
+                f"the total of {count} samples is {whole.total:.6g}, but in the opposite order "
+                f"{turned.total:.6g} (computed in {numbers})"
+            )
+        if tolerance <= _TOLERANCE[torch.float32]:
+            off = _gradient_difference(whole, left, right)
+            if off > _OF_GRADIENTS * tolerance:
+                raise self._refusal(
+                    f"the gradient of {count} samples is not the sum of those of {half} and "
+                    f"{count - half} of them: it is off by {off:.1g} of its size (computed in "
+                    f"{numbers})"
+                )
+        mode = "training" if way.training else "evaluation"
+        log.info(
+            "%s.loss() of %d samples is the sum of the losses of its halves, to %g (computed in "
+            "%s, in %s mode)",
+            type(self._job).__name__,
+            count,
+            tolerance,
+            numbers,
+            mode,
+        )
+        return True
+
+    def _refusal(self, seen: str) -> JobError:
+        return JobError(
+            f"{type(self._job).__name__}.loss() is not a sum over samples, so updates would depend "
+            f"on how a batch is split: {seen}. Give sums, without a mean, maximum or normalisation "
+            "over the micro-batch. If samples need each other, define embed() and "
+            "loss_of_embeddings(). To accept it, set batch_dependent = True in the class"
+        )
+
+    @contextmanager
+    def _mode_of(self, way: _Way) -> Generator[None]:
+        """Have the model compute as in training, but for layers that draw random numbers and batch
+        norms, which other messages are about; or have all of it in evaluation mode.
+        """
+        training = [layer for layer in way.model.modules() if layer.training and way.training]
+        with in_evaluation(way.model):
+            for layer in training:
+                draws = isinstance(layer, (_DropoutNd, nn.MultiheadAttention)) or (
+                    isinstance(layer, nn.RNNBase) and layer.dropout > 0
+                )
+                layer.training = not (draws or isinstance(layer, _BatchNorm))
+            yield
+
+    def _loss(
+        self,
+        way: _Way,
+        samples: list[Any],
+        *,
+        seed: int | None = None,
+        with_gradient: bool = True,
+    ) -> _Computed:
+        seed_everything(self._seed if seed is None else seed)
+        batch = moved(self._collate(samples), self._device, double=way.double)
+        # What loss() counts on the job is not to count these calls.
+        job = copy.copy(self._job)
+        # Operators that take functions (flexible attention, say) refuse such a mode; the model
+        # itself is computed without.
+        noted = self._narrowest if way.copied else nullcontext()
+        with kept_state(way.model), noted:
+            loss = job.loss(way.model, batch)
+            gradient: list[Tensor] = []
+            if with_gradient and way.copied and loss.total.requires_grad:
+                trained = [p for p in way.model.parameters() if p.requires_grad]
+                gradient = _gradient_of(loss.total, trained)
+        weight = loss.weight.detach() if isinstance(loss.weight, Tensor) else loss.weight
+        return _Computed(float(loss.total.detach()), float(weight), gradient)
+
+
+def _gradient_of(total: Tensor, trained: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradient; [] where the graph allows none of this kind (checkpoints of activations
+    in torch's older way, say), in which totals alone are compared.
+    """
+    try:
+        found: Any = torch.autograd.grad(total, trained, allow_unused=True)
+    except RuntimeError as error:
+        log.info("gradients are not compared: %s", error)
+        return []
+    return [
+        torch.zeros_like(parameter) if part is None else part
+        for parameter, part in zip(trained, found, strict=True)
+    ]
+
+
+def _dtype_of(model: Module) -> torch.dtype:
+    """Return what a model computes in, at most: float32, or its narrowest parameters' dtype."""
+    dtypes = [torch.float32, *(p.dtype for p in model.parameters() if p.is_floating_point())]
+    return min(dtypes, key=lambda dtype: dtype.itemsize)
+
+
+def _differ(whole: float, parts: Sequence[float], tolerance: float, rounding: float = 0.0) -> bool:
+    size = max(abs(whole), sum(map(abs, parts)))
+    return abs(whole - sum(parts)) > max(tolerance * size, rounding)
+
+
+def _gradient_difference(whole: _Computed, left: _Computed, right: _Computed) -> float:
+    """Return by how much, relative to their sizes, the gradients of the parts differ from the
+    whole's; 0 where one could not be computed.
+    """
+    if not (whole.gradient and left.gradient and right.gradient):
+        return 0.0
+    size = difference = 0.0
+    for all_of_it, one, other in zip(whole.gradient, left.gradient, right.gradient, strict=True):
+        size += float(one.norm()) + float(other.norm())
+        difference += float((all_of_it - one - other).norm())
+    return difference / size if size else 0.0
