@@ -203,7 +203,9 @@ class Run:
             with os.fdopen(os.open(path, flags, 0o600), "w") as file:
                 file.write(activity)
         except OSError as error:
-            self._warn_of_disk(error)
+            self._warn(
+                f"its agent cannot learn that this rank saves: {path.name}: {error.strerror}"
+            )
 
     def record(self, record: Mapping[str, Any]) -> None:
         """Append a line to metrics.jsonl, on rank 0 of a run."""
@@ -215,19 +217,19 @@ class Run:
                 self._lines = self._lines or LineFile(self.folder / METRICS)
                 self._lines.write(line)
             except OSError as error:
-                self._warn_of_disk(error)
+                self._warn(
+                    f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "
+                    "follow as soon as there is room"
+                )
 
-    def _warn_of_disk(self, error: OSError) -> None:
+    def _warn(self, sentence: str) -> None:
         """Warn, as the ranks of a job do: on the console and in the run folder."""
         from orchestrator.rundir import warnings  # most programs never need it
 
         if self._warnings is not None:  # until the first warning
             warnings.warn_into(self._warnings, self.rank)
             self._warnings = None
-        warnings.warn(
-            f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and follow "
-            "as soon as there is room"
-        )
+        warnings.warn(sentence)
 
     def _begin(self, call: str) -> bool:
         """Return whether there is a run. Raises `JobError` where the call is not allowed."""
