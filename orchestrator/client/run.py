@@ -218,8 +218,8 @@ class Run:
                 self._lines.write(line)
             except OSError as error:
                 self._warn(
-                    f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, and "
-                    "follow as soon as there is room"
+                    f"metrics.jsonl could not be written: {error.strerror}; its lines are kept, "
+                    "and follow as soon as there is room"
                 )
 
     def _warn(self, sentence: str) -> None:
