@@ -68,6 +68,37 @@ def _kill_rank(scene: Scene) -> None:
     scene.why = rf"rank {rank} on n\d .*killed by signal 9"
 
 
+def _fault_in_rank(number: signal.Signals) -> Callable[[Scene], object]:
+    def do(scene: Scene) -> None:
+        rank = scene.signal_rank(number)
+        scene.why = rf"rank {rank} on n\d .*signal {int(number)}"
+
+    return do
+
+
+def _kill_agents(scene: Scene) -> None:
+    """Kill the agents of all nodes, and with them all ranks; srun and the script live."""
+    breaking.kill_agents(scene.cluster, scene.job)
+
+
+def _pause_rank(scene: Scene) -> None:
+    """Stop a rank, and let it continue before anything counts it as lost."""
+    rank = scene.signal_rank(signal.SIGSTOP)
+    time.sleep(2.0)
+    breaking.signal_rank(scene.cluster, scene.job, rank, signal.SIGCONT)
+
+
+def _stop_script(scene: Scene) -> None:
+    """Stop the batch script's shell: what it waits for goes on, and then it has work to do."""
+    psutil.Process(breaking.batch_script(scene.cluster, scene.job)).suspend()
+
+
+def _clear_requeue_and_kill(scene: Scene) -> None:
+    """Kill a rank of a job that an administrator has made not requeueable."""
+    scene.cluster.command("scontrol", "update", f"jobid={scene.job}", "requeue=0")
+    _kill_rank(scene)
+
+
 def _signal_srun(number: signal.Signals) -> Callable[[Scene], object]:
     def do(scene: Scene) -> None:
         script = psutil.Process(breaking.batch_script(scene.cluster, scene.job))
@@ -118,6 +149,15 @@ def _cancel_and_requeue(scene: Scene) -> None:
 NODE = r"node n\d (failed|stopped answering)"
 FAULTS: dict[str, Fault] = {
     "kill a rank": Fault(do=_kill_rank, why=r"rank \d|before the first update"),
+    "SIGSEGV of a rank": Fault(
+        do=_fault_in_rank(signal.SIGSEGV), why=r"rank \d|before the first update"
+    ),
+    "a rank pauses": Fault(do=_pause_rank),
+    "kill all agents": Fault(do=_kill_agents, why=rf"{NODE}|agents?|srun"),
+    "stop the batch script": Fault(do=_stop_script),
+    "Requeue is cleared, and a rank killed": Fault(
+        do=_clear_requeue_and_kill, why=r"rank \d|before the first update", ends="failed"
+    ),
     "SIGTERM to a rank": Fault(do=lambda s: s.signal_rank(signal.SIGTERM), why=STOPPED),
     "kill the batch script": Fault(
         do=lambda s: breaking.kill_batch_script(s.cluster, s.job), why=SCRIPT, late=True

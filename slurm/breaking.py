@@ -58,6 +58,13 @@ def kill_srun(cluster: DevCluster, job: str) -> None:
     processes.kill([srun.pid for srun in sruns if srun.parent() not in sruns])
 
 
+def kill_agents(cluster: DevCluster, job: str) -> None:
+    """Kill the agents of a job's nodes and their parents; the kernel kills their ranks then."""
+    tasks = [t for node in cluster.node_names for t in cluster.node_pids(node).tasks]
+    agents = [t for t in tasks if str(t.job) == job and t.step not in (None, "batch")]
+    processes.kill(task.pid for task in agents if task.rank is None)
+
+
 def signal_rank(cluster: DevCluster, job: str, rank: int, number: signal.Signals) -> str:
     """Signal one rank's processes; return its node."""
     for node in cluster.node_names:
