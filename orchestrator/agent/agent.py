@@ -421,7 +421,7 @@ class Agent:
         After two in a row a whole rack may be lost: then others are probed as well. Of silent ones,
         as of a rack without power, the times run together.
         """
-        now, ahead = self._clock(), 0
+        now, ahead, lost = self._clock(), 0, list[Peer]()
         if self._lost_in_row >= MOST_ONE_BY_ONE:
             ahead = MOST_PROBES if port is Port.SILENT else min(MOST_PROBES, 2 * self._lost_in_row)
         peers = {peer.seniority: peer for peer in islice(self._seniors(), 1, 1 + ahead)}
@@ -432,12 +432,15 @@ class Agent:
             if state is Port.OPEN:
                 del self._unreachable[seniority]
             elif state is Port.CLOSED or now - since > self._spec.silence_s + COME_S:
-                self._lose_candidate(peer)
+                lost.append(peer)
+        if lost:
+            self._lose(*lost)
 
-    def _lose_candidate(self, one: Peer) -> None:
+    def _lose(self, *candidates: Peer) -> None:
+        """Follow these agents no more; end with the attempt if its outcome is written."""
         self._refusals = 0
-        self._lost_in_row += 1
-        self._lost_peers.add(one.seniority)
+        self._lost_in_row += len(candidates)
+        self._lost_peers.update(peer.seniority for peer in candidates)
         if self._is_over():
             self._over = True
 
@@ -477,7 +480,7 @@ class Agent:
         self._coordinator_link.close()
         self._coordinator_link = None
         if lost:
-            self._lose_candidate(self._coordinator_peer)
+            self._lose(self._coordinator_peer)
 
     # ------------------------------------------------------------------ followers
 
