@@ -22,6 +22,7 @@ MEASUREMENTS = (
     "sharded",
     "checkpoints",
     "survive",
+    "scale",
     "mindspore_start",
     "mindspore_steps",
     "mindspore_reduction",

@@ -31,6 +31,7 @@ from orchestrator.rundir import files
 from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
+from orchestrator.rundir.outcome import failure_record
 
 STEP_S = 0.1
 SEEN = asdict(RankPosition())
@@ -45,6 +46,7 @@ class HollowWorker:
     events: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     status: int | None = None
     final_state: str = ""
+    failure: dict[str, Any] | None = None
     generation: int = -1
 
     @property
@@ -80,6 +82,8 @@ class HollowWorkers:
         worker = self.all[rank]
         if worker.status is None:
             worker.status, worker.final_state = status, final_state
+            if final_state == FAILED:
+                worker.failure = failure_record(rank, "", "it fails", secondary=rank > 0)
             self.report(self.exit_of(worker))
 
     def exit_of(self, worker: HollowWorker) -> dict[str, Any]:
@@ -89,7 +93,7 @@ class HollowWorkers:
             "incarnation": worker.incarnation,
             "status": worker.status,
             "final_state": worker.final_state,
-            "failure": None,
+            "failure": worker.failure,
             "seen": SEEN,
             "ago_s": 0.0,
         }
@@ -294,6 +298,21 @@ class HollowRun:
             self.step()
         return self.now - began
 
+    def train(self, seconds: int) -> None:
+        """Let agents send heartbeats for a while; the first node's takes a turn after each."""
+        others = [index for index in self.agents if index]
+        began = self.now
+        for second in range(seconds):
+            for number, index in enumerate(others, 1):
+                self.now = began + second + number / len(others)
+                self.turn(index)
+                self.turn(0)
+
+    def forget_costs(self) -> None:
+        """Count from now on."""
+        for counts in (self.opened, self.sent, self.processor_s):
+            counts.clear()
+
     # ------------------------------------------------------------------ events
 
     def kill(self, index: int) -> None:
@@ -303,7 +322,7 @@ class HollowRun:
     def form(self) -> float:
         """Start all agents, and step until the first generation; return the seconds."""
         self.start()
-        return self.until(lambda: self._reached(0), 60.0)
+        return self.until(lambda: self.reached(0), 60.0)
 
     def take_over(self) -> float:
         """Kill the first node; step until the next generation; return the seconds."""
@@ -313,13 +332,10 @@ class HollowRun:
         self.kill(0)
         return self.until(lambda: self.newest["generation"] > 0, 60.0)
 
-    def _reached(self, generation: int) -> bool:
-        workers = (w for agent in self.agents.values() for w in agent.workers.all.values())
-        return all(w.generation >= generation for w in workers if w.status is None)
-
     def reached(self, generation: int) -> bool:
         """Return whether all live workers were sent this generation or a newer one."""
-        return self._reached(generation)
+        workers = (w for agent in self.agents.values() for w in agent.workers.all.values())
+        return all(w.generation >= generation for w in workers if w.status is None)
 
     def fail(self, rank: int) -> float:
         """Let a worker fail, and the others after it; step to the end; return the seconds."""

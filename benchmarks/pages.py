@@ -18,6 +18,7 @@ from benchmarks import (
     pairs,
     peers_page,
     reproducible,
+    scale,
     survive,
     sweeps,
 )
@@ -64,6 +65,7 @@ _BODIES: dict[str, tuple[str, Callable[[Result], str]]] = {
     "chaos": ("Runs disturbed on purpose", chaos.body),
     "checkpoints": ("Cost of checkpoints for the training", checkpoints.body),
     "load": ("Load of a run on shared services", load.body),
+    "scale": ("Growth with the number of nodes", scale.body),
     "sweeps": ("Sweeps of many points", sweeps.body),
     "survive": ("Cost and benefit of run.survive", survive.body),
 }

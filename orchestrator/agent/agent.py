@@ -60,8 +60,12 @@ log = logging.getLogger(__name__)
 POLL_S = 0.1
 MAX_STRANGERS = 64
 """Connections that have not identified themselves, beyond one of each node."""
+STRANGER_S = 1.0
+"""Time for one of them to identify itself, if others wait."""
 MOST_ACCEPTED = 256
 """Connections that are accepted in one turn, which also has other work."""
+MOST_REFUSALS = 3
+"""Before an address is taken to be another agent's. One may be a connection that broke."""
 MOST_ONE_BY_ONE = 2
 """Candidates that are lost before others are probed ahead: each costs every agent a file."""
 RANKS_A_SECOND = 200_000
@@ -102,6 +106,7 @@ class Agent:
         self._followers: dict[int, Link] = {}
         self._early: dict[int, list[dict[str, Any]]] = {}  # before this agent coordinates
         self._coordinator_link: Link | None = None
+        self._refusals = 0  # links in a row that were closed before anything came over them
         self._was_heard = False  # the coordinator has sent something on this link
         self._clock = AwakeClock()
         self._began = self._clock()
@@ -415,10 +420,12 @@ class Agent:
     def _lose_candidates(self, first: Peer, port: Port) -> None:
         """Lose a candidate to which no connection is possible, at once or after a while.
 
-        After two in a row a rack may have lost its power: then others are probed as well, whose
-        times run together.
+        After two in a row a whole rack may be lost: then others are probed as well. Of silent ones,
+        as of a rack without power, the times run together.
         """
-        now, ahead = self._clock(), MOST_PROBES if self._lost_in_row >= MOST_ONE_BY_ONE else 0
+        now, ahead, lost = self._clock(), 0, list[Peer]()
+        if self._lost_in_row >= MOST_ONE_BY_ONE:
+            ahead = MOST_PROBES if port is Port.SILENT else min(MOST_PROBES, 2 * self._lost_in_row)
         peers = {peer.seniority: peer for peer in islice(self._seniors(), 1, 1 + ahead)}
         for seniority, state in {first.seniority: port, **probe_ports(peers, REACH_S)}.items():
             peer = peers.get(seniority, first)
@@ -427,11 +434,15 @@ class Agent:
             if state is Port.OPEN:
                 del self._unreachable[seniority]
             elif state is Port.CLOSED or now - since > self._spec.silence_s + COME_S:
-                self._lose_candidate(peer)
+                lost.append(peer)
+        if lost:
+            self._lose(*lost)
 
-    def _lose_candidate(self, one: Peer) -> None:
-        self._lost_in_row += 1
-        self._lost_peers.add(one.seniority)
+    def _lose(self, *candidates: Peer) -> None:
+        """Follow these agents no more; end with the attempt if its outcome is written."""
+        self._refusals = 0
+        self._lost_in_row += len(candidates)
+        self._lost_peers.update(peer.seniority for peer in candidates)
         if self._is_over():
             self._over = True
 
@@ -453,11 +464,13 @@ class Agent:
         assert self._coordinator_link is not None  # noqa: S101  # its socket is registered
         messages = self._coordinator_link.receive()
         if messages is None:
-            # The coordinator may live: `_follow` connects to it again. But a link over which it
-            # never sent anything was closed by another agent at its address.
-            self._leave_coordinator(lost=not self._was_heard or self._is_over())
+            # The coordinator may live: `_follow` connects to it again. But links over which it
+            # never sent anything were closed by another agent at its address.
+            self._refusals += not self._was_heard
+            self._leave_coordinator(lost=self._refusals >= MOST_REFUSALS or self._is_over())
             return
         self._coordinator_link.heard, self._was_heard = self._clock(), True
+        self._refusals = 0
         for message in messages:
             if "command" in message:
                 self._obey(message)
@@ -469,23 +482,26 @@ class Agent:
         self._coordinator_link.close()
         self._coordinator_link = None
         if lost:
-            self._lose_candidate(self._coordinator_peer)
+            self._lose(self._coordinator_peer)
 
     # ------------------------------------------------------------------ followers
 
     def _accept(self) -> None:
         """Accept the connections that wait: after a takeover, all agents connect together."""
+        now = self._clock()
         for _ in range(MOST_ACCEPTED):
+            if len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes:
+                oldest = min(self._unauthenticated, key=lambda one: one.heard)
+                if now - oldest.heard < STRANGER_S:
+                    return  # others wait in the kernel, until those before have been heard
+                self._close(oldest)
             try:
-                link = Link(self._listener.accept()[0], heard=self._clock())
+                link = Link(self._listener.accept()[0], heard=now)
             except BlockingIOError:
                 return
             except OSError:  # it has closed again, or no descriptor is left
-                link = None
-            full = len(self._unauthenticated) >= MAX_STRANGERS + self._spec.nodes
-            if self._unauthenticated and (link is None or full):
-                self._close(min(self._unauthenticated, key=lambda one: one.heard))
-            if link is None:
+                if self._unauthenticated:
+                    self._close(min(self._unauthenticated, key=lambda one: one.heard))
                 return
             self._unauthenticated.add(link)
             hear = partial(self._hear_follower, link)

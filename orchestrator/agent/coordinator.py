@@ -92,7 +92,8 @@ class WorkerState:
             for new workers.
         standing: what it does while it makes no progress, since `stands_since`, by the
             coordinator's clock; `program`: a user's program, whose waits look like idleness.
-        can_save: it holds the state of its last boundary, and will leave its window to save it.
+        can_save: whether it holds the state of its last boundary, and will leave its window to save
+            it; None until it has answered that another worker failed.
         left_after: it has left its window, after so many updates.
         given_up: the cause, if it is killed because it hangs.
         seen: its position, by its latest report.
@@ -106,7 +107,7 @@ class WorkerState:
     code: dict[str, str] | None = None
     training: bool = False
     awaits_newcomers: tuple[int, int] | None = None
-    can_save: bool = False
+    can_save: bool | None = None
     left_after: int | None = None
     final_state: str | None = None
     standing: Standing = Standing.MOVES
@@ -181,6 +182,7 @@ class Coordinator:
         self._kill_at: dict[int, float] = {}  # by rank; it is asked for its stack before
         self._give_up_at: float | None = None
         self._elect_at: float | None = None  # at the latest
+        self._answers_by = 0.0
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
@@ -313,7 +315,7 @@ class Coordinator:
         elif kind == "ready":
             worker.awaits_newcomers = event["generation"], event["updates"]
         elif kind == "can_save":
-            worker.can_save = True
+            worker.can_save = event["able"]
         elif kind == "save_ready":
             worker.can_save, worker.left_after = True, event["updates"]
             member = self._member(worker.rank)
@@ -415,6 +417,10 @@ class Coordinator:
             return
         if self._elect_at is None:
             self._elect_at = self._give_up_at = now + SAVE_S
+            self._answers_by = now + GRACE_S
+        silent = any(one.can_save is None and self._is_member(one) for one in members)
+        if silent and now < self._answers_by:
+            return
         ready = [(one.left_after, one.rank) for one in able if one.left_after is not None]
         if not ready:
             return

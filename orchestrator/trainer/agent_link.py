@@ -124,8 +124,7 @@ class AgentLink:
                     self._on_stop(message["stop"])
                 if "failed" in message:
                     self.run_failed = True
-                    if self.saves_on_failure:
-                        self.send_event("can_save")
+                    self.send_event("can_save", able=self.saves_on_failure)
                     self.on_run_failed()
                 if "saver" in message:
                     self._saver = message["saver"]

@@ -6,7 +6,7 @@ import socket
 
 import pytest
 
-from orchestrator.agent.agent import Agent
+from orchestrator.agent.agent import MOST_REFUSALS, Agent
 from orchestrator.agent.links import Peer, connect
 from orchestrator.agent.node_spec import publish_agent, secret_of
 from orchestrator.agent.workers import STOP_SIGNALS
@@ -70,14 +70,19 @@ def test_who_cannot_read_the_run_folder_is_refused(agent, sign):
 
 
 @pytest.mark.parametrize("spoke", [True, False])
-def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, senior, spoke):
+def test_an_agent_whose_link_breaks_follows_again_who_has_spoken(agent, spoke):
     """One that never spoke was perhaps another agent at its address, which refused this one."""
-    if spoke:
-        senior.sendall(b"{}\n")
-        agent._hear_coordinator()
-    senior.close()
-    agent._hear_coordinator()
-    agent._follow()
+    with listen("127.0.0.1") as listener:
+        publish_agent(node_spec(agent._spec.run, index=0), listener.getsockname()[1])
+        for refusals in range(MOST_REFUSALS):
+            agent._follow()
+            with listener.accept()[0] as senior:
+                assert agent._coordinator_link is not None, refusals
+                if spoke:
+                    senior.sendall(b"{}\n")
+                    agent._hear_coordinator()
+            agent._hear_coordinator()
+        agent._follow()
     assert (agent._coordinator_link is not None) is spoke
     assert (agent._coordinator is not None) is not spoke
 
