@@ -445,8 +445,8 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
-        self._modes.keep()
         if self._settings.survive or self._group.rank == 0:  # only they may return to it
+            self._modes.keep()
             self._job_state.keep()
         if not (self._restores_forward or self._is_first):
             return
@@ -460,8 +460,9 @@ class TorchEngine(Engine):
         """Restore the state at the beginning of the window under way, if any."""
         if self._window is not None:
             self.accumulator.precision.load(self._scale_before)
-            self._modes.restore()
-            self._job_state.restore()
+            if self._settings.survive or self._group.rank == 0:
+                self._modes.restore()
+                self._job_state.restore()
             if self._forward_before is not None:
                 self._forward_before.restore()
         self._window = None
