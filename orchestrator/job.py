@@ -52,6 +52,10 @@ class Job:
     `update`, from 0, instead of the configuration's schedule; setting both is refused. It
     must depend on that number alone. Parameter groups keep their ratios to it.
 
+    Likewise `state_dict(self)` and `load_state_dict(self, state)`: what it keeps on itself besides
+    the model, for checkpoints. What progress decides (annealing, say) it reads from
+    `orchestrator.current_run`, which has `update`, `epoch`, `rank`, `ranks` and `folder`.
+
     Likewise `shard(self, model, mesh)`: it calls `fully_shard(..., mesh=mesh)` on parts of the
     model, and on the whole last, where `engine.shard_model` would take each layer.
     """

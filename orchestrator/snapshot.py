@@ -18,7 +18,7 @@ import stat
 import subprocess
 import sys
 import sysconfig
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from fnmatch import translate
 from functools import cache, partial
 from itertools import islice
@@ -88,31 +88,60 @@ class GitRefusal(RunFolderError):
 def code_state(folder: Path) -> dict[str, Any]:
     """Return the folder's commit and its difference from it; `commit` is None without git.
 
-    The diff leaves out files that hold secrets by their name; see `is_secret`. `error` says why git
-    gave no answer, where there is a repository; else it is None.
+    The difference includes Python files that no commit holds, `untracked`. It leaves out files that
+    hold secrets by their name; see `is_secret`. `error` says why git gave no answer, where there is
+    a repository; else it is None.
     """
     commit, diff = b"", b""
     secrets = [*SECRET_NAMES, *(f"{name}/**" for name in SECRET_FOLDERS)]
     but = [f":(top,exclude,icase,glob)**/{pattern}" for pattern in secrets]
     error: str | None = None
+    untracked: list[str] = []
     try:
         commit = _git(folder, "rev-parse", "HEAD") or b""
         if commit:
             diff = _git(folder, "diff", "--no-ext-diff", "HEAD", "--", ":/", *but) or b""
+            untracked = _untracked(folder, but)
     except GitRefusal as refusal:
         error = str(refusal)
+    for name in untracked:
+        if len(diff) <= DIFF_LIMIT_BYTES:
+            diff += _as_added(name, folder / name)
     return {
         "folder": str(folder),
         "commit": commit.decode().strip() or None,
         "diff": diff[:DIFF_LIMIT_BYTES].decode("utf-8", "replace"),
         "diff_cut": len(diff) > DIFF_LIMIT_BYTES,
         "error": error,
+        "untracked": untracked,
     }
 
 
 GIT_S = 60.0
 # git's messages where there is no repository, or no commit in it yet
 NO_REPOSITORY = ("not a git repository (", "ambiguous argument 'head'", "bad revision 'head'")
+
+
+def _untracked(folder: Path, but: Sequence[str]) -> list[str]:
+    """Return Python files of the folder that no commit holds: all that git does not ignore, and of
+    ignored ones those next to the job.
+    """
+    listed = [
+        _git(folder, "ls-files", "--others", "-z", *options, *but) or b""
+        for options in (("--exclude-standard", "--", "*.py"), ("--", ":(glob)*.py"))
+    ]
+    return sorted({os.fsdecode(name) for names in listed for name in names.split(b"\0") if name})
+
+
+def _as_added(name: str, path: Path) -> bytes:
+    """Return a file as git's diff would have it if it were added."""
+    try:
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        return f"diff --git {name}: cannot be read: {error.strerror}\n".encode()
+    head = f"diff --git a/{name} b/{name}\nnew file\n--- /dev/null\n+++ b/{name}\n"
+    added = b"".join(b"+" + line + b"\n" for line in lines)
+    return head.encode() + f"@@ -0,0 +1,{len(lines)} @@\n".encode() + added
 
 
 def _git(folder: Path, *arguments: str) -> bytes | None:

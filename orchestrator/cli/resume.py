@@ -171,12 +171,15 @@ def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
     )
 
 
-def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
+def refuse_another_plan(
+    old: Plan, new: Plan, done: int, run: str, made: Sequence[Change] = ()
+) -> None:
     """Raise `ConfigError` if an update would be of other samples or at another rate.
 
     Args:
         old, new: of the run as it was, and as it would be.
         done: updates that the newest checkpoint holds.
+        made: what changes in the configuration.
     """
     if new.updates is not None and new.updates < done:
         raise ConfigError(
@@ -202,10 +205,13 @@ def refuse_another_plan(old: Plan, new: Plan, done: int, run: str) -> None:
         rates = [plan.rates.schedule.learning_rate(update)
                  for plan in (old, new) if plan.rates.schedule]  # fmt: skip
         if len(set(rates)) > 1:
+            of_schedule = [c.text for c in made if c.key.startswith("schedule.")]
+            why = f"{' and '.join(of_schedule)} would change it"
+            if not of_schedule:
+                why = "with schedule.decay the number of updates decides it, which would be another"
             raise ConfigError(
                 f"the learning rate of update {update + 1} would be {rates[1]:.6g}, but "
-                f"was to be {rates[0]:.6g}: schedule.* decides it, and where "
-                f"schedule.decay is not none, the number of updates does, too\n{instead}"
+                f"was to be {rates[0]:.6g}: {why}\n{instead}"
             )
         was, would_be = old.order.samples_of(update), new.order.samples_of(update)
         if update < done and was != would_be:
@@ -305,7 +311,7 @@ def resumption(
         refuse_other_numbers(made, str(run.path), done, program=program)
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
-            refuse_another_plan(old, plan, done, str(run.path))
+            refuse_another_plan(old, plan, done, str(run.path), made)
             warning = rounding_warning(made, old, plan, config)
     return Resumption(
         config=config,

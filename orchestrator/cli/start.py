@@ -7,7 +7,7 @@ import errno
 import os
 import sys
 import time
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from orchestrator.cli.resume import (
     submission_directory,
 )
 from orchestrator.clusters.api import Admission, Cluster, Request, cluster_of
-from orchestrator.config.job_source import check_program, check_target
+from orchestrator.config.job_source import check_constructor, check_program, check_target
 from orchestrator.config.optimizer import check_builder
 from orchestrator.config.program import is_program, program_of, short_name
 from orchestrator.config.reading import options_of, read_config, to_yaml
@@ -95,6 +95,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
     if new:
         initial_weights(config)
     facts = check_target(config.job["_target_"])
+    check_constructor(config.job["_target_"], [key for key in config.job if key != "_target_"])
     refuse_unsupported(config, facts.framework, coupled=facts.coupled)
     check_builder(config.optimizer, str(config.job["_target_"]), own=facts.own_optimizer)
     if facts.own_rate:
@@ -146,9 +147,26 @@ def _admitted(
     with CLUSTERS.wrap_errors(cluster.config.cluster.kind, "to say whether the run can be placed"):
         request = cluster.request(run.path, attempt)
         admission = cluster.check(request)
-    for sentence in admission.warnings:
+    for sentence in (*admission.warnings, *replaced_threads(cluster.config, os.environ)):
         say(output.console, f"warning: {sentence}", "yellow", prose=True)
     return request, admission
+
+
+def replaced_threads(config: Config, env: Mapping[str, str]) -> Iterator[str]:
+    """Yield a sentence for each exported number of threads that the ranks do not get.
+
+    >>> [sentence.partition(";")[0] for sentence in replaced_threads(
+    ...     read_config({"job": {"_target_": "a.B"}}), {"OMP_NUM_THREADS": "8"}
+    ... )]
+    ['OMP_NUM_THREADS=8 of this shell is replaced by 1 in the ranks (cluster.cpus_per_rank)']
+    """
+    threads = str(config.cluster.cpus_per_rank)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        if env.get(name, threads) != threads and name not in config.cluster.environment:
+            yield (
+                f"{name}={env[name]} of this shell is replaced by {threads} in the ranks "
+                f"(cluster.cpus_per_rank); cluster.environment.{name}={env[name]} keeps it"
+            )
 
 
 def _cluster(config: Config, output: OutputOptions) -> Cluster:

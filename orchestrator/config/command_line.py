@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from orchestrator.config.job_source import is_this_python
+from orchestrator.config.messages import key_of_flag
 from orchestrator.config.schema import FREE_SECTIONS, FREE_TABLES
 from orchestrator.config.typed_text import quote_text
 from orchestrator.errors import ConfigError, did_you_mean, expand_user, nearest
@@ -103,6 +104,11 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
         else:
             check_overrides(overrides, line=arguments)  # it may be the flag of a script before it
             known = [*SWITCHES, *VALUED]
+            if key := key_of_flag(flag):
+                typed = value if equals else rest[0] if rest and "=" not in rest[0] else "VALUE"
+                raise ConfigError(
+                    f"there is no flag '{flag}'; settings are written without dashes: {key}={typed}"
+                )
             raise ConfigError(f"there is no flag '{flag}'{did_you_mean(flag, known)}")
     found.pop("", None)
     if found.pop("force", False):
@@ -142,7 +148,10 @@ def check_overrides(
         if override.startswith("-") and override != "-":
             flag = override.partition("=")[0]
             advice = f"; python -m orchestrator {verb} --help lists those that it has"
-            if nearest(flag, options):
+            if key := key_of_flag(flag):
+                value = override.partition("=")[2] or "VALUE"
+                advice = f"; settings are written without dashes: {key}={value}"
+            elif nearest(flag, options):
                 advice = did_you_mean(flag, options)
             raise ConfigError(f"{verb} has no option '{flag}'{advice}")
         if "=" in override or override.startswith("~"):

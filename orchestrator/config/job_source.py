@@ -15,7 +15,7 @@ import re
 import shutil
 import sys
 import warnings
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Collection, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -158,10 +158,12 @@ class ClassSource:
 
     Attributes:
         complete: the source of every base was found.
+        decorated: a decorator or a metaclass may change the class or one of its bases.
     """
 
     members: Mapping[str, ast.stmt]
     complete: bool
+    decorated: bool = False
 
     def constant(self, name: str) -> Any:
         """Return the value of a class attribute, or None if it is no constant."""
@@ -187,7 +189,7 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
             members[item.name] = item
         elif isinstance(item, ast.Assign | ast.AnnAssign):
             members |= dict.fromkeys(_assigned(item), item)
-    complete = True
+    complete, decorated = True, bool(node.decorator_list or node.keywords)
     for spelled, dotted_base in _bases(node, module, module_name):
         if dotted_base in OWN_BASES:  # its members are defaults, which a plan knows
             continue
@@ -195,9 +197,10 @@ def _find(dotted: str, depth: int = 8) -> ast.stmt | ClassSource | None:
         if isinstance(found, ClassSource):
             members = {**found.members, **members}
             complete &= found.complete
+            decorated |= found.decorated
         else:
             complete &= spelled.rpartition(".")[2] in BASES_WITHOUT_MEMBERS
-    return ClassSource(members, complete)
+    return ClassSource(members, complete, decorated)
 
 
 def _bases(
@@ -308,6 +311,50 @@ def check_target(dotted: str) -> TargetFacts:
         own_rate=isinstance(found.members.get("learning_rate"), Definition),
         talks_in_window=bool(found.constant("talks_in_window")),
     )
+
+
+def check_constructor(dotted: str, given: Collection[str]) -> None:
+    """Check the arguments of a job, `job.*`, by the source of its constructor, if that tells.
+
+    Raises:
+        JobError: one that it does not take, or one that it needs is absent.
+    """
+    found = find_class(dotted)
+    if found is None or found.decorated or "__new__" in found.members:
+        return
+    method = found.members.get("__init__")
+    if not isinstance(method, ast.FunctionDef):
+        if found.complete and method is None:
+            refuse_arguments(dotted, given, {}, takes_any=False)
+        return
+    if method.decorator_list:
+        return
+    listed = method.args
+    positional = [*listed.posonlyargs, *listed.args][1:]  # without self
+    needed = len(positional) - min(len(listed.defaults), len(positional))
+    known = {item.arg: number < needed for number, item in enumerate(positional)}
+    named = zip(listed.kwonlyargs, listed.kw_defaults, strict=True)
+    known |= {item.arg: default is None for item, default in named}
+    refuse_arguments(dotted, given, known, takes_any=listed.kwarg is not None)
+
+
+def refuse_arguments(
+    dotted: str, given: Collection[str], known: Mapping[str, bool], *, takes_any: bool
+) -> None:
+    """Raise `JobError` for arguments that a job's constructor does not take, or lacks.
+
+    Args:
+        given: without `_target_`.
+        known: by name whether it is needed.
+        takes_any: it has `**kwargs`.
+    """
+    for key in given:
+        if key not in known and not takes_any:
+            hint = did_you_mean(key, [*known])
+            raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){hint}")
+    for key, needed in known.items():
+        if needed and key not in given:
+            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
 
 
 def builds_optimizer(dotted: str) -> bool | None:

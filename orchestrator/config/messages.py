@@ -72,6 +72,38 @@ def no_such_key(key: str) -> str:
     return f"there is no key '{key}'{tail}"
 
 
+def key_of_flag(flag: str) -> str | None:
+    """Return the setting that a flag of another tool probably means; None for no known one.
+
+    >>> key_of_flag("--epochs"), key_of_flag("--batch-size"), key_of_flag("--train.seed")
+    ('train.epochs', 'accumulation.global_batch', 'train.seed')
+    """
+    name = flag.lstrip("-").replace("-", "_")
+    keys = dict(flat(plain(Config())))
+    if name in keys:
+        return name
+    return ELSEWHERE.get(name) or next((k for k in keys if k.rpartition(".")[2] == name), None)
+
+
+_KINDS = {"Integer": "a whole number", "Float": "a number", "Boolean": "true or false"}
+
+
+def describe_conversion(key: str, reason: str) -> str | None:
+    """Return a sentence about a value of the wrong kind, of OmegaConf's; None for another error.
+
+    >>> describe_conversion(
+    ...     "train.seed", "Value '1000.0' of type 'float' could not be converted to Integer"
+    ... )
+    'train.seed must be a whole number, but is 1000.0; try train.seed=1000'
+    """
+    found = re.match(r"Value '(.*?)' (?:of type '(\w+)' )?could not be converted to (\w+)", reason)
+    if found is None or found[3] not in _KINDS:
+        return None
+    text = found[1] if found[2] in ("float", "int", "bool") else repr(found[1])
+    hint = f"; try {key}={text[:-2]}" if re.fullmatch(r"-?\d+\.0", text) else ""
+    return f"{key} must be {_KINDS[found[3]]}, but is {text}{hint}"
+
+
 # Patterns of Hydra's and OmegaConf's errors, and our messages for them.
 MESSAGES = {
     r"Could not override '(\w+)'\.? No match": (
@@ -164,7 +196,8 @@ def _in_file(error: BaseException) -> str | None:
     if isinstance(cause, ConfigKeyError):  # a file of a group states keys without the group
         sentence = no_such_key(key).replace(f"'{group}.", "'", 1)
         return f"{file}: {sentence}"
-    return f"{file}: {key.removeprefix(f'{group}.')}: {_first_lines(cause)}"
+    reason, own_key = _first_lines(cause), key.removeprefix(f"{group}.")
+    return f"{file}: {describe_conversion(own_key, reason) or f'{own_key}: {reason}'}"
 
 
 def _first_lines(error: BaseException) -> str:
@@ -188,4 +221,4 @@ def _reason(error: BaseException) -> str:
     key = getattr(cause, "full_key", None) or "the configuration cannot be read"
     if isinstance(plain(Config()).get(key), dict):
         return f"{key} is a section, whose keys are set one by one: {key}.NAME=VALUE"
-    return f"{key}: {first or type(error).__name__}"
+    return describe_conversion(key, first) or f"{key}: {first or type(error).__name__}"

@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from orchestrator.config.command_line import escape_interpolations
+from orchestrator.config.messages import describe_conversion
 from orchestrator.config.rules import check
 from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, did_you_mean
@@ -63,7 +64,8 @@ def read_config(values: Any) -> Config:
             config = cast("Config", OmegaConf.to_object(merged))
         except OmegaConfBaseException as error:
             reason = str(error).split("\n", maxsplit=1)[0]
-            raise ConfigError(f"{error.full_key or 'the configuration'}: {reason}") from error
+            key = error.full_key or "the configuration"
+            raise ConfigError(describe_conversion(key, reason) or f"{key}: {reason}") from error
     check(config)
     return config
 

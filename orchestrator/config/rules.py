@@ -54,7 +54,7 @@ def search_problems(sweep: SweepConfig) -> Iterator[str]:
 
 SURVIVE = "run.survive=true is not available with"
 RESTARTS = "run.max_restarts=3"
-ON = "the run goes on without a lost rank or node (run.survive)"
+ON = "a lost rank or node does not end the run (run.survive)"
 OFF = "a lost rank ends the run: "
 
 

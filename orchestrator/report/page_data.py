@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -36,6 +36,7 @@ from orchestrator.rundir.status import end_of, find_runs
 from orchestrator.rundir.warnings import read_warnings
 from orchestrator.units import (
     UNKNOWN,
+    first_few,
     format_bytes,
     format_count,
     format_number,
@@ -157,10 +158,21 @@ def data_of(path: Path) -> dict[str, Any]:
             *(describe_search(search) if search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
             *filter(None, [timed_concurrently(cells)]),
+            *(sentence for run, _ in sound for sentence in _changed_inputs(run)),
             *(f"not read: {sentence}" for sentence in unreadable),
         ],
     }
     return sanitized(data)
+
+
+def _changed_inputs(run: RunDir) -> Iterator[str]:
+    """Yield a sentence for each resume of a run whose code or data had changed (`--changed`)."""
+    for resume in run.read_resumes():
+        if changed := resume.get("changed_inputs"):
+            yield (
+                f"{run.path.name} was resumed with --changed (attempt {resume['attempt']}): "
+                f"{', '.join(changed)}, so its updates before and after are of different inputs"
+            )
 
 
 def _section(key: str) -> str:
@@ -323,13 +335,16 @@ def _environment(environment: Mapping[str, Any]) -> dict[str, str]:
     """
     packages = environment.get("packages") or {}
     framework, git = environment.get("framework") or {}, environment.get("git") or {}
+    uncommitted = "yes" if git.get("diff") else "no"
+    if untracked := git.get("untracked"):
+        uncommitted = f"yes; no commit holds {first_few(untracked, 3)}"
     rows = {
         **{key: environment.get(key) for key in ("python", "platform", "processor", "cpus")},
         **{key: environment.get(key) for key in ("transport", "threads")},
         **{str(name): version for name, version in packages.items()},
         **{f"framework {name}": text for name, text in framework.items()},
         "git commit": git.get("commit"),
-        "uncommitted changes": ("yes" if git.get("diff") else "no") if git.get("commit") else None,
+        "uncommitted changes": uncommitted if git.get("commit") else None,
     }
     return {key: str(value) for key, value in rows.items() if value is not None}
 

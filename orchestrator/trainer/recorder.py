@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
-from orchestrator.config.schema import Config
+from orchestrator.config.schema import Config, TrackerConfig
 from orchestrator.engine.api import Engine
 from orchestrator.errors import ConfigError, OrchestratorError, RunFolderError
 from orchestrator.plan.window import Window
@@ -90,13 +90,17 @@ _PACKAGES = {"tensorboard": "tensorboard", "mlflow": "mlflow-skinny", "wandb": "
 
 def check_tracker(kind: str) -> None:
     """Raise `ConfigError` where the package of a built-in tracker is missing: any rank may become
-    the one that records.
+    the one that records. Of the default `Scalars` warns: it may not have been chosen.
     """
-    if kind in _PACKAGES and importlib.util.find_spec(kind) is None:
+    if kind != TrackerConfig.kind and _is_missing(kind):
         raise ConfigError(
             f"tracker.kind={kind} writes with a package that is not installed; pip install "
             f"{_PACKAGES[kind]}, or tracker=none"
         )
+
+
+def _is_missing(kind: str) -> bool:
+    return kind in _PACKAGES and importlib.util.find_spec(kind) is None
 
 
 class Scalars:
@@ -104,6 +108,14 @@ class Scalars:
 
     def __init__(self, run: RunDir, config: Config) -> None:
         kind = config.tracker.kind
+        self._tracker: Tracker | None = None
+        if kind == TrackerConfig.kind and _is_missing(kind):
+            warn(
+                f"tracker.kind={kind}, the default, writes with a package that is not installed, "
+                f"so metrics.jsonl alone has the scalars; pip install {_PACKAGES[kind]}, or "
+                "tracker=none"
+            )
+            return
         try:
             self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
         except OrchestratorError:

@@ -15,7 +15,7 @@ from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import TrainingProgress
 from orchestrator.client.run import current_run
 from orchestrator.clusters.machine import visible_gpus
-from orchestrator.config.job_source import check_target
+from orchestrator.config.job_source import check_target, refuse_arguments
 from orchestrator.config.optimizer import base_rate
 from orchestrator.config.reading import read_config, with_run_folder
 from orchestrator.config.rules import refuse_unsupported, with_survival
@@ -28,7 +28,6 @@ from orchestrator.errors import (
     JobError,
     OrchestratorError,
     RunFolderError,
-    did_you_mean,
 )
 from orchestrator.job import REQUIRED_METHODS, Job, dataset_of, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
@@ -396,13 +395,7 @@ def build_job(settings: Mapping[str, Any]) -> Job:
         if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     }
     takes_any = any(p.kind is p.VAR_KEYWORD for p in known)
-    for key in arguments:
-        if key not in required and not takes_any:
-            hint = did_you_mean(key, [*required])
-            raise JobError(f"{dotted} takes no argument '{key}' (from job.{key}){hint}")
-    for key, needed in required.items():
-        if needed and key not in arguments:
-            raise JobError(f"{dotted} needs the argument '{key}'; add job.{key}=…")
+    refuse_arguments(dotted, arguments, required, takes_any=takes_any)
     return target(**arguments)
 
 

@@ -36,11 +36,11 @@ def test_gpus_are_shared_out_or_their_idleness_is_said(
 @pytest.mark.parametrize(
     ("visible", "overrides", "line"),
     [
-        ("", [], "the run goes on without a lost rank"),
-        ("0", [], "the run goes on without a lost rank"),
+        ("", [], "a lost rank or node does not end the run"),
+        ("0", [], "a lost rank or node does not end the run"),
         ("0,1,2,3", [], "a lost rank ends the run: over NCCL"),
-        ("0,1,2,3", ["transport=gloo"], "the run goes on without a lost rank"),
-        ("0,1,2,3", ["run.survive=true"], "the run goes on without a lost rank"),
+        ("0,1,2,3", ["transport=gloo"], "a lost rank or node does not end the run"),
+        ("0,1,2,3", ["run.survive=true"], "a lost rank or node does not end the run"),
         ("0,1,2,3", ["run.survive=false"], ""),
     ],
 )

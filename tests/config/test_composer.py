@@ -62,7 +62,7 @@ WRONG_FILES = [  # the files, what is chosen, and the message
     ({"mine": OWN, "cluster__site": "partion: gpu\n"}, ["cluster=site"],
      "cluster/site.yaml: there is no key 'partion'; did you mean 'partition'?"),
     ({"mine": OWN, "cluster__site": "defaults: [slurm]\nranks_per_node: many\n"}, ["cluster=site"],
-     "cluster/site.yaml: ranks_per_node: Value 'many' of type 'str' could not be converted"),
+     "cluster/site.yaml: ranks_per_node must be a whole number, but is 'many'"),
     ({"mine": OWN, "experiment__more": "train: {updates: 3}\n"}, ["experiment=more"],
      "experiment/more.yaml has to begin with the line # @package _global_;"),
     ({"mine": OWN + "train: {updats: 3}\n"}, [],

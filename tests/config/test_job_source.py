@@ -5,7 +5,7 @@ import textwrap
 
 import pytest
 
-from orchestrator.config.job_source import check_target, find_module
+from orchestrator.config.job_source import check_constructor, check_target, find_module
 from orchestrator.errors import JobError
 from orchestrator.trainer.setup import build_job
 
@@ -134,6 +134,30 @@ def test_a_job_builds_its_own_optimizer_unless_its_method_may_return_none(
     source = (tmp_path / package / "jobs.py").read_text()
     (tmp_path / package / "own.py").write_text(f"{source}\nclass Own(Good):\n    {body}\n")
     assert check_target(f"{package}.own.Own").own_optimizer is builds
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "words"),
+    [
+        ("Good", (), "needs the argument 'width'; add job.width="),
+        ("Good", ("width", "dept"), r"takes no argument 'dept' \(from job.dept\); .* 'depth'"),
+        ("Child", ("width", "rate", "x"), "takes no argument 'x'"),
+        ("Poor", ("width",), "takes no argument 'width'"),
+    ],
+)
+def test_arguments_that_a_constructor_does_not_take_are_refused_before_the_queue(
+    package, name, given, words
+):
+    with pytest.raises(JobError, match=words):
+        check_constructor(f"{package}.jobs.{name}", given)
+
+
+@pytest.mark.parametrize(
+    ("name", "given"),
+    [("Good", ("width", "rate")), ("Data", ("width",)), ("Unknowable", ("x",)), ("Poor", ())],
+)
+def test_arguments_that_fit_or_of_which_the_source_does_not_tell_are_left(package, name, given):
+    check_constructor(f"{package}.jobs.{name}", given)
 
 
 @pytest.mark.parametrize(

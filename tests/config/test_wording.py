@@ -6,8 +6,8 @@ import pytest
 
 from orchestrator.cli.start import prepare
 from orchestrator.config.command_line import read_command_line
-from orchestrator.config.composer import Composer
-from orchestrator.errors import UsageError
+from orchestrator.config.composer import Composer, compose
+from orchestrator.errors import ConfigError, UsageError
 
 WRONG = [
     ["optimizer.lr=0.1"],
@@ -75,3 +75,29 @@ def test_a_hint_that_is_followed_leads_on(overrides):
 )
 def test_a_word_that_is_no_override_gets_a_sentence(word, way):
     assert way in refusal([word])
+
+
+@pytest.mark.parametrize(
+    ("line", "said"),
+    [
+        (["--epochs", "3"], "settings are written without dashes: train.epochs=3"),
+        (["--batch-size=8"], "without dashes: accumulation.global_batch=8"),
+        (["--train.seed"], "without dashes: train.seed=VALUE"),
+    ],
+)
+def test_a_flag_of_another_tool_is_answered_with_our_setting(line, said):
+    with pytest.raises(ConfigError, match=said):
+        read_command_line(line)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("train.seed=1e3", "train.seed must be a whole number, but is 1000.0; try train.seed=1000"),
+        ("train.seed=many", "train.seed must be a whole number, but is 'many'"),
+        ("schedule.base_lr=", "schedule.base_lr must be a number, but is ''"),
+    ],
+)
+def test_a_value_of_another_kind_is_refused_in_our_words(override, said):
+    with pytest.raises(ConfigError, match=said):
+        compose([override])

@@ -69,7 +69,7 @@ def test_every_setting_with_a_section_exists():
         if not key.endswith((".py", ".yaml", ".md", ".json"))
         and ".".join(key.split(".")[:2]) not in known
         and not (ROOT / "orchestrator" / key.replace(".", "/")).with_suffix(".py").exists()
-        and not hasattr(current_run, key.removeprefix("run."))  # as programs.md calls it
+        and key.removeprefix("run.") not in dir(current_run)  # as programs.md calls it
     ]  # fmt: skip
     assert not wrong
 
@@ -108,7 +108,7 @@ def test_every_link_within_the_project_leads_somewhere():
 # ------------------------------------------------------------------ The site
 
 
-BUDGET_WORDS = 26_000
+BUDGET_WORDS = 28_000
 
 
 def test_the_site_builds_without_warnings_and_has_every_page(tmp_path):
@@ -135,7 +135,7 @@ def test_documentation_stays_within_its_budget():
 
 
 PAGE = page_text("job.md")
-OPTIONAL = {"learning_rate", "shard", *COUPLED_METHODS}
+OPTIONAL = {"learning_rate", "shard", "state_dict", "load_state_dict", *COUPLED_METHODS}
 
 
 def _public(of):

@@ -107,6 +107,8 @@ def _check_exports(run):
         done = CliRunner().invoke(app, ["export", str(run), f"--{form}"])
         assert done.exit_code == 0, done.output
     assert CliRunner().invoke(app, ["export", str(run)]).exit_code == 2, "it is there already"
+    plain = run.parent / "name"  # without a suffix
+    assert CliRunner().invoke(app, ["export", str(run), "--torch", "-o", plain]).exit_code == 0
     assert CliRunner().invoke(app, ["export", str(run), "--dcp", "--torch"]).exit_code == 2
     names = sorted(path.name for path in (run / "export").iterdir())
     assert names == [f"update-000000006.{suffix}" for suffix in ("dcp", "pt", "safetensors")]

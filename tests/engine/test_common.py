@@ -148,9 +148,15 @@ class Digits:
         (("accuracy", 0.9), "but returned ('accuracy', 0.9)"),
         ({"accuracy": "high"}, "'accuracy' must be one number, but is 'high'"),
         ({"accuracy": [1.0, 2.0]}, "'accuracy' must be one number, but is [1.0, 2.0]"),
-        ({"a": 1, "b": torch.ones(3)}, "'b' must be one number, but is tensor([1., 1., 1.])"),
-        ({"a": np.ones((2, 2))}, "'a' must be one number, but is array([[1., 1.]"),
-        ({"a": torch.empty(0)}, "'a' must be one number, but is tensor([])"),
+        (
+            {"a": 1, "b": torch.ones(3)},
+            "'b' must be one number, but is a torch.float32 tensor of shape (3,)",
+        ),
+        ({"a": np.ones((2, 2))}, "'a' must be one number, but is a float64 array of shape (2, 2)"),
+        (
+            {"a": torch.empty(0)},
+            "'a' must be one number, but is a torch.float32 tensor of shape (0,)",
+        ),
         ({"a": 1j}, "'a' must be one number, but is 1j"),
     ],
 )

@@ -47,6 +47,14 @@ def test_the_command_repeats_the_run_wherever_its_folder_and_settings_came_from(
     assert found["command"] == f"python -m orchestrator.launch {line}"
 
 
+def test_a_resume_with_changed_inputs_is_on_the_page(made):
+    run = made("one")
+    entry = {"overrides": [], "attempt": 1, "changed_inputs": ["job.py has changed"]}
+    write_json(run.resumes, {"resumes": [entry]})
+    [sentence] = data_of(run.path)["sentences"]
+    assert "was resumed with --changed (attempt 1): job.py has changed" in sentence
+
+
 def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monkeypatch):
     monkeypatch.setattr("orchestrator.report.page_data.POINTS", 40)
     lines = [record(n) for n in range(540)]

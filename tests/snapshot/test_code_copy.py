@@ -62,6 +62,16 @@ def test_files_that_hold_secrets_by_name_are_neither_copied_nor_in_the_diff(proj
     assert "hunter2" not in code_state(project / "package")["diff"]
 
 
+def test_python_files_that_no_commit_holds_are_named_and_kept(project):
+    (project / "package" / "new.py").write_text("class New: ...\n")
+    (project / "package" / ".gitignore").write_text("ignored.py\n")
+    (project / "package" / "ignored.py").write_text("width = 3\n")
+    state = code_state(project / "package")
+    assert state["untracked"] == ["ignored.py", "new.py"]
+    assert "+class New: ..." in state["diff"]
+    assert "+width = 3" in state["diff"]
+
+
 def test_a_repository_within_the_repository_is_copied_like_any_folder(project, tmp_path):
     inner = project / "library"
     inner.mkdir()

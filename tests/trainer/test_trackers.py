@@ -91,11 +91,20 @@ def _records(data):
             record = b""
 
 
-@pytest.mark.parametrize("kind", ["tensorboard", "mlflow", "wandb"])
+@pytest.mark.parametrize("kind", ["mlflow", "wandb"])
 def test_without_its_package_a_tracker_is_refused_with_what_to_install(kind, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
     with pytest.raises(ConfigError, match=r"pip install [\w-]+, or tracker"):
         check_tracker(kind)
+
+
+def test_without_its_package_the_default_tracker_is_left_out_with_a_warning(monkeypatch, tmp_path):
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    check_tracker("tensorboard")
+    with pytest.warns(UserWarning, match=r"tracker\.kind=tensorboard.*pip install tensorboard"):
+        scalars = Scalars(RunDir(tmp_path), compose([TINY]))
+    scalars.write(0, {"train/loss": 1.0})
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("option", ["tracker.options.rate=1", "tracker.options.urii=x"])

@@ -10,7 +10,7 @@ from dataclasses import fields
 from numbers import Real
 from typing import Any
 
-from orchestrator.errors import ConfigError, JobError, did_you_mean
+from orchestrator.errors import ConfigError, JobError, did_you_mean, shortened
 from orchestrator.job import Loss
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
@@ -30,14 +30,16 @@ def checked_figures(found: Any, job: Any) -> dict[str, float]:
     if not isinstance(found, Mapping):
         raise JobError(
             f"{named} must return figures by name, as in return {{'accuracy': 0.9}}, but returned "
-            f"{found!r:.40}; leave evaluate() out where there is nothing to say"
+            f"{_describe_value(found)}; leave evaluate() out where there is nothing to say"
         )
     figures: dict[str, float] = {}
     for name, value in found.items():
         try:
             number = float(value.item() if hasattr(value, "item") else value)
         except (TypeError, ValueError, RuntimeError):
-            raise JobError(f"{named}'s '{name}' must be one number, but is {value!r:.40}") from None
+            raise JobError(
+                f"{named}'s '{name}' must be one number, but is {_describe_value(value)}"
+            ) from None
         if not math.isfinite(number):
             warn(
                 f"{named}'s '{name}' is {number}: of a model that diverged, or of a mistake in it",
@@ -96,13 +98,18 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
         )
     total: Any = loss.total
     if not isinstance(total, tensor) or math.prod(total.shape) != 1 or total.is_complex():
-        wrong = _describe_value(total, tensor)
+        if isinstance(total, Real):
+            raise JobError(
+                f"Loss.total must be a tensor with its graph, but is the number {total!r:.20}: "
+                "leave out .item()"
+            )
+        wrong = _describe_value(total)
         raise JobError(
             f"Loss.total must be a real scalar tensor, but is {wrong}; use reduction='sum'"
         )
     metrics: Any = loss.metrics
     if type(metrics) is not dict and not isinstance(metrics, Mapping):
-        wrong = _describe_value(metrics, tensor)
+        wrong = _describe_value(metrics)
         raise JobError(f"Loss.metrics must be a dictionary, but is {wrong}")
     for name, value in (("weight", loss.weight), *metrics.items()):
         if type(value) in (int, float):  # a look at an abstract class takes longer than the rest
@@ -114,17 +121,19 @@ def check_loss(loss: Any, names: Collection[str], tensor: type) -> None:
             valid = isinstance(value, Real)
         if not valid:
             what = "weight" if value is loss.weight else f"metrics['{name}']"
-            wrong = _describe_value(value, tensor)
+            wrong = _describe_value(value)
             raise JobError(f"Loss.{what} must be a real number, but is {wrong}")
     if metrics or names:
         check_metric_names(metrics, names)
 
 
-def _describe_value(value: Any, tensor: type) -> str:
-    if isinstance(value, tensor):
-        one: Any = value
-        return f"a {one.dtype} tensor of shape {tuple(one.shape)}"
-    return f"{value!r:.40}"
+def _describe_value(value: Any) -> str:
+    """Describe a value; of a tensor or an array its kind and shape, not the first of its lines."""
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    if shape is None or dtype is None:
+        return shortened(repr(value), 40)
+    kind = "array" if type(value).__module__.partition(".")[0] == "numpy" else "tensor"
+    return f"a {dtype} {kind} of shape {tuple(shape)}"
 
 
 def check_metric_names(given: Collection[str], declared: Collection[str]) -> None:

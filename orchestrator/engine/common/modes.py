@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
+from itertools import chain
+from operator import attrgetter
 from typing import Any
 
 from orchestrator.errors import RunFolderError
@@ -32,11 +34,16 @@ class ModelModes:
         set_mode: Callable[[Any, str, bool], None] = setattr,
     ) -> None:
         self._parts = [(mode, name, part) for mode, named in parts.items() for name, part in named]
+        # `keep` is called once an update, so a large model is read in few steps of Python.
+        self._read = [
+            (attrgetter(mode), [part for own_mode, _, part in self._parts if own_mode == mode])
+            for mode in parts
+        ]
         self._set_mode = set_mode
         self._built = self._kept = self._now()
 
     def _now(self) -> list[bool]:
-        return [bool(getattr(part, mode)) for mode, _, part in self._parts]
+        return list(chain.from_iterable(map(read, parts) for read, parts in self._read))
 
     def _set(self, values: Iterable[bool]) -> None:
         for (mode, _, part), value in zip(self._parts, values, strict=True):

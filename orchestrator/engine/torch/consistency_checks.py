@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 
-from orchestrator.engine.api import AccumulationOptions
+from orchestrator.engine.api import AccumulationOptions, EngineSettings
 from orchestrator.engine.common.job_state import JobState
 from orchestrator.engine.common.replicas import (
     LARGEST_PIECE,
@@ -165,6 +165,8 @@ def check_same_start(
             form = f"{tensor.dtype} {tuple(tensor.shape)}".removeprefix("torch.")
             form += ", trained" if tensor.requires_grad else ""
             shapes.append((f"{kind} number {number}", f"{name} ({form})"))
+    # A job class has no accumulator of its own.
+    in_loop = not isinstance(options, EngineSettings)
     if options.broadcast:
         check_same_traits(group, shapes)
         broadcast_tensors(group, [tensor for _, tensor in whole])
@@ -187,9 +189,9 @@ def check_same_start(
             what = f"the optimizer's {key} of {name_of.get(id(owner))}"
             of_replicas.append((what, _digest(entries[key])))
     if not shards:
-        check_same_traits(group, [*for_all, *of_replicas])
+        check_same_traits(group, [*for_all, *of_replicas], in_loop=in_loop)
         return
-    check_same_traits(group, for_all)
+    check_same_traits(group, for_all, in_loop=in_loop)
     error: JobError | None = None
     try:
         check_same_traits(replicate_group, of_replicas, replicate_ranks)
@@ -203,11 +205,16 @@ def check_same_start(
 
 
 def check_same_traits(
-    group: BaseGroup, traits: Sequence[Trait], numbers: Sequence[int] | None = None
+    group: BaseGroup,
+    traits: Sequence[Trait],
+    numbers: Sequence[int] | None = None,
+    *,
+    in_loop: bool = True,
 ) -> None:
     """Raise `JobError`, on all ranks alike, unless all have the same traits. Collective.
 
     Args:
+        in_loop: the accumulator is the user's own, for advice.
         numbers: of the group's ranks, for messages, where they are a part of all.
     """
     odd = minority_ranks(gather_numbers(group, [float(folded(traits))]))
@@ -225,8 +232,9 @@ def check_same_traits(
         raise JobError(
             f"the model is not the same on every rank: {who} {verb} from the others in {count} of "
             f"its tensors, first in {what}. Build the model from one seed on every rank "
-            "(torch.manual_seed), or load the same file; Accumulator(..., broadcast=True) gives "
-            "all ranks rank 0's numbers, as DDP does"
+            "(torch.manual_seed), or load the same file"
+            + "; Accumulator(..., broadcast=True) gives all ranks rank 0's numbers, as DDP does"
+            * in_loop
         )
     raise JobError(
         f"ranks do not start alike: {who} {verb} from the others, first in {what}: it is {other} "

@@ -36,6 +36,7 @@ from orchestrator.engine.torch.group import (
     broadcast_tensors,
     gather_numbers,
     gather_texts,
+    version_of,
 )
 from orchestrator.engine.torch.model import (
     ForwardState,
@@ -68,6 +69,7 @@ from orchestrator.engine.torch.transports import peer_lost_during
 from orchestrator.errors import ConfigError, JobError, StateLost
 from orchestrator.job import Job, dataset_of, is_coupled
 from orchestrator.rundir.warnings import warn
+from orchestrator.units import first_few
 
 if TYPE_CHECKING:
     from orchestrator.engine.torch.fully_sharded import FullySharded
@@ -317,11 +319,26 @@ class TorchEngine(Engine):
         return gather_numbers(self._group, numbers)
 
     def evaluate(self) -> dict[str, float]:
+        before = {} if self.shard_ranks else self._evaluated_state()
         with self._translated_errors("the evaluation"), in_evaluation(self.model), torch.no_grad():
             figures = getattr(self._job, "evaluate", lambda _: {})(self.model)
         if self._sharded is not None:
             self._sharded.reshard()  # the optimizer steps shards
+        after = self._evaluated_state() if before else {}
+        if changed := [name for name, state in after.items() if state != before[name]]:
+            raise JobError(
+                f"{type(self._job).__name__}.evaluate() changed {first_few(changed, 3)}, and it is "
+                "called on rank 0 alone, so ranks would differ: evaluate a copy, as of "
+                "copy.deepcopy(model)"
+            )
         return checked_figures(figures, self._job)
+
+    def _evaluated_state(self) -> dict[str, tuple[int, bool]]:
+        """Return what an evaluation must leave as it is, by the parameters' names."""
+        return {
+            name: (version_of(parameter), parameter.requires_grad)
+            for name, parameter in self.model.named_parameters()
+        }
 
     def check_replicas(self) -> None:
         self.accumulator.check_replicas()
@@ -428,8 +445,8 @@ class TorchEngine(Engine):
 
     def _keep_for_undo(self) -> None:
         self._scale_before = self.accumulator.precision.state()
-        self._modes.keep()
         if self._settings.survive or self._group.rank == 0:  # only they may return to it
+            self._modes.keep()
             self._job_state.keep()
         if not (self._restores_forward or self._is_first):
             return
@@ -443,8 +460,9 @@ class TorchEngine(Engine):
         """Restore the state at the beginning of the window under way, if any."""
         if self._window is not None:
             self.accumulator.precision.load(self._scale_before)
-            self._modes.restore()
-            self._job_state.restore()
+            if self._settings.survive or self._group.rank == 0:
+                self._modes.restore()
+                self._job_state.restore()
             if self._forward_before is not None:
                 self._forward_before.restore()
         self._window = None

@@ -88,7 +88,8 @@ def export_state(folder: Path, extra: Mapping[str, Any], form: str, to: Path) ->
     parts = unpack(extra["optimizer"], _read_saved(folder, OPTIMIZER))
     state = {"model": model, **(parts if "windows" in extra else {"optimizer": parts})}
     if form == "torch":
-        torch.save(state, to)
+        with to.open("wb") as file:  # of a path torch wants a name with a suffix
+            torch.save(state, file)
         return
     from torch.distributed.checkpoint.state_dict_saver import save  # takes a second to import
 

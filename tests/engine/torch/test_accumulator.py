@@ -131,7 +131,7 @@ def test_a_gradient_that_is_not_finite_stops_all_ranks_naming_parameters(shard):
         (lambda rows: None, "must return Loss(total, weight), but returned NoneType"),
         (lambda rows: rows.sum(), "but returned a plain tensor"),
         (lambda rows: Loss(rows, 2), "but is a torch.float32 tensor of shape (2, 1)"),
-        (lambda rows: Loss(1.0, 2), "must be a real scalar tensor, but is 1.0"),
+        (lambda rows: Loss(1.0, 2), "but is the number 1.0: leave out .item()"),
         (lambda rows: Loss(rows.sum().detach(), 2, {"right": 1}), "has no graph"),
         (lambda rows: Loss(rows.sum(), None), "Loss.weight must be a real number"),
         (lambda rows: Loss(rows.sum(), 2, None), "Loss.metrics must be a dictionary"),

@@ -68,6 +68,24 @@ def test_evaluation_leaves_the_model_as_it_was():
     assert not engine.model[2].training
 
 
+class Meddling(Curve):
+    def __init__(self, meddle):
+        super().__init__()
+        self.meddle = meddle
+
+    def evaluate(self, model):
+        self.meddle(model)
+        return {}
+
+
+@pytest.mark.parametrize(
+    "meddle", [lambda m: m[0].weight.add_(1), lambda m: m[0].weight.requires_grad_(False)]
+)
+def test_an_evaluation_that_changes_the_model_is_named_as_that(meddle):
+    with pytest.raises(JobError, match=r"Meddling\.evaluate\(\) changed 0\.weight"):
+        engine_of(Meddling(meddle)).evaluate()
+
+
 class Evaluating(Curve):
     def loss(self, model, batch):
         model.eval()
