@@ -17,7 +17,7 @@ import resource
 import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from itertools import islice
 from typing import Any
@@ -79,7 +79,8 @@ class Agent:
         control: a pipe that closes when the launcher ends, or wants all processes ended. That
             launcher also sends the run's messages. None on a cluster whose scheduler ends them.
         report: a pipe for the outcome when the disk is full.
-        on_beat: called once a second; returns whether a newer attempt has replaced this one.
+        on_beat: called once a second with the nodes whose agents the coordinator, if that is this
+            agent, wants again; returns whether a newer attempt has replaced this one.
         on_outcome: called by the coordinator once there is an outcome, with it, and with whether
             the first node's agent is lost; replaces a lost batch script.
     """
@@ -90,7 +91,7 @@ class Agent:
         control: int | None = None,
         report: int | None = None,
         *,
-        on_beat: Callable[[], bool] = lambda: False,
+        on_beat: Callable[[Collection[int]], bool] = lambda _: False,
         on_outcome: Callable[[Mapping[str, Any], bool], None] = lambda _, __: None,
     ) -> None:
         self._on_beat, self._on_outcome = on_beat, on_outcome
@@ -270,7 +271,7 @@ class Agent:
             self._spec.silence_s, LEAST_SILENCE_S
         ):
             self._leave_coordinator(lost=True)
-        if self._on_beat():
+        if self._on_beat(self._coordinator.wanted_agents() if self._coordinator else ()):
             log.info("a newer attempt has begun; this one ends")
             self._over = True
 

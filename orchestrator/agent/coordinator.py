@@ -650,6 +650,13 @@ class Coordinator:
                 self._command(agent.index, "start", rank=rank, incarnation=incarnation)
                 self.workers[rank] = WorkerState(rank, incarnation)
 
+    def wanted_agents(self) -> list[int]:
+        """Return the nodes with ranks that are to start again, but with no agent."""
+        if self._over:
+            return []
+        nodes = {self._spec.node_of(rank) for rank in self._restart_at}
+        return sorted(index for index in nodes if self.agents[index].lost)
+
     def _failure_unit(self, rank: int) -> tuple[int, ...]:
         """Return the ranks that are lost, and come back, together with this one."""
         if not self._spec.whole_nodes:

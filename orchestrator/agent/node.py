@@ -15,9 +15,9 @@ from pathlib import Path
 
 from orchestrator.agent.agent import Agent
 from orchestrator.agent.local_nodes import NodeProcesses
-from orchestrator.agent.node_spec import NodeSpec
+from orchestrator.agent.node_spec import NodeSpec, agent_file
 from orchestrator.agent.processes import exit_with, set_parent_death_signal
-from orchestrator.agent.topology import ADDRESS_VARIABLE, Topology, node_names
+from orchestrator.agent.topology import ADDRESS_VARIABLE, NODE_VARIABLE, Topology, node_names
 from orchestrator.agent.workers import STOP_SIGNALS
 from orchestrator.config.reading import read_config
 from orchestrator.config.rules import planned_survival
@@ -39,6 +39,8 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         survive = planned_survival(config).on
     except JobError:  # each worker reads the same, and reports it in the rank's log
         survive = False
+    again = NODE_VARIABLE in env
+    earlier = agent_file(run, attempt, topology.node_index) if again else None
     return NodeSpec.of(
         config,
         run.path,
@@ -47,6 +49,7 @@ def node_spec(run: RunDir, attempt: int, config: Config, env: Mapping[str, str])
         index=topology.node_index,
         names=tuple(names[: topology.nodes]),
         address=topology.address,
+        incarnation=0 if earlier is None else earlier.incarnation + 1,
     )
 
 

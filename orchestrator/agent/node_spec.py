@@ -65,7 +65,7 @@ class NodeSpec:
         Args:
             survive: the others go on without a lost worker; see `planned_survival`.
             bind: workers may be bound to CPUs, since no other node of the run is on this machine.
-            node: `index`, `names` and `address`.
+            node: `index`, `names`, `address`, and perhaps `incarnation`.
         """
         cluster = config.cluster
         heartbeat_s = cluster.heartbeat_timeout_s

@@ -142,6 +142,7 @@ class RunDir:
     failure = _of_member("failure-{:05d}.json")
     program_error = _of_member("error-{:05d}.json")  # the exception that torch's `record` writes
     warnings = _of_member("warnings-{:05d}.jsonl")  # of one node's ranks; see `rundir/warnings.py`
+    start_agent = _of_member("start-agent-{:05d}")  # asks the batch script for a node's agent
     node_ranks = _of_member("node-{:05d}.json")  # the ranks that the attempt had on a node
 
     def srun_restarts(self, job_id: str) -> Path:

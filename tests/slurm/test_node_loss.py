@@ -72,7 +72,10 @@ def ranks_of(run, key, word):
 
 
 def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_path):
-    """As is the default: run.survive is not stated."""
+    """As is the default: run.survive is not stated.
+
+    A worker is started again by its agent, an agent by its parent, and that by the batch script.
+    """
     run = tmp_path / "run"
     hold = Hold(tmp_path / "hold").hold_before(UPDATES - 1)
     job = runs.submit(
@@ -87,6 +90,8 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     until(lambda: ranks_of(run, "joined", "came") == [4], 30, "rank 4 again")
     node_process(run, nodes[0]).kill()  # the agent that coordinates
     until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 4], 30, "the first node again")
+    node_process(run, nodes[1]).parent().kill()  # no process of that node's task is left
+    until(lambda: sorted(ranks_of(run, "joined", "came")) == [0, 1, 2, 3, 4], 60, "the second node")
     breaking.set_node_down(mended, nodes[2])
     until(lambda: ranks_of(run, "survived", "gone").count(5), 30, "the loss of the node")
     hold.release()
@@ -95,7 +100,7 @@ def test_a_worker_an_agent_and_a_node_are_lost_and_the_job_goes_on(mended, tmp_p
     assert runs.accounted(mended, job) == "COMPLETED"
     assert {record["attempt"] for record in records(run)} == {0}
     assert [record["update"] for record in records(run)] == list(range(UPDATES))
-    assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 4, 4, 5]
+    assert sorted(ranks_of(run, "survived", "gone")) == [0, 1, 2, 3, 4, 4, 5]
 
 
 def test_a_first_node_that_is_set_down_has_another_agent_requeue_the_job(mended, tmp_path):

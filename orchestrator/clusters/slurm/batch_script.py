@@ -22,6 +22,7 @@ from orchestrator.agent.topology import (
     BASE_ATTEMPT_VARIABLE,
     BATCH_PID_VARIABLE,
     INTERFACE_VARIABLE,
+    NODE_VARIABLE,
     OUTER_UMASK_VARIABLE,
     PATH_VARIABLE,
 )
@@ -50,7 +51,7 @@ class Shell(Template):
 
     def lines(self, **values: object) -> list[str]:
         """Return the text's lines with these values."""
-        numbers = {"SRUN_LOG": SRUN_LOG, "STOPPED_S": STOPPED_S}
+        numbers = {"SRUN_LOG": SRUN_LOG, "STOPPED_S": STOPPED_S, "NODE_INDEX": NODE_VARIABLE}
         return self.substitute(TRAPPED=TRAPPED, **numbers, **values).splitlines()
 
 
@@ -107,8 +108,10 @@ refuse_links "$run/attempts/$attempt" "$run/attempts/$attempt/srun.log"
 mkdir -p "$run/attempts/$attempt"
 exec @{SRUN_LOG}>>"$run/attempts/$attempt/srun.log"
 """)
-SUBSHELL = Shell("""\
-(  # whatever is set, trapped or ended in here, what follows it is done
+# Called in the background: whatever is set, trapped or ended in here, what follows it is done.
+RANKS = Shell("""\
+start_ranks() {
+local -r _step_options=("$@@")  # of srun for one node; a preamble may set others
 [ ! -e "$run/cancel" ] || exit 0
 [ -z "$stop_signal" ] || exit 143
 """)
@@ -132,10 +135,25 @@ second() {
 # Signals do not interrupt the wait for srun. An unresponsive node would keep srun from ending, so
 # srun is ended after the outcome is written. The watcher ends with the script, however that ends.
 WAIT = Shell("""\
-) &
+}
+# A node whose agent is lost, in a step that lives, gets another one (task.py asks for it).
+start_lost_agents() {
+    local request index node
+    for request in "$run/attempts/$attempt"/start-agent-*; do
+        [ -f "$request" ] && read -r node <"$request" && rm "$request" || continue
+        index=${request##*-}
+        @{NODE_INDEX}=$index start_ranks --overlap --nodes=1 --ntasks=1 --nodelist="$node" \\
+            --output="$run/logs/node$((10#$index)).log" \\
+            @{SRUN_LOG}>>"$run/attempts/$attempt/srun-$index.log" &
+    done
+}
+start_ranks &
 srun=$!
 (
-    until [ -e "$run/attempts/$attempt/outcome.json" ]; do second "$srun"; done
+    until [ -e "$run/attempts/$attempt/outcome.json" ]; do
+        second "$srun"
+        start_lost_agents
+    done
     : >"$run/attempts/$attempt/finalizing"  # the script lives, and finalizes the run
     for name in USR2 TERM KILL; do
         for _ in {1..@{SRUN_GRACE_S}}; do second "$srun"; done
@@ -331,7 +349,7 @@ def _step(
     if host.code is not None:
         yield f"export {snapshot.CODE_VARIABLE}={quoted(host.code)}"
     yield from SECOND.lines()
-    yield from SUBSHELL.lines()
+    yield from RANKS.lines()
     threads = str(config.cluster.cpus_per_rank)
     values = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, **config.cluster.environment}
     for name, value in values.items():  # for the preamble, for srun and for the ranks
@@ -343,8 +361,12 @@ def _step(
     yield f"unset {' '.join(PER_TASK)}"
     yield "export SUBMITIT_EXECUTOR=slurm"
     yield f"export {BASE_ATTEMPT_VARIABLE}"
-    for number, argv in enumerate(_srun(config, host, run, shape)):
+    *srun, python, entry = _srun(config, host, run, shape)
+    for number, argv in enumerate(srun):
         yield f"{'    ' if number else ''}{_quoted(argv)} \\"
+    yield '    ${_step_options[@]+"${_step_options[@]}"} \\'  # none in old shells is no error
+    for argv in (python, entry):
+        yield f"    {_quoted(argv)} \\"
     yield f"    2>&{SRUN_LOG} {SRUN_LOG}>&-"
     yield from WAIT.lines(SRUN_GRACE_S=SRUN_GRACE_S, first="$stop_signal" if attended else "USR2")
 

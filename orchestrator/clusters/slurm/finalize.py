@@ -271,11 +271,11 @@ def _cut_short(run: RunDir, attempt: int, code: int, stop_signal: str) -> str | 
         return None
     if failed := node_failure(run, attempt):
         return failed
-    job_id = str((run.read_handle() or {}).get("job_id", "0"))
-    if code and _srun_restarts(run, job_id) and not any(run.attempt(attempt).glob("node-*.json")):
-        return SRUN_FAILED  # it may have lost nodes since its first srun
     if code not in {*STOP_CODES, KILLED}:
-        return None
+        job_id = str((run.read_handle() or {}).get("job_id", "0"))
+        began = any(run.attempt(attempt).glob("node-*.json"))
+        # The allocation may have lost nodes since its first srun.
+        return SRUN_FAILED if code and not began and _srun_restarts(run, job_id) else None
     if stop_signal:
         return f"its batch script was sent SIG{stop_signal}"
     if code in STOP_CODES:
@@ -336,7 +336,9 @@ def restart_or_end(
     if run.cancel.exists() and (departure is not None or well):
         write_result(run, State.STOPPED)
         return False
-    if departure is not None and well and not job.requeue:
+    may_restart = job.requeue or in_place
+    lost = departure is not None and _is_loss(run, attempt, departure.get("why"))
+    if departure is not None and well and not lost and not may_restart:
         write_result(run, State.STOPPED, why=f"{departure['why']}; {NOT_REQUEUED}")
         return False
     program = is_program(run.read_config()["job"])
@@ -347,7 +349,6 @@ def restart_or_end(
     if stuck is not None:
         write_result(run, State.FAILED, Culprit(rank=None, node="batch", cause=stuck))
         return False
-    may_restart = job.requeue or in_place
     if may_restart and departure is not None:
         _write_departure(run, attempt, departure, job, job.restarts)
         restart()
@@ -389,8 +390,7 @@ def _describe_no_progress(
     Args:
         why: how this attempt was cut short; None if it failed.
     """
-    lost = (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED, node_failure(run, attempt))
-    ended_by_others = why in lost
+    ended_by_others = _is_loss(run, attempt, why)
     # What a program does, and how soon, is not known here; preemption may end it time and again.
     if why is None or (program and not ended_by_others):
         return None
@@ -407,6 +407,12 @@ def _describe_no_progress(
         f"{began}; give the job more time (cluster.time_min), less notice "
         f"(cluster.signal_ahead_s), or shorter updates (accumulation.steps)"
     )
+
+
+def _is_loss(run: RunDir, attempt: int, why: str | None) -> bool:
+    """Return whether an attempt was cut short by no stop, but by a loss of srun or a node."""
+    losses = (SRUN_KILLED, SRUN_ENDED, SRUN_FAILED, AGENTS_KILLED, node_failure(run, attempt))
+    return why is not None and why in losses
 
 
 def _count_fruitless(run: RunDir, attempt: int) -> int:

@@ -26,13 +26,11 @@ def node(folder: str) -> None:
 
     signals = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2)
     signal.pthread_sigmask(signal.SIG_BLOCK, signals)
-    # We know only our own step, which may be a part of a user's allocation.
-    for ours in ("NUM_NODES", "NODELIST"):
-        os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
     from submitit.core.submission import process_job
 
-    from orchestrator.clusters.slurm.task import find_task
+    from orchestrator.clusters.slurm.task import find_task, set_nodes
 
+    set_nodes(Path(folder).parent)
     find_task(Path(folder))
     process_job(folder)
 

@@ -10,17 +10,17 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from orchestrator.agent.node_spec import NodeSpec
 from orchestrator.agent.processes import state_of
-from orchestrator.agent.topology import BATCH_PID_VARIABLE
+from orchestrator.agent.topology import BATCH_PID_VARIABLE, NODE_VARIABLE, attempt_of
 from orchestrator.errors import ClusterError
 from orchestrator.rundir.checkpoints import Fence
-from orchestrator.rundir.files import write_json
+from orchestrator.rundir.files import read_json, write_atomically, write_json
 from orchestrator.rundir.folder import RunDir
 
 log = logging.getLogger(__name__)
@@ -29,6 +29,9 @@ TASK = "task.pkl"  # next to submitit's own file, which is named by the job's id
 FENCE_EVERY = 4
 POLL_S = 0.2
 QUERY_S = 1.0
+PARENT_S, AGAIN_S = 5.0, 60.0
+"""From an agent's loss, after which its parent would start it again, to the first request of
+another one; and from that to the second."""
 SCRIPT_S = 10.0
 """For the batch script to say that it lives, where it may be gone with its node."""
 
@@ -39,6 +42,24 @@ def write_task(run: RunDir) -> None:
 
     run.submitit.mkdir(mode=0o700, exist_ok=True)
     DelayedSubmission(NodeTask(str(run.path))).dump(run.submitit / TASK)
+
+
+def set_nodes(folder: Path) -> None:
+    """Set SLURM's variables to the nodes of the attempt, which may be a part of an allocation.
+
+    They are those of this step, except in the step of one agent that is started again.
+    """
+    index = os.environ.get(NODE_VARIABLE)
+    if index is None:
+        for ours in ("NUM_NODES", "NODELIST"):
+            os.environ[f"SLURM_JOB_{ours}"] = os.environ[f"SLURM_STEP_{ours}"]
+        return
+    run, attempt = RunDir(folder), attempt_of(os.environ)
+    files = sorted(run.attempt(attempt).glob(run.node_ranks(attempt, 0).name.replace("0", "?")))
+    names = [str((read_json(path) or {})["node"]) for path in files]
+    os.environ["SLURM_NODEID"] = str(int(index))
+    os.environ["SLURM_JOB_NUM_NODES"] = str(len(names))
+    os.environ["SLURM_JOB_NODELIST"] = ",".join(names)
 
 
 def find_task(folder: Path) -> None:
@@ -68,7 +89,6 @@ class NodeTask:
         from orchestrator.agent.agent import Agent
         from orchestrator.agent.node import run_node
         from orchestrator.agent.processes import exit_with
-        from orchestrator.agent.topology import attempt_of
 
         run, attempt = RunDir(Path(self.run)), attempt_of(os.environ)
 
@@ -80,17 +100,38 @@ class NodeTask:
 
 
 class _Watch:
-    """An agent's additional work on SLURM: the fence, and lost batch scripts."""
+    """An agent's additional work on SLURM: the fence, lost agents, and lost batch scripts."""
 
     def __init__(self, run: RunDir, attempt: int, spec: NodeSpec) -> None:
         self._run, self._attempt, self._spec = run, attempt, spec
         self._beats = 0
         self._fence = Fence(run.newest_attempt, attempt)
+        self._starts: dict[int, tuple[float, float]] = {}  # of lost agents: next time, and pause
 
-    def beat(self) -> bool:
-        """Return whether a newer attempt has begun; called once a second."""
+    def beat(self, lost: Collection[int]) -> bool:
+        """Return whether a newer attempt has begun; called once a second.
+
+        Args:
+            lost: the nodes whose agents are lost, by the coordinator; () in other agents.
+        """
         self._beats += 1
+        self._restart_agents(lost)
         return self._beats % FENCE_EVERY == 0 and self._fence.is_stale
+
+    def _restart_agents(self, lost: Collection[int]) -> None:
+        """Have the batch script start lost agents again, where their nodes' parents do not.
+
+        A node that is gone refuses that; it is tried again, ever more seldom.
+        """
+        now = time.monotonic()
+        self._starts = {index: at for index, at in self._starts.items() if index in lost}
+        for index in lost:
+            due_at, pause_s = self._starts.setdefault(index, (now + PARENT_S, AGAIN_S))
+            if now >= due_at:
+                self._starts[index] = now + pause_s, 2 * pause_s
+                node = self._spec.name_of(index)
+                log.info("the batch script is asked to start the agent of node %s again", node)
+                write_atomically(self._run.start_agent(self._attempt, index), f"{node}\n")
 
     def on_outcome(self, outcome: Mapping[str, Any], first_node_gone: bool) -> None:
         """Write the outcome if the disk was full before; do a lost batch script's work."""

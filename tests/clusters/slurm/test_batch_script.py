@@ -132,6 +132,33 @@ def test_a_stopped_script_srun_or_last_step_is_continued(tmp_path, monkeypatch):
     assert script.done.stdout.count("was stopped; it continues") == 2
 
 
+def test_a_lost_agent_is_started_again_on_its_node_alone(tmp_path):
+    again = tmp_path / "again"
+
+    def lose(run: RunDir) -> None:
+        (tmp_path / "srun").write_text(f"""\
+#!/bin/bash
+case "$*" in *--overlap*)
+    echo "$ORCHESTRATOR_NODE_INDEX $A $*" >{again}.part; mv {again}.part {again}; exit;;
+esac
+echo n2 >"{run.attempts}/003/start-agent-00002"
+until [ -e {again} ]; do sleep 0.05; done
+""")
+
+    preamble = ["set -euo pipefail", "set -- of the preamble", "export A=of-the-preamble"]
+    config = slurm_config(preamble=preamble, ranks_per_node=3, cpus_per_rank=2)
+    script = Script(tmp_path, config, before=lose)
+    assert "<003><0>" in script.words("python")
+    index, variable, *words = again.read_text().split()
+    assert (index, variable) == ("00002", "of-the-preamble")
+    assert words.index("--ntasks-per-node=1") < words.index("--overlap")
+    assert {"--nodes=1", "--nodelist=n2", f"--output={script.run.logs}/node2.log"} <= {*words}
+    assert words[-2:] == ["node", str(script.run.submitit)]
+    assert "of" not in words
+    assert not script.run.start_agent(3, 2).exists()
+    assert (script.run.attempt(3) / "srun-00002.log").exists()
+
+
 OWN_NAMES = ("run", "attempt", "code", "stop_signal", "name", "PYTHONPATH", "python", "srun",
              "pid", "status", "signal", "IFS", "BASH_ENV", "HOME", "trap")  # fmt: skip
 
@@ -332,7 +359,7 @@ def test_nothing_of_a_killed_script_waits_for_srun(tmp_path):
     text = "\n".join([
         f"run={tmp_path} attempt=000 stop_signal= ; exec 9>/dev/null",
         *SECOND.lines(),
-        "(  # in the place of srun", "exec sleep 300",
+        "start_ranks() {  # in the place of srun", "exec sleep 300",
         *WAIT.lines(SRUN_GRACE_S=300, first="USR2"),
     ])  # fmt: skip
     script = subprocess.Popen(["bash", "-c", text], start_new_session=True)

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from orchestrator.agent.node import node_spec as agent_spec
 from orchestrator.agent.node_spec import publish_agent
 from orchestrator.clusters.api import Culprit
 from orchestrator.clusters.slurm.diagnosis import (
@@ -32,7 +33,8 @@ from orchestrator.clusters.slurm.finalize import (
     restart_or_end,
 )
 from orchestrator.clusters.slurm.node_entry import after
-from orchestrator.clusters.slurm.task import _Watch
+from orchestrator.clusters.slurm.task import _Watch, set_nodes
+from orchestrator.config.schema import Config, RunConfig
 from orchestrator.errors import START_AGAIN, ClusterError
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.outcome import read_outcome
@@ -122,11 +124,51 @@ def test_an_outcome_that_a_full_disk_did_not_take_is_written_once_there_is_space
     assert read_outcome(run, 0).lost == outcome["lost"]
 
 
-def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND):
+def test_a_lost_agent_is_asked_for_after_its_parents_time_and_ever_more_seldom(run, monkeypatch):
+    attempts(run, 1)
+    watch, request, asked_at = _Watch(run, 0, node_spec(run.path)), run.start_agent(0, 2), []
+    for second in range(300):
+        monkeypatch.setattr("time.monotonic", lambda second=second: second)
+        watch.beat([2] if second > 10 else [])
+        if request.exists():
+            assert request.read_text() == "node2\n"
+            request.unlink()
+            asked_at.append(second)
+    assert asked_at == [16, 76, 196]
+
+
+def test_an_agent_that_is_started_again_knows_all_nodes_of_the_attempt(run, monkeypatch):
+    attempts(run, 1)
+    for index in range(3):
+        write_json(run.node_ranks(0, index), {"node": f"n{index + 4}", "ranks": [index]})
+    step = {
+        "SLURM_STEP_NUM_NODES": "1",
+        "SLURM_STEP_NODELIST": "n5",
+        "SLURM_NODEID": "0",
+        "SLURM_NTASKS": "1",
+    }
+    own = {"ORCHESTRATOR_BASE_ATTEMPT": "0", "SLURMD_NODENAME": "n5", "SLURM_JOB_ID": "7"}
+    for name, value in {**step, **own, "ORCHESTRATOR_NODE_ADDRESS": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    for name in ("SLURM_JOB_NODELIST", "SLURM_JOB_NUM_NODES", "SLURM_RESTART_COUNT"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+    config = Config(run=RunConfig(survive=True))
+    set_nodes(run.path)
+    assert (os.environ["SLURM_JOB_NODELIST"], os.environ["SLURM_NODEID"]) == ("n5", "0")
+    monkeypatch.setenv("ORCHESTRATOR_NODE_INDEX", "00001")
+    monkeypatch.delenv("SLURM_RESTART_COUNT")
+    set_nodes(run.path)
+    spec = agent_spec(run, 0, config, os.environ)
+    assert (spec.index, spec.names, spec.incarnation) == (1, ("n4", "n5", "n6"), 0)
+    publish_agent(spec, 1)
+    assert agent_spec(run, 0, config, os.environ).incarnation == 1
+
+
+def concluded(run, attempt, *, job=JOB, departure=LEFT, culprit=BEYOND, in_place=False):
     """(whether it starts again, how often it was handed back, the end that was written)."""
     handed_back = []
     again = restart_or_end(run, attempt, job, departure=departure, culprit=lambda: culprit,
-                           restart=lambda: handed_back.append(1))  # fmt: skip
+                           restart=lambda: handed_back.append(1), in_place=in_place)  # fmt: skip
     return again, len(handed_back), run.read_result()
 
 
@@ -375,9 +417,21 @@ def test_an_srun_that_is_killed_again_and_again_is_tried_elsewhere_and_ends(run,
         again, _, end = concluded(run, attempt, departure=departure)
         assert again == (attempt < FRUITLESS - 1)
     assert usable == [True, True] + [False] * 8
-    assert _is_usable(run, attempt, replace(JOB, requeue=False), KILLED)
+    kept = replace(JOB, requeue=False)  # the site has cleared it, so this allocation is all
+    assert _is_usable(run, attempt, kept, KILLED)
     assert "the last because srun was killed" in end["culprit"]["cause"]
     assert str(run.srun_log(attempt)) in end["culprit"]["cause"]
+
+
+def test_a_job_that_is_not_requeued_goes_on_in_its_allocation_or_fails(run):
+    attempts(run, 1)
+    job, departure = replace(JOB, requeue=False), {"why": SRUN_KILLED, "updates": None, "time": 2.0}
+    assert concluded(run, 0, job=job, departure=departure, in_place=True)[:2] == (True, 1)
+    again, _, end = concluded(run, 0, job=job, departure=departure)
+    assert (again, end["state"]) == (False, "failed")
+    run.result.unlink()
+    stop = {**departure, "why": "its batch script was sent SIGTERM"}  # before it began
+    assert concluded(run, 0, job=job, departure=stop)[2]["state"] == "stopped"
 
 
 def test_a_program_that_ran_for_some_time_may_lose_its_srun_again(run):
