@@ -8,7 +8,8 @@ import pytest
 
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
-from orchestrator.notify import Notifier
+from orchestrator.notify import Notifier, messages
+from orchestrator.rundir.files import write_json
 from tests.helpers import environment, until
 
 NODE = {
@@ -95,3 +96,14 @@ def test_a_message_whose_process_cannot_be_started_is_sent_by_the_next_process(t
     say(tmp_path / "gate", "is sent\n")
     notifier.wait()
     assert (tmp_path / "notes").read_text() == "first_update is sent\n"
+
+
+def test_each_stall_of_a_run_is_a_message_until_the_run_has_ended(run):
+    run.metrics.unlink()
+    for moment in (100.0, 200.0):
+        write_json(run.stall(0), {"time": moment, "text": "rank 1 has made no progress"})
+        assert list(messages(run)) == [
+            (f"stall-0-{moment:.0f}", "stall", "rank 1 has made no progress"),
+        ]
+    write_json(run.result, {"state": "finished", "updates": 3, "culprit": None})
+    assert [event for _, event, _ in messages(run)] == ["end"]
