@@ -183,6 +183,7 @@ class Coordinator:
         self._give_up_at: float | None = None
         self._elect_at: float | None = None  # at the latest
         self._answers_by = 0.0
+        self._memberless_since: float | None = None  # no member is known to live
         self._saver: int | None = None  # rank that saves the last boundary of a failed attempt
         self._killed = False
         self._given_up: set[int] = set()  # ranks of which a process was ended, since it hung
@@ -698,8 +699,14 @@ class Coordinator:
         if look and (self._stands or self._standstill_known) and not self._killed:
             self._check_standstill(now)
         self._check_agents(now)
-        if not any(self._is_member(worker) for worker in self.workers.values()):
-            self._end_in_order()
+        if any(self._is_member(worker) for worker in self.workers.values()):
+            self._memberless_since = None
+        else:
+            self._memberless_since = self._memberless_since or now
+            # A node whose link has broken may connect again, with members that train.
+            away = any(self.agents[self._node_of(member)].lost for member in self._members)
+            if not away or now - self._memberless_since >= self._spec.silence_s:
+                self._end_in_order()
         if not self._over:
             if self._generation < 0 and all(one.code is not None for one in self.workers.values()):
                 self._publish(0, self._members, code=self.workers[0].code)
