@@ -376,6 +376,7 @@ class Coordinator:
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
+            self._restart_waits()
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
@@ -477,6 +478,14 @@ class Coordinator:
                 self._stall_written = self._standstill_reported = False
         else:
             self._stands.add(worker.rank)
+
+    def _restart_waits(self) -> None:
+        """Measure all waits from now: a member is lost, or a generation begins, and what its
+        members waited for before will not come.
+        """
+        for worker in self.workers.values():
+            if worker.standing is Standing.WAITS:
+                worker.stands_since = self._clock()
 
     def _check_standstill(self, now: float) -> None:
         """Warn of a run in which no rank makes progress; end one in which none ever can."""
@@ -870,6 +879,7 @@ class Coordinator:
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
+        self._restart_waits()
         for worker in self.workers.values():
             worker.wants_to_join = (
                 worker.wants_to_join and self._member(worker.rank) not in self._member_set
