@@ -505,6 +505,8 @@ class Coordinator:
         if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
             key, limit_s = "collective", self._spec.collective_s
         seconds = now - max(one.stands_since for one in alive)
+        if seconds < self._spec.limits.notice_s:  # their waits count anew (`_restart_waits`)
+            return
         describe = describe_waits if all_wait else describe_idle_programs
         seen = {one.rank: one.seen for one in alive}
         if not self._standstill_reported:

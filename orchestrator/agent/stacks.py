@@ -167,7 +167,9 @@ class ProgramStacks:
         stack: of its main thread, innermost first.
         dump: all threads, as lines for people.
         is_done: the main thread has left its script: the interpreter waits for other threads, or
-            runs what was registered for its end.
+            runs what a package registered for its end. Functions that the user's code registered
+            are work.
+        threads: the other threads that execute Python, as (process, thread).
         problem: why there is no stack.
     """
 
@@ -175,6 +177,7 @@ class ProgramStacks:
         self.stack: list[Frame] = []
         self.dump: list[str] = []
         self.is_done, self.problem = False, ""
+        self.threads: list[tuple[int, int]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._until = time.monotonic() + ANSWER_S
         self._pid = pid = next(filter(_is_python, pids), None)
@@ -219,7 +222,10 @@ class ProgramStacks:
             self.dump += [f"thread {name}:", *as_lines(frames)]
             if thread["os_thread_id"] == self._pid:
                 self.stack = frames
-                self.is_done = bool(frames) and _is_after_script(frames[-1])
+                own = any(frame.own for frame in frames)
+                self.is_done = bool(frames) and _is_after_script(frames[-1]) and not own
+            elif self._pid is not None and thread["os_thread_id"] is not None:
+                self.threads.append((self._pid, thread["os_thread_id"]))
         return True
 
 

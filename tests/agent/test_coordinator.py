@@ -283,6 +283,9 @@ def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt)
     pass_s(attempt, 2 * HANG_S)  # rank 1 is idle in its code
     attempt.take("hangs", 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
     attempt.end(1, status=-9)
+    pass_s(attempt, 2)
+    warnings = attempt.run.attempt(0).glob("warnings-*")
+    assert "no rank was behind" not in "".join(path.read_text() for path in warnings)
     pass_s(attempt, HANG_S / 2)
     assert attempt.newest["members"] == [0, 2]
     assert not attempt.commands_of("die"), "they have just begun to wait for one another"

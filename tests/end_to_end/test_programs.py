@@ -334,6 +334,28 @@ def test_a_program_that_is_done_and_does_not_exit_is_ended(tmp_path, what, code)
         assert "rank 1: it was ended as finished: its work was done, and it did not exit" in said
 
 
+WORKS_ON = f"""{QUICK}
+import atexit, threading
+def send():
+    for _ in range(40):
+        time.sleep(0.5)
+    print("sent", flush=True)
+def save():
+    time.sleep(20)
+    print("saved", flush=True)
+if me:
+    threading.Thread(target=send).start() if what == "send" else atexit.register(save)
+"""
+
+
+@pytest.mark.parametrize(("what", "last"), [("send", "sent"), ("save", "saved")])
+def test_a_program_whose_main_thread_has_ended_is_not_ended_while_it_works(tmp_path, what, last):
+    script(tmp_path, WORKS_ON)
+    call(tmp_path, "cluster.hang_timeout_s=5", program=("train.py", what), code=0)
+    assert last in log(tmp_path, 1)
+    assert "ended as finished: its work" not in log(tmp_path, 1)
+
+
 SLOW_DISK = """
 import os, time, torch, torch.distributed as dist
 from orchestrator import Accumulator, Loss, current_run
