@@ -293,6 +293,14 @@ def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt)
     assert attempt.commands_of("die"), "now they wait for one another"
 
 
+def test_ranks_that_were_all_ended_for_hanging_are_not_said_to_be_killed(attempt):
+    for rank in (1, 0, 2):
+        attempt.take("hangs", rank, cause=f"it hangs: rank {rank} at a lock", **AWAKE, seen=SEEN)
+        attempt.tick(GRACE_S)
+    culprit = culprit_of(attempt, 0, 1, 2)
+    assert culprit["cause"].startswith(f"it hangs: rank {culprit['rank']} at a lock")
+
+
 def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     stack = [["train.py", 31, "load_batch"]]

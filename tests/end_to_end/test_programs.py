@@ -348,7 +348,7 @@ if me:
 """
 
 
-@pytest.mark.parametrize(("what", "last"), [("send", "sent"), ("save", "saved")])
+@pytest.mark.parametrize(("what", "last"), [("send@1", "sent"), ("save@1", "saved")])
 def test_a_program_whose_main_thread_has_ended_is_not_ended_while_it_works(tmp_path, what, last):
     script(tmp_path, WORKS_ON)
     call(tmp_path, "cluster.hang_timeout_s=5", program=("train.py", what), code=0)
