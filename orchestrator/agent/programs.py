@@ -266,7 +266,7 @@ class RankProgram:
         late = NOT_OPENED if self._serves else NOT_JOINED
         self.seen = RankPosition(
             at=where,
-            where="" if self._joined else late,
+            where="" if self._joined or stacks.is_after_script else late,
             stack=tuple(stacks.stack),
             stood_s=self.stood_s,
         )
