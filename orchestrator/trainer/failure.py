@@ -56,12 +56,12 @@ _BY_PHRASE = (
     ("Cannot copy out of meta tensor", "model() must give a model with numbers (to_empty)"),
     ("EOF when reading a line", "ranks have no terminal to read from"),
 )
-_FORMATS = re.compile(r"\b(half|bfloat16|float|double)(?:tensor)?\b", re.IGNORECASE)
-_OF_FORMATS = re.compile(r"dtype|scalar type|Input type")
+_FORMATS = re.compile(r"\b(half|bfloat16|float\d*|double)(?:tensor)?\b", re.IGNORECASE)
+_OF_FORMATS = re.compile(r"dtype|scalar type|Input type|should be same as")
 FORMAT_REMEDY = (
     "the data have another number format than the weights: convert them in dataset() or loss(), as "
-    "in x.float(), or x.double() with train.precision=float64; to compute in half precision, give "
-    "float32 data and set train.precision=bfloat16"
+    "in x.float() (x.astype(mindspore.float32)), or to float64 with train.precision=float64; to "
+    "compute in half precision, give float32 data and set train.precision=bfloat16"
 )
 _BY_KIND = {
     "MemoryError": MEMORY_REMEDY,

@@ -71,6 +71,14 @@ def test_calls_of_torch_leave_the_job_s_line_at_the_end_of_the_log():
     assert after.rstrip().endswith("RuntimeError: the job's own")
 
 
+def test_mindspore_s_words_for_two_number_formats_get_the_advice():
+    same = "For 'MatMul', the type of 'x2' should be same as 'x1', but got 'x1' with type "
+    both = TypeError(f"{same}Tensor[Float16] and 'x2' with type Tensor[Float32].")
+    assert "mindspore.float32" in describe(both)
+    allowed = "For 'Cos', the type of 'x' must be of Tensor[Float16], Tensor[Float32], but got"
+    assert "float32)" not in describe(TypeError(f"{allowed} Tensor[Int64]."))
+
+
 def test_an_error_of_one_number_format_gets_no_advice_about_two():
     scores, labels = torch.ones(1, 2), torch.zeros(1, dtype=torch.int16)
     with pytest.raises(RuntimeError) as found:
