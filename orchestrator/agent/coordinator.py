@@ -377,6 +377,7 @@ class Coordinator:
         if lost - self._lost_members:
             self._lost_members |= lost
             self._noticed = self._clock()
+            self._restart_waits()
         for rank in ranks:
             self.workers[rank].final_state = None
             self._schedule_restart(rank)
@@ -479,6 +480,14 @@ class Coordinator:
         else:
             self._stands.add(worker.rank)
 
+    def _restart_waits(self) -> None:
+        """Measure all waits from now: a member is lost, or a generation begins, and what its
+        members waited for before will not come.
+        """
+        for worker in self.workers.values():
+            if worker.standing is Standing.WAITS:
+                worker.stands_since = self._clock()
+
     def _check_standstill(self, now: float) -> None:
         """Warn of a run in which no rank makes progress; end one in which none ever can."""
         alive = [one for one in self.workers.values() if one.state == "alive"]
@@ -497,6 +506,8 @@ class Coordinator:
         if all_wait and self._spec.collective_s is not None and self._spec.collective_s < limit_s:
             key, limit_s = "collective", self._spec.collective_s
         seconds = now - max(one.stands_since for one in alive)
+        if seconds < self._spec.limits.notice_s:  # their waits count anew (`_restart_waits`)
+            return
         describe = describe_waits if all_wait else describe_idle_programs
         seen = {one.rank: one.seen for one in alive}
         if not self._standstill_reported:
@@ -877,6 +888,7 @@ class Coordinator:
         self._lost_members &= self._member_set
         self._noticed = self._clock() if self._lost_members else 0.0
         self._announced_newcomers, self._looked_for_room = False, 0.0
+        self._restart_waits()
         for worker in self.workers.values():
             worker.wants_to_join = (
                 worker.wants_to_join and self._member(worker.rank) not in self._member_set

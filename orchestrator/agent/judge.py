@@ -11,7 +11,7 @@ follows.
 | declared | it saves, evaluates or prepares data, and says so | never |
 | busy | it uses a processor, and its position is unusually old | never, unless a key asks for it |
 | idle | nothing of it moves | after `hang_s` (a program: once all its ranks are idle) |
-| done | the main thread of a program has ended, and its process stays, idle | after `exit_s` |
+| done | a program's main thread has ended, not its process | once no thread woke for `exit_s` |
 """
 
 from __future__ import annotations
@@ -229,16 +229,23 @@ class ProgramJudge:
         self._output: tuple[int, ...] = ()
         self._output_at, self._longest_gap_s = now, 0.0
         self._has_output = False
+        self._waits, self._waited_at = -1, now
         self.standing = Standing.MOVES
-        self.idle_s = self.stood_s = 0.0
+        self.idle_s = self.stood_s = self._exit_idle_s = 0.0
 
-    def look(self, now: float, output: tuple[int, ...], work: Work, *, done: bool) -> Standing:
+    def look(
+        self, now: float, output: tuple[int, ...], work: Work, *, done: bool, waits: int = 0
+    ) -> Standing:
         """Judge once a second. Return the standing.
 
         Args:
             output: sizes of the files that the program writes: its log, its record.
             done: the main thread has ended, by the latest stack; counts while nothing moves.
+            waits: how often its other threads have begun to wait (`processes.waits_of`). While they
+                do, a program that is done is not ended: one may send the results somewhere.
         """
+        if waits != self._waits or not done:
+            self._waits, self._waited_at = waits, now
         if output != self._output:
             if self._has_output:
                 self._longest_gap_s = max(self._longest_gap_s, now - self._output_at)
@@ -246,6 +253,7 @@ class ProgramJudge:
             self._output, self._output_at = output, now
             self._idle.reset()
         self.idle_s = self.stood_s = self._idle.idle_s(now, work)
+        self._exit_idle_s = min(self.idle_s, now - self._waited_at)
         gap_s = now - self._output_at
         unusual_s = max(LEAST_OUTPUT_GAP_S, OUTPUT_FACTOR * self._longest_gap_s)
         if self.idle_s >= self._limits.notice_s:
@@ -259,4 +267,4 @@ class ProgramJudge:
     @property
     def stays(self) -> bool:
         """Return whether its work is done, and it has not exited for so long that it is ended."""
-        return self.standing is Standing.DONE and self.idle_s > self._limits.exit_s
+        return self.standing is Standing.DONE and self._exit_idle_s > self._limits.exit_s

@@ -150,6 +150,25 @@ def stat_of(pid: int) -> tuple[str, float]:
     return values[0], ticks / 100.0
 
 
+def waits_of(threads: Iterable[tuple[int, int]]) -> int:
+    """Return how often threads, given as (process, thread), have begun to wait so far.
+
+    One that waits for an event that never comes adds none. One that sends over a slow network, or
+    looks for something once a second, does, with next to no processor time.
+    """
+    count = 0
+    for pid, thread in threads:
+        path = Path(f"/proc/{pid}/task/{thread}/status")
+        try:
+            text = path.read_text(encoding="utf-8", errors="replace")
+        except (FileNotFoundError, ProcessLookupError):  # it has ended
+            continue
+        name = "voluntary_ctxt_switches:"
+        line = next(line for line in text.splitlines() if line.startswith(name))
+        count += int(line.removeprefix(name))
+    return count
+
+
 def asleep_in(pid: int) -> str:
     """Return the kernel function in which a process sleeps uninterruptibly (state D).
 

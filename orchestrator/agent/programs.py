@@ -31,7 +31,7 @@ import psutil
 from orchestrator.agent.judge import ProgramJudge, Standing, Work
 from orchestrator.agent.liveness import FAILED, FINISHED, STOPPED, RankPosition
 from orchestrator.agent.node_spec import NodeSpec
-from orchestrator.agent.processes import descendants, state_of
+from orchestrator.agent.processes import descendants, state_of, waits_of
 from orchestrator.agent.rank_log import append_line
 from orchestrator.agent.root_cause import NOT_JOINED, NOT_OPENED, RAISED
 from orchestrator.agent.stacks import ProgramStacks, describe_stack
@@ -218,7 +218,13 @@ class RankProgram:
         pids = self._processes()
         self._joined = self._joined or has_joined(pids, port)
         is_done = self._stacks is not None and self._stacks.is_done
-        standing = self._judge.look(now, self._output(), Work.of(pids), done=is_done)
+        standing = self._judge.look(
+            now,
+            self._output(),
+            Work.of(pids),
+            done=is_done,
+            waits=waits_of(self._stacks.threads) if self._stacks is not None and is_done else 0,
+        )
         self.stood_s = self._judge.stood_s
         if standing is Standing.MOVES:
             self._stacks = self._request = None
@@ -260,7 +266,7 @@ class RankProgram:
         late = NOT_OPENED if self._serves else NOT_JOINED
         self.seen = RankPosition(
             at=where,
-            where="" if self._joined else late,
+            where="" if self._joined or stacks.is_after_script else late,
             stack=tuple(stacks.stack),
             stood_s=self.stood_s,
         )
@@ -277,7 +283,7 @@ class RankProgram:
             self._warn(
                 f"it has not exited, although its main thread has ended (its log has the stacks of "
                 f"its threads); it is ended as finished after {self._spec.limits.exit_s:.0f} s in "
-                f"which nothing of it moves"
+                f"which none of them wakes"
             )
 
     def _output(self) -> tuple[int, ...]:

@@ -208,6 +208,8 @@ def _of_end(run: RunDir, end: AbnormalEnd) -> Culprit:
     log = tail(run.rank_log(end.rank))
     if not log and end.status >= 0:  # a process that was killed before it wrote has no log
         log = tail(end.log)
+    if end.why:  # its agent killed it, which its status alone would hide
+        return Culprit(rank=end.rank, node=end.node, cause=end.why, log_tail=log, hangs=True)
     cause = end.describe_cause()
     if cause.startswith("out of memory"):
         cause += f"; {MEMORY_REMEDY}"

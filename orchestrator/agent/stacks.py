@@ -166,18 +166,24 @@ class ProgramStacks:
     Attributes:
         stack: of its main thread, innermost first.
         dump: all threads, as lines for people.
-        is_done: the main thread has left its script: the interpreter waits for other threads, or
-            runs what was registered for its end.
+        is_after_script: the main thread has left its script.
+        is_done: and the interpreter waits for other threads, or runs what a package registered for
+            its end. Functions that the user's code registered are work.
+        threads: its other threads that execute Python, and those of its children that are Python
+            processes, as (process, thread). An interpreter that ends waits for both.
         problem: why there is no stack.
     """
 
     def __init__(self, pids: Iterable[int]) -> None:
         self.stack: list[Frame] = []
         self.dump: list[str] = []
-        self.is_done, self.problem = False, ""
+        self.is_after_script = self.is_done = False
+        self.problem = ""
+        self.threads: list[tuple[int, int]] = []
         self._process: subprocess.Popen[bytes] | None = None
         self._until = time.monotonic() + ANSWER_S
-        self._pid = pid = next(filter(_is_python, pids), None)
+        self._pids = list(filter(_is_python, pids))
+        self._pid = pid = next(iter(self._pids), None)
         if pid is None:
             self.problem = "it is no Python program"
             return
@@ -219,7 +225,12 @@ class ProgramStacks:
             self.dump += [f"thread {name}:", *as_lines(frames)]
             if thread["os_thread_id"] == self._pid:
                 self.stack = frames
-                self.is_done = bool(frames) and _is_after_script(frames[-1])
+                self.is_after_script = bool(frames) and _is_after_script(frames[-1])
+                self.is_done = self.is_after_script and not any(frame.own for frame in frames)
+            elif self._pid is not None and thread["os_thread_id"] is not None:
+                self.threads.append((self._pid, thread["os_thread_id"]))
+        for child in self._pids[1:]:
+            self.threads += [(child, thread) for thread in _threads_of(child)]
         return True
 
 
@@ -229,6 +240,13 @@ def _is_python(pid: int) -> bool:
         return Path(f"/proc/{pid}/exe").readlink().name.startswith("python")
     except OSError:  # it has ended
         return False
+
+
+def _threads_of(pid: int) -> list[int]:
+    try:
+        return [int(path.name) for path in Path(f"/proc/{pid}/task").iterdir()]
+    except FileNotFoundError:  # it has ended
+        return []
 
 
 def _is_after_script(outermost: Frame) -> bool:

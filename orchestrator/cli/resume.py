@@ -133,11 +133,14 @@ def keep_initial_weights(config: Config, run: RunDir) -> dict[str, str]:
 MOST_UPDATES = 5_000  # compared one by one; of longer runs so many, evenly
 
 
-def refuse_other_numbers(made: list[Change], run: str, done: int, *, program: bool) -> None:
+def refuse_other_numbers(
+    made: list[Change], run: str, done: int, *, program: bool, own_optimizer: bool
+) -> None:
     """Raise `ConfigError` naming every change that makes other numbers, and what can be done.
 
     Args:
         done: updates that the newest checkpoint holds.
+        own_optimizer: the run's configuration has none, so its job builds one.
     """
     others = [change for change in made if change.kind is Kind.NUMBERS]
     if not others:
@@ -148,6 +151,8 @@ def refuse_other_numbers(made: list[Change], run: str, done: int, *, program: bo
             f"it was {_shown(change.before)}"
             + ", and the updates that are done were made with that" * (done > 0 or program)
         )
+        if change.key.startswith("optimizer.") and own_optimizer:
+            why = "this run has the optimizer that its job builds"
         lines.append(f"a run cannot go on with {change.text}: {why}")
     if program:
         lines.append(
@@ -308,7 +313,8 @@ def resumption(
             config = replace(to, run=replace(to.run, dir=config.run.dir))
         made = changes(before, asdict(config))
         program = isinstance(old, ProgramPlan)
-        refuse_other_numbers(made, str(run.path), done, program=program)
+        own = not program and not before["optimizer"]
+        refuse_other_numbers(made, str(run.path), done, program=program, own_optimizer=own)
         plan = _plan(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path), made)

@@ -111,10 +111,20 @@ def changes(before: Mapping[str, Any], after: Mapping[str, Any]) -> list[Change]
     >>> nan = {"job": {"fill": float("nan"), "samples": 1}}
     >>> [change.text for change in changes(nan, {"job": {"fill": float("nan"), "samples": 2}})]
     ['job.samples=2']
+    >>> [change.text for change in changes({"optimizer": {}}, {"optimizer": {"name": "adam"}})]
+    ['optimizer.name=adam']
     """
     old, new = dict(flat(before)), dict(flat(after))
     return [
         Change(key=key, before=old.get(key), after=new.get(key))
         for key in sorted(old.keys() | new.keys())
-        if old.get(key) != new.get(key) and repr(old.get(key)) != repr(new.get(key))  # NaN
+        if old.get(key) != new.get(key)
+        and repr(old.get(key)) != repr(new.get(key))  # NaN
+        # The keys that an empty table gets, or loses, say the same as the table itself.
+        and not (old.get(key) == {} and _has_keys_under(key, new))
+        and not (new.get(key) == {} and _has_keys_under(key, old))
     ]
+
+
+def _has_keys_under(table: str, values: Mapping[str, Any]) -> bool:
+    return any(key.startswith(f"{table}.") for key in values)

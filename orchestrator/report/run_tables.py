@@ -46,12 +46,47 @@ _NO_MODEL = "the model is not built here"
 
 def print_plan(plan: Mapping[str, Any], console: Console) -> None:
     """Print a plan, given as `plan --json` has it."""
-    rows = [*_plan_rows(plan), *_rank_rows(plan)]
-    print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
+    _print_rows(_rows_of(plan), console)
     for warning in plan.get("warnings") or ():
         say(console, f"warning: {warning}", "yellow", prose=True)
     for note in plan.get("notes") or ():
         say(console, note, "dim", prose=True)
+
+
+def print_plans(
+    plans: Mapping[str, Mapping[str, Any]], console: Console, *, most_shown: int
+) -> None:
+    """Print the plans of a sweep's points: what they have in common once, and of each point only
+    what differs.
+
+    Args:
+        plans: by the points' labels.
+        most_shown: of more points only what they have in common is shown.
+    """
+    rows = {label: _rows_of(plan) for label, plan in plans.items()}
+    lists = list(rows.values())
+    common = [row for row in lists[0] if all(row in other for other in lists[1:])]
+    _print_rows(common, console)
+    for label, own in rows.items() if len(rows) <= most_shown else ():
+        say(console, label, "bold")
+        _print_rows([row for row in own if row not in common], console)
+    for style, key, prefix in (("yellow", "warnings", "warning: "), ("dim", "notes", "")):
+        sentences: dict[str, list[str]] = {}
+        for label, plan in plans.items():
+            for sentence in plan.get(key) or ():
+                sentences.setdefault(sentence, []).append(label.partition(":")[0])
+        for sentence, labels in sentences.items():
+            whose = "" if len(labels) == len(plans) else f"{', '.join(labels)}: "
+            say(console, f"{prefix}{whose}{sentence}", style, prose=True)
+
+
+def _rows_of(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    return [*_plan_rows(plan), *_rank_rows(plan)]
+
+
+def _print_rows(rows: Sequence[tuple[str, str]], console: Console) -> None:
+    if rows:
+        print_facts(((k, v, "dim" if v.startswith("unknown") else "") for k, v in rows), console)
 
 
 def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:

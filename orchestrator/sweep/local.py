@@ -305,8 +305,10 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
     alone = not room.holds_two([cluster_of(task.point.config).share for task in tasks])
     waiting = list(tasks)
     varying = only_varying([task.point.overrides for task in tasks])
+    labels = {task.run.path: task.point.label(o) for task, o in zip(tasks, varying, strict=True)}
     names = {
-        task.run.path: f"point {task.run.path.name} ({' '.join(f'{k}={v}' for k, v in o.items())})"
+        task.run.path: f"point {task.run.path.name}"
+        + (f" ({' '.join(f'{k}={v}' for k, v in o.items())})" if o else "")
         for task, o in zip(tasks, varying, strict=True)
     }
     ended: dict[Path, PointResult] = {}
@@ -316,7 +318,7 @@ def run_here(tasks: Sequence[PointTask], output: OutputOptions) -> dict[Path, Po
                 if not queue.has_room(task):
                     continue
                 if alone:
-                    say(output.console, task.point.label, "bold")
+                    say(output.console, labels[task.run.path], "bold")
                 else:
                     output.note(f"{names[task.run.path]} starts", "dim")
                 if queue.start(task):  # else an interrupt, or the memory is gone meanwhile

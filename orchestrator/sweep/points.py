@@ -16,7 +16,7 @@ from orchestrator.config.schema import Config, plain
 from orchestrator.errors import ConfigError, UsageError
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan
-from orchestrator.units import named_numbers
+from orchestrator.units import named_numbers, short_overrides
 
 # Sections that do not tell a point from another.
 NOT_IDENTIFYING = ("run", "sweep")
@@ -40,10 +40,11 @@ class Point:
     identity: tuple[str, ...] = ()
     own_folder: Path = Path()
 
-    @property
-    def label(self) -> str:
-        """Return its number and overrides, for messages."""
-        return f"point {self.number}: {' '.join(self.overrides)}"
+    def label(self, varying: Mapping[str, str]) -> str:
+        """Return its number and the overrides that vary in the sweep (`only_varying`), for
+        messages.
+        """
+        return f"point {self.number}" + (f": {short_overrides(varying)}" if varying else "")
 
     @property
     def folder(self) -> Path:

@@ -94,8 +94,10 @@ def _run_tasks(tasks: Sequence[PointTask], output: OutputOptions, not_begun: int
     Raises `UsageError` for what refuses them, before any is started.
     """
     if any(task.state != "new" for task in tasks):
-        for task in tasks:
-            output.note(f"{task.point.label}: {task.action.value} ({task.why})", "dim")
+        varying = only_varying([task.point.overrides for task in tasks])
+        for task, overrides in zip(tasks, varying, strict=True):
+            label = task.point.label(overrides)
+            output.note(f"{label}: {task.action.value} ({task.why})", "dim")
     todo = [task for task in tasks if task.action in (Action.START, Action.RESUME)]
     alone = [task for task in todo if not class_for(task.point.config).attended]
     if alone:

@@ -16,7 +16,7 @@ from orchestrator.config.job_source import read_once
 from orchestrator.config.schema import Config, node_range
 from orchestrator.errors import ClusterError, ConfigError
 from orchestrator.plugins import CLUSTERS
-from orchestrator.report.run_tables import print_plan
+from orchestrator.report.run_tables import print_plan, print_plans
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import literal, new_table, print_json, say
 from orchestrator.sweep.points import check_points
@@ -31,7 +31,7 @@ STYLES = {
 }
 
 
-MOST_PLANS = 8  # of points that are shown one by one, with the table of all
+MOST_PLANS = 8  # points of which what differs is shown one by one, before the table of all
 
 
 def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
@@ -63,9 +63,9 @@ def show_plan(line: CommandLine, console: Console, *, as_json: bool) -> None:
         for sentence in sentences:
             say(Console(stderr=True), f"warning: {sentence}", "yellow")
         return
-    for task, plan in zip(tasks, plans, strict=True) if len(tasks) <= MOST_PLANS else ():
-        say(console, task.point.label, "bold")
-        print_plan(plan, console)
+    varying = only_varying([task.point.overrides for task in tasks])
+    labels = [task.point.label(o) for task, o in zip(tasks, varying, strict=True)]
+    print_plans(dict(zip(labels, plans, strict=True)), console, most_shown=MOST_PLANS)
     _print_tasks(tasks, console)
     for sentence in sentences:
         say(console, sentence, "yellow", prose=True)

@@ -11,6 +11,8 @@ import signal
 import sys
 import sysconfig
 import traceback
+from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 from orchestrator.agent.root_cause import MEMORY_REMEDY
@@ -54,6 +56,13 @@ _BY_PHRASE = (
     ("Cannot copy out of meta tensor", "model() must give a model with numbers (to_empty)"),
     ("EOF when reading a line", "ranks have no terminal to read from"),
 )
+_FORMATS = re.compile(r"\b(half|bfloat16|float\d*|double)(?:tensor)?\b", re.IGNORECASE)
+_OF_FORMATS = re.compile(r"dtype|scalar type|Input type|should be same as")
+FORMAT_REMEDY = (
+    "the data have another number format than the weights: convert them in dataset() or loss(), as "
+    "in x.float() (x.astype(mindspore.float32)), or to float64 with train.precision=float64; to "
+    "compute in half precision, give float32 data and set train.precision=bfloat16"
+)
 _BY_KIND = {
     "MemoryError": MEMORY_REMEDY,
     "BdbQuit": "ranks have no terminal for a debugger: leave breakpoint() out, or call the job's "
@@ -69,6 +78,8 @@ def remedy(error: BaseException) -> str | None:
     'there is no default process group'
     """
     text = error_text(error)
+    if _OF_FORMATS.search(text) and len({name.lower() for name in _FORMATS.findall(text)}) > 1:
+        return FORMAT_REMEDY
     by_phrase = (sentence for phrase, sentence in _BY_PHRASE if phrase in text)
     by_kind = (_BY_KIND.get(kind.__name__) for kind in type(error).__mro__)
     return next(by_phrase, None) or next(filter(None, by_kind), None)
@@ -101,13 +112,19 @@ def _place(error: BaseException) -> str:
     The file is named as Python's path has it, for it may lie in a copy of the code.
     """
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        path = Path(frame.filename)
-        if path.is_absolute() and not any(path.is_relative_to(root) for root in NOT_USERS):
+        if _is_users(frame.filename):
+            path = Path(frame.filename)
             roots = [Path(entry) for entry in sys.path if entry and path.is_relative_to(entry)]
             nearest = max(roots, key=lambda root: len(root.parts), default=None)
             file = path.relative_to(nearest) if nearest else path
             return f", at {file}:{frame.lineno} in {frame.name}"
     return ""
+
+
+def _is_users(file: str) -> bool:
+    """Return whether a file is in no package, so that its reader can change it."""
+    path = Path(file)
+    return path.is_absolute() and not any(path.is_relative_to(root) for root in NOT_USERS)
 
 
 def hide_own_frames(error: BaseException) -> None:
@@ -117,6 +134,38 @@ def hide_own_frames(error: BaseException) -> None:
         tb = tb.tb_next
     if tb is not None:
         error.__traceback__ = tb
+
+
+class _ShortStack(traceback.StackSummary):
+    """A stack whose runs of calls within packages are one line and their last call.
+
+    A report shows a log's last lines. Between a line of a job and the one that raised, torch alone
+    can have more calls than that.
+    """
+
+    def format(self) -> list[str]:
+        return list(self._lines())
+
+    def _lines(self) -> Iterator[str]:
+        for is_users, group in groupby(self, key=lambda frame: _is_users(frame.filename)):
+            frames = list(group)
+            hidden = 0 if is_users else len(frames) - 1
+            if hidden > 1:
+                yield f"  ... {hidden} calls within packages\n"
+                frames = frames[-1:]
+            yield from traceback.StackSummary.from_list(frames).format()
+
+
+def short_traceback(error: BaseException) -> str:
+    """Format a traceback for a log, with few of the calls that are in packages."""
+    whole = traceback.TracebackException.from_exception(error)
+    pending: list[traceback.TracebackException | None] = [whole]
+    while pending:
+        one = pending.pop()
+        if one is not None:
+            one.stack = _ShortStack(one.stack)
+            pending += [one.__cause__, one.__context__, *(one.exceptions or ())]
+    return "".join(whole.format())
 
 
 _WORKER = re.compile(r"DataLoader worker \(pid(?:\(s\))? ([\d, ]+)\) (.*)")

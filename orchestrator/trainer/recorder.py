@@ -15,6 +15,7 @@ from orchestrator.client.loop import Callback, CompletedUpdate, update_line
 from orchestrator.config.reading import NoOptions, options_of
 from orchestrator.config.schema import Config, TrackerConfig
 from orchestrator.engine.api import Engine
+from orchestrator.engine.common.waiting import declared
 from orchestrator.errors import ConfigError, OrchestratorError, RunFolderError
 from orchestrator.plan.window import Window
 from orchestrator.plugins import TRACKERS
@@ -103,6 +104,9 @@ def _is_missing(kind: str) -> bool:
     return kind in _PACKAGES and importlib.util.find_spec(kind) is None
 
 
+_TRACKS = "it waits for its tracker"
+
+
 class Scalars:
     """Rank 0's tracker, whose errors do not end the training. Raises `ConfigError`."""
 
@@ -117,7 +121,10 @@ class Scalars:
             )
             return
         try:
-            self._tracker = None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
+            with declared(_TRACKS):
+                self._tracker = (
+                    None if kind == "none" else TRACKERS.make(kind, Tracker, run, config)
+                )
         except OrchestratorError:
             raise
         except Exception as error:  # noqa: BLE001  # a server that does not answer, say
@@ -139,7 +146,8 @@ class Scalars:
         if tracker is None:
             return
         try:
-            write(tracker)
+            with declared(_TRACKS, brief=True):
+                write(tracker)
         except Exception as error:  # noqa: BLE001  # said, and no reason to end a training
             self._give_up(f"{tracker.title} could not be written", error)
 

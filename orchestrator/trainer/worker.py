@@ -37,7 +37,7 @@ from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import State, failure_record, note_departure, write_failure
 from orchestrator.rundir.warnings import warn_into
 from orchestrator.trainer.agent_link import AgentLink
-from orchestrator.trainer.failure import describe, hide_own_frames
+from orchestrator.trainer.failure import describe, hide_own_frames, short_traceback
 from orchestrator.trainer.stop import GracePeriods, StopFlag
 
 log = logging.getLogger(__name__)
@@ -154,7 +154,7 @@ class WorkerProcess:
             return EXIT_STOPPED
         if not isinstance(error, OrchestratorError):
             hide_own_frames(error)
-            traceback.print_exception(error)
+            sys.stderr.write(short_traceback(error))  # the failure's record has the whole one
         else:
             print(f"error: {error}", file=sys.stderr)
         rank = self.topology.rank

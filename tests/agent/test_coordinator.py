@@ -277,6 +277,30 @@ def test_a_worker_that_hangs_is_lost_where_the_others_survive_it(attempt):
     assert "it is ended, and the others go on" in attempt.run.warnings(0, 1).read_text()
 
 
+def test_waits_for_a_lost_rank_do_not_count_against_those_that_continue(attempt):
+    for rank in (0, 2):
+        stand(attempt, rank, "waits")
+    pass_s(attempt, 2 * HANG_S)  # rank 1 is idle in its code
+    attempt.take("hangs", 1, cause="it hangs: at a lock", **AWAKE, seen=SEEN)
+    attempt.end(1, status=-9)
+    pass_s(attempt, 2)
+    warnings = attempt.run.attempt(0).glob("warnings-*")
+    assert "no rank was behind" not in "".join(path.read_text() for path in warnings)
+    pass_s(attempt, HANG_S / 2)
+    assert attempt.newest["members"] == [0, 2]
+    assert not attempt.commands_of("die"), "they have just begun to wait for one another"
+    pass_s(attempt, HANG_S)
+    assert attempt.commands_of("die"), "now they wait for one another"
+
+
+def test_ranks_that_were_all_ended_for_hanging_are_not_said_to_be_killed(attempt):
+    for rank in (1, 0, 2):
+        attempt.take("hangs", rank, cause=f"it hangs: rank {rank} at a lock", **AWAKE, seen=SEEN)
+        attempt.tick(GRACE_S)
+    culprit = culprit_of(attempt, 0, 1, 2)
+    assert culprit["cause"].startswith(f"it hangs: rank {culprit['rank']} at a lock")
+
+
 def test_a_worker_that_hangs_is_blamed_once_another_has_saved_the_last_boundary(tmp_path):
     attempt = Attempt(tmp_path, survive=False)
     stack = [["train.py", 31, "load_batch"]]

@@ -142,14 +142,15 @@ class JudgedProgram:
         self.now, self.judge = 1000.0, ProgramJudge(LIMITS, 1000.0)
         self.lines, self.processor = 0, 0.0
 
-    def seconds(self, count, *, every=0, processor=0.0, done=False):
+    def seconds(self, count, *, every=0, processor=0.0, done=False, wakes=False):
         found = []
         for second in range(count):
             self.now += 1
             self.processor += processor
             self.lines += bool(every) and second % every == 0
             work = Work(self.processor, 0)
-            found.append(self.judge.look(self.now, (self.lines,), work, done=done))
+            waits = int(self.now) if wakes else 0
+            found.append(self.judge.look(self.now, (self.lines,), work, done=done, waits=waits))
         return changes(found)
 
 
@@ -175,6 +176,14 @@ def test_a_program_whose_main_thread_has_ended_stays_only_so_long():
     assert one.seconds(60, done=True) == [Standing.MOVES, Standing.DONE]
     assert not one.judge.stays
     one.seconds(10, done=True)
+    assert one.judge.stays
+
+
+def test_a_program_whose_main_thread_has_ended_is_not_ended_while_a_thread_wakes():
+    one = JudgedProgram()
+    assert one.seconds(10_000, done=True, wakes=True) == [Standing.MOVES, Standing.DONE]
+    assert not one.judge.stays
+    one.seconds(100, done=True)
     assert one.judge.stays
 
 

@@ -97,6 +97,8 @@ def test_what_leaves_the_numbers_alone_is_taken(make_run, begun, asked):
     [
         ([], "train.seed=1", "train.seed=1: it was 0"),
         ([], "optimizer.betas=[0.8,0.9]", "optimizer.betas"),
+        (["optimizer=null"], "+optimizer.name=adam",
+         "a run cannot go on with optimizer.name=adam: this run has the optimizer that its job"),
         ([], "optimizer=sgd", "resume cannot take optimizer=sgd"),
         ([], "job=line", "resume cannot take job=line"),
         ([], "experiment=jepa_240", "resume cannot take experiment"),

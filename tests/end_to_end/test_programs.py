@@ -334,6 +334,37 @@ def test_a_program_that_is_done_and_does_not_exit_is_ended(tmp_path, what, code)
         assert "rank 1: it was ended as finished: its work was done, and it did not exit" in said
 
 
+WORKS_ON = f"""{QUICK}
+import atexit, multiprocessing, threading
+def send():
+    for _ in range(40):
+        time.sleep(0.5)
+    print("sent", flush=True)
+def save():
+    time.sleep(20)
+    print("saved", flush=True)
+if me:
+    if what == "send":
+        threading.Thread(target=send).start()
+    elif what == "child":
+        multiprocessing.get_context("fork").Process(target=send).start()
+    else:
+        atexit.register(save)
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "last"), [("send@1", "sent"), ("child@1", "sent"), ("save@1", "saved")]
+)
+def test_a_program_whose_main_thread_has_ended_is_not_ended_while_it_works(tmp_path, what, last):
+    script(tmp_path, WORKS_ON)
+    done = call(tmp_path, "cluster.hang_timeout_s=5", program=("train.py", what), code=0)
+    assert last in log(tmp_path, 1)
+    said = " ".join((done.stdout + done.stderr).split())
+    assert "has not joined the others" not in said, "it waits for no rank any more"
+    assert "ended as finished: its work" not in log(tmp_path, 1)
+
+
 SLOW_DISK = """
 import os, time, torch, torch.distributed as dist
 from orchestrator import Accumulator, Loss, current_run

@@ -52,7 +52,7 @@ def test_tables_show_the_values_that_a_resume_set(tmp_path):
     call(*line, code=0)
     verb("resume", sweep / "0", "train.updates=4", code=0)
     resumed = verb("resume", sweep, "train.updates=5", code=0).stdout
-    assert "train.updates=5: to go on" in resumed
+    assert "point 1: to go on" in resumed, "they do not differ any more"
     verb("resume", sweep / "0", "train.updates=6", code=0)
     runs = data_of(sweep)["runs"]
     assert [run["overrides"] for run in runs] == [{"train.updates": n} for n in "65"]
@@ -111,6 +111,15 @@ def test_each_point_of_a_sweep_has_the_plan_that_it_has_alone(asked, points):
     words = planned(*asked)
     for number in range(points):
         assert f"point {number}: " in words
+    assert words.count("samples in the data set") == 1, "what they have in common comes once"
+
+
+def test_labels_of_points_have_short_keys_that_vary():
+    lines = planned("-m", "++train.seed=1,2", "++train.clip_norm=1").splitlines()
+    assert [line.rstrip() for line in lines if line.startswith("point ")] == [
+        "point 0: seed=1",
+        "point 1: seed=2",
+    ]
 
 
 def test_a_plan_without_a_sweep_is_one():

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 
 from orchestrator.errors import JobError
-from orchestrator.trainer.failure import describe
+from orchestrator.trainer.failure import describe, short_traceback
 
 
 def _backward_twice():
@@ -34,6 +34,9 @@ def _no_deterministic_kernel():
         (_no_deterministic_kernel, "use another operation there, or accumulation.reduction=fast"),
         (lambda: torch.ones(1, device="meta").to("cpu"), "model() must give a model with numbers"),
         (lambda: sys.exit(0), "something in the job ended the process"),
+        (lambda: torch.nn.Linear(2, 2)(torch.ones(1, 2).half()), "as in x.float()"),
+        (lambda: torch.nn.Linear(2, 2)(torch.ones(1, 2).double()), "as in x.float()"),
+        (lambda: torch.nn.Conv1d(1, 1, 1)(torch.ones(1, 1, 2).bfloat16()), "as in x.float()"),
         (lambda: torch.empty(2**60), "more accumulation.steps make the micro-batches smaller"),
         (lambda: np.empty(2**58), "more accumulation.steps make the micro-batches smaller"),
     ],
@@ -44,6 +47,43 @@ def test_what_torch_says_of_a_habit_is_told_with_the_way_out(slip, words, monkey
     with pytest.raises((ValueError, RuntimeError, MemoryError, SystemExit)) as found:
         slip()
     assert words in describe(found.value)
+
+
+def test_calls_of_torch_leave_the_job_s_line_at_the_end_of_the_log():
+    layers = [torch.nn.Sequential(torch.nn.Linear(2, 2)) for _ in range(3)]
+    model = torch.nn.Sequential(torch.nn.Sequential(*layers))
+
+    def loss():
+        try:
+            model(torch.ones(1, 3))  # the job's line
+        except RuntimeError as error:
+            raise RuntimeError("the job's own") from error
+
+    with pytest.raises(RuntimeError) as found:
+        loss()
+    text = short_traceback(found.value)
+    cause, after = text.split("The above exception was the direct cause", 1)
+    lines = cause.rstrip().splitlines()
+    assert any("# the job's line" in line for line in lines[-10:])
+    assert any("calls within packages" in line for line in lines)
+    assert "linear.py" in cause
+    assert lines[-1].startswith("RuntimeError: mat1 and mat2 shapes")
+    assert after.rstrip().endswith("RuntimeError: the job's own")
+
+
+def test_mindspore_s_words_for_two_number_formats_get_the_advice():
+    same = "For 'MatMul', the type of 'x2' should be same as 'x1', but got 'x1' with type "
+    both = TypeError(f"{same}Tensor[Float16] and 'x2' with type Tensor[Float32].")
+    assert "mindspore.float32" in describe(both)
+    allowed = "For 'Cos', the type of 'x' must be of Tensor[Float16], Tensor[Float32], but got"
+    assert "float32)" not in describe(TypeError(f"{allowed} Tensor[Int64]."))
+
+
+def test_an_error_of_one_number_format_gets_no_advice_about_two():
+    scores, labels = torch.ones(1, 2), torch.zeros(1, dtype=torch.int16)
+    with pytest.raises(RuntimeError) as found:
+        torch.nn.functional.cross_entropy(scores, labels)
+    assert "x.float()" not in describe(found.value)
 
 
 def test_other_errors_stay_as_they_are():

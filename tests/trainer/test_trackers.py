@@ -11,6 +11,7 @@ import pytest
 from orchestrator.cli.start import prepare
 from orchestrator.config.composer import compose
 from orchestrator.config.reading import to_yaml
+from orchestrator.engine.common import waiting
 from orchestrator.errors import ConfigError
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.outcome import EXIT_CODES, State
@@ -121,6 +122,20 @@ def test_a_server_that_does_not_answer_is_a_warning(run, monkeypatch):
     with pytest.warns(UserWarning, match="tracker=mlflow could not start"):
         Scalars(run, config).write(0, {"train/loss": 0.5})
     assert os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "2", "by default it tries for minutes"
+
+
+def test_a_tracker_that_blocks_is_declared_so_that_it_ends_no_training(run, monkeypatch):
+    from orchestrator.trainer import trackers
+
+    activities = []
+    for name in ("__init__", "write", "close"):
+        monkeypatch.setattr(
+            trackers.TensorBoard, name, lambda *_: activities.append(waiting.declared_activity())
+        )
+    scalars = Scalars(run, compose([TINY, "tracker=tensorboard"]))
+    scalars.write(0, {"train/loss": 0.5})
+    scalars.close(State.FINISHED)
+    assert activities == ["it waits for its tracker"] * 3
 
 
 def test_runs_that_begin_together_share_the_experiment_in_mlflow(run, monkeypatch):

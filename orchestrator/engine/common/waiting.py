@@ -93,28 +93,34 @@ def last_ended() -> float:
 # Declared work.
 
 _at_changes: list[Callable[[], None]] = []
+BRIEF_S = 1.0
+"""Work that takes less need not be reported at once: a heartbeat is no more frequent."""
 
 
 @contextmanager
-def declared(activity: str, *numbers: int) -> Generator[None]:
+def declared(activity: str, *numbers: int, brief: bool = False) -> Generator[None]:
     """Declare that what happens inside may take long, and use no processor.
 
     Args:
         activity: what this rank does, as in "it saves the checkpoint", with a `%d` for each number.
+        brief: it is usually over within `BRIEF_S`, and does not hold Python's interpreter: the next
+            heartbeat reports it, so that it costs no message in each update.
     """
     global _last  # noqa: PLW0603  # as for waits
     entry = _Wait(time.monotonic(), activity, numbers)
     with _lock:
         _declared.append(entry)
         _last = time.monotonic()
-    _call_all(_at_changes)
+    if not brief:
+        _call_all(_at_changes)
     try:
         yield
     finally:
         with _lock:
             _declared.remove(entry)
             _last = time.monotonic()
-        _call_all(_at_changes)
+        if not brief or _last - entry.since >= BRIEF_S:
+            _call_all(_at_changes)
 
 
 def _call_all(calls: Iterable[Callable[[], None]]) -> None:
