@@ -18,16 +18,19 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Figures, summarize
 from tests.run_folders import Screen, record, result
 
 
 def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
     peak = [300 * 1024**2] if peak is None else [peak]
+    ended = result(peak_memory_bytes=peak, **changes)
+    updates = [record(n, update_s=seconds, samples=samples) for n in range(20)]
     return SweptRun(
         overrides={"accumulation.steps": k},
         folder=Path(f"runs/{k}"),
-        result=result(peak_memory_bytes=peak, **changes),
-        updates=[record(n, update_s=seconds, samples=samples) for n in range(20)],
+        result=ended,
+        summary=summarize(ended, Figures(updates)),
         plan={
             "micro_steps": k,
             "global_batch": samples,
@@ -151,7 +154,7 @@ def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
             {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
             for n, end in enumerate(ends)
         ]
-        return SweptRun(overrides={}, folder=run.path, updates=updates)
+        return SweptRun(overrides={}, folder=run.path, spans=[*Figures(updates).spans.values()])
 
     first, inside_it = point("0", 11, 12, 50, 51), point("1", 51)
     between_its_attempts, after = point("2", 20, 21), point("3", 60, 61)
