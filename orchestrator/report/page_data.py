@@ -277,7 +277,7 @@ def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
     [0, 3, 6, 9]
     """
     if len(records) <= most:
-        return records
+        return [*records]
     return [records[number] for number in _spread(len(records), most)]
 
 

@@ -1,6 +1,8 @@
 # ruff: noqa: RUF001 - the signs that are printed.
 """Tables over many runs: sweeps, and K = 1 against K = 4."""
 
+import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,7 @@ from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     differences,
     print_sweep,
+    swept_run,
     timed_concurrently,
     verdict,
 )
@@ -162,3 +165,14 @@ def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
     assert timed_concurrently([first, between_its_attempts, after, elsewhere]) is None
     found = timed_concurrently([first, inside_it, between_its_attempts, after])
     assert found.startswith("Points were timed side by side")
+
+
+def test_what_is_kept_of_a_point_does_not_grow_with_its_updates_or_ranks(tmp_path):
+    def kept(updates, ranks):
+        run = RunDir(tmp_path / f"{updates:05}")
+        run.create()
+        run.metrics.write_text("".join(json.dumps(record(n)) + "\n" for n in range(updates)))
+        write_json(run.plan, {"micro_batches": [[4, 4]] * ranks, "ranks": ranks})
+        return len(pickle.dumps(swept_run(run, {})))
+
+    assert kept(2_000, 10_000) < kept(20, 10) + 100
