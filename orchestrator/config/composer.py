@@ -132,16 +132,19 @@ def refuse_unused(overrides: Sequence[str]) -> None:
 
 
 IDENTITY = ("job._target_", "job.command", "optimizer._target_", "optimizer.name")
-"""Keys on which the choice of the shipped default job and optimizer depends."""
+"""Keys on which the choice of the shipped default job and optimizer depends. Points share a
+composition only where they state the same for these, as in `-m job._target_=my.Job train.seed=1,2`.
+"""
 OTHER_OF_HYDRA = re.compile(r"\$\{hydra(?::|\.(?!job\.(?:num|id)\}))")
 MAX_SHARED = 64  # compositions, of some MiB each
 
 
 def _is_value(override: Override) -> bool:
     """Return True for an override that sets a single value, and chooses or deletes nothing."""
-    value = override.value()
+    key, value = override.key_or_group, override.value()
     plain = isinstance(value, int | float | str) and "${" not in str(value)
-    return plain and "." in override.key_or_group and not override.is_delete()
+    chooses = "." not in key or key in IDENTITY or key.startswith("hydra.")
+    return plain and not chooses and not override.is_delete()
 
 
 def _is_shareable(found: DictConfig, parsed: Sequence[Override]) -> bool:
@@ -165,7 +168,7 @@ def _is_shareable(found: DictConfig, parsed: Sequence[Override]) -> bool:
         if value is None or isinstance(value, dict | list) or "${" in str(value):
             return False
         overlapping = [o for o in stated if o.startswith(f"{key}.") or f"{key}.".startswith(o)]
-        if key in IDENTITY or key.startswith("hydra.") or len(overlapping) > 1:
+        if len(overlapping) > 1:
             return False
     return True
 

@@ -21,7 +21,7 @@ each is read from its first sample to its last.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -54,12 +54,18 @@ class Shards:
 
     lengths: tuple[int, ...]
     lanes: int = 16
+    _hash: int = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
+        # Once: caches hash an order at each use, and there may be a million shards.
+        object.__setattr__(self, "_hash", hash((self.lengths, self.lanes)))
         if not self.lengths or min(self.lengths) < 0 or sum(self.lengths) < 1:
             raise PlanError("shards must have lengths of 0 or more, and at least one sample")
         if self.lanes < 1:
             raise PlanError(f"lanes of shards must be 1 or more, but are {self.lanes}")
+
+    def __hash__(self) -> int:
+        return self._hash
 
     def samples_at(
         self, positions: NDArray[np.int64], global_batch: int, seed: int, epoch: int
@@ -165,12 +171,20 @@ class DataOrder:
             return self.global_batch
         return min(self.global_batch, self.dataset_samples - position)
 
-    def indices(self, update: int) -> NDArray[np.int64]:
-        """Return the dataset's samples in the update's order: int64, (samples,), read-only."""
+    def indices(self, update: int, start: int = 0, count: int | None = None) -> NDArray[np.int64]:
+        """Return the dataset's samples in the update's order: int64, (samples,), read-only.
+
+        Args:
+            start: position in the update of the first one to return.
+            count: how many to return, at least one; None: all from `start` on. Only their blocks
+                are computed.
+        """
         import numpy as np  # late, so that `plan` stays fast
 
         epoch, position = self._first(update)
-        missing = self.samples_of(update)
+        missing = self.samples_of(update) - start if count is None else count
+        epochs, position = divmod(position + start, self.dataset_samples)
+        epoch += epochs
         parts: list[NDArray[np.int64]] = []
         while missing:
             number, start = divmod(position, BLOCK)

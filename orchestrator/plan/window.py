@@ -96,7 +96,11 @@ class WindowPlanner:
                         f"{leaf} samples; accumulation.reduction=reproducible moves whole leaves "
                         "only"
                     )
-        indices = self.order.indices(update)
+        # A rank's own samples only, in one call: an update may have ten million, and each rank
+        # thousands of micro-steps.
+        first = min((start for start, _ in pieces), default=0)
+        last = max((start + count for start, count in pieces), default=0)
+        indices = self.order.indices(update, first, last - first).tolist() if pieces else []
         return Window(
             update=update,
             epoch=self.order.epoch_of(update),
@@ -105,7 +109,7 @@ class WindowPlanner:
                 MicroBatch(
                     update=update,
                     start=start,
-                    indices=tuple(indices[start : start + count].tolist()),
+                    indices=tuple(indices[start - first : start - first + count]),
                 )
                 for start, count in pieces
             ),

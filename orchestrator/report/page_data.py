@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import re
 import shlex
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ from orchestrator.report.sweep_tables import (
 )
 from orchestrator.report.terminal import harmless
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record
+from orchestrator.rundir.metrics import Record, read_metrics
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.rundir.status import end_of, find_runs
 from orchestrator.rundir.warnings import read_warnings
@@ -123,8 +124,13 @@ def data_of(path: Path) -> dict[str, Any]:
             k: v for k, v in overrides.items() if len(sound) > 1 and _section(k) not in OF_NO_RUN
         }
         try:
-            cell, config = swept_run(run, own), run.read_config()
-            runs.append(_run(run, cell, submission, max(2, POINTS // len(sound))))
+            most = max(2, POINTS // len(sound))
+            history = read_metrics(run.metrics)
+            curves = Curves(len(history.updates), most)
+            cell = swept_run(run, own, updates=curves.watch(history.updates))
+            config = run.read_config()
+            evaluations = _evaluations(thinned(history.evaluations, most))
+            runs.append(_run(run, cell, submission, curves, evaluations))
         except RunFolderError as error:
             unreadable.append(str(error))
         else:
@@ -209,11 +215,16 @@ def sanitized(value: Any) -> Any:
     return list(map(sanitized, value)) if isinstance(value, list | tuple) else value
 
 
-def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) -> dict[str, Any]:
-    """Return the data of one run, with at most so many points of each line."""
+def _run(
+    run: RunDir,
+    cell: SweptRun,
+    submission: Mapping[str, Any],
+    curves: Curves,
+    evaluations: Mapping[str, Any],
+) -> dict[str, Any]:
+    """Return the data of one run."""
     summary, result = cell.summary, cell.result or {}
-    rows = _rows(cell.updates)
-    drawn = thinned(rows, most)
+    drawn = curves.rows
     state, why = end_of(run, result) if result.get("state") else (summary.state, None)
     why = describe_culprit(culprit) if (culprit := result.get("culprit")) else why or ""
     overrides = {key: shown(key, value) for key, value in cell.overrides.items()}
@@ -243,10 +254,10 @@ def _run(run: RunDir, cell: SweptRun, submission: Mapping[str, Any], most: int) 
             for note in result.get("restarts") or []
         ],
         "warnings": _warnings(run),
-        "drawn": f"{format_count(len(drawn))} of {plural(len(rows), 'update')}",
-        "series": {name: [row[name] for row in drawn] for name in rows[0]} if rows else {},
-        "marks": _marks(cell.updates, rows, state, why),
-        "evaluations": _evaluations(thinned(cell.evaluations, most)),
+        "drawn": f"{format_count(len(drawn))} of {plural(curves.updates, 'update')}",
+        "series": {name: [row[name] for row in drawn] for name in drawn[0]} if drawn else {},
+        "marks": curves.marks(state, why),
+        "evaluations": evaluations,
         "environment": _environment(run.read_environment() or {}),
         "command": _command(run, submission),
         "made_in": str(submission.get("folder") or UNKNOWN),
@@ -266,47 +277,72 @@ def thinned(records: Sequence[Record], most: int) -> Sequence[Record]:
     [0, 3, 6, 9]
     """
     if len(records) <= most:
-        return records
-    last = len(records) - 1
-    return [records[round(index * last / (most - 1))] for index in range(most)]
+        return [*records]
+    return [records[number] for number in _spread(len(records), most)]
 
 
-def _rows(updates: Sequence[Record]) -> list[dict[str, Any]]:
-    """Return the values of the curves, update by update."""
-    began = updates[0]["time"] - (updates[0].get("update_s") or 0) if updates else 0.0
-    samples, rows = 0, list[dict[str, Any]]()
-    for record in updates:
-        samples += record.get("samples") or 0
+def _spread(count: int, most: int) -> Sequence[int]:
+    """Return at most `most` of the first `count` numbers, at even distances."""
+    if count <= most:
+        return range(count)
+    return [round(index * (count - 1) / (most - 1)) for index in range(most)]
+
+
+class Curves:
+    """The values of the curves of a run, taken while its updates are read.
+
+    Args:
+        updates: how many will come.
+        most: values to keep of each curve, at even distances.
+    """
+
+    AXES = ("update", "samples", "elapsed_s")
+
+    def __init__(self, updates: int, most: int) -> None:
+        self.updates = updates
+        self.rows: list[dict[str, Any]] = []
+        self._drawn = frozenset(_spread(updates, most))
+        self._restarts = deque[tuple[dict[str, Any], str]](maxlen=MOST_MARKS)
+        self._samples, self._began = 0, 0.0
+
+    def watch(self, updates: Iterable[Record]) -> Iterator[Record]:
+        """Yield the updates again."""
+        attempt: Any = None
+        for number, record in enumerate(updates):
+            if not number:
+                self._began = record["time"] - (record.get("update_s") or 0)
+            self._samples += record.get("samples") or 0
+            restarts = bool(number) and record.get("attempt") != attempt
+            attempt = record.get("attempt")
+            if restarts or number in self._drawn:
+                row = self._row(record)
+                if restarts:
+                    self._restarts.append((row, (record.get("restart") or {}).get("why", "")))
+                if number in self._drawn:
+                    self.rows.append(row)
+            yield record
+
+    def _row(self, record: Record) -> dict[str, Any]:
         spent = {n: record.get(f"{n}_s") or 0.0 for n in ("compute", "wait", "optimizer")}
         row: dict[str, Any] = {
             "update": record["update"] + 1,
-            "samples": samples,
-            "elapsed_s": record["time"] - began,
+            "samples": self._samples,
+            "elapsed_s": record["time"] - self._began,
             "loss": record.get("loss"),
             **{f"{name}_s": seconds for name, seconds in spent.items()},
             "other_s": max(0.0, (record.get("update_s") or 0.0) - sum(spent.values())),
         }
-        rows.append({name: rounded(value) for name, value in row.items()})
-    return rows
+        return {name: rounded(value) for name, value in row.items()}
 
-
-def _marks(
-    updates: Sequence[Record], rows: Sequence[Mapping[str, Any]], state: str, why: str
-) -> list[dict[str, Any]]:
-    """Return where on its curves a run continued after a failure or a stop, and where it failed."""
-    axes = ("update", "samples", "elapsed_s")
-    begun = [
-        ("restart", number)
-        for number in range(1, len(updates))
-        if updates[number].get("attempt") != updates[number - 1].get("attempt")
-    ][-MOST_MARKS:]
-    ended = [("failed", len(rows) - 1)] if state == "failed" and rows else []
-    marks: list[dict[str, Any]] = []
-    for what, number in [*begun, *ended]:
-        cause = why if what == "failed" else (updates[number].get("restart") or {}).get("why", "")
-        position = {name: rows[number][name] for name in axes}
-        marks.append({"what": what, "why": cause, **position})
-    return marks
+    def marks(self, state: str, why: str) -> list[dict[str, Any]]:
+        """Return where the run continued after a failure or a stop, and where it failed."""
+        marks = [("restart", row, cause) for row, cause in self._restarts]
+        if state == "failed" and self.rows:
+            marks.append(("failed", self.rows[-1], why))
+        return [
+            {"what": what, "why": cause, **{name: row[name] for name in self.AXES}}
+            for what, row, cause in marks
+        ]
 
 
 def _evaluations(records: Sequence[Record]) -> dict[str, list[Any]]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import re
 import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from array import array
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from rich.panel import Panel
 from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import command, literal, print_facts, say
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import History, Record, Summary, summarize
+from orchestrator.rundir.metrics import Figures, History, Record, Summary, summarize
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
     UNKNOWN,
@@ -183,28 +184,37 @@ def _work(sizes: Sequence[int]) -> str:
     return f"{total} = {shown}{' + …' if len(runs) > SHOWN_SIZES else ''}"
 
 
-def _compilation(updates: Sequence[Record]) -> list[Row]:
-    """Return the rows about compilation; none if nothing was compiled."""
-    first_calls = [r["compile_s"] for r in updates if r.get("compile_s")]
-    if not first_calls:
-        return []
-    text = f"{format_seconds(sum(first_calls))}, in {plural(len(first_calls), 'update')}"
-    rows = [("compilation", text, "")]
-    steady = [
-        r["compute_s"] / r["micro_steps"]
-        for r in updates
-        if not r.get("compile_s") and r.get("compute_s") and r.get("micro_steps")
-    ]
-    plain = [r["plain_step_s"] for r in updates if r.get("plain_step_s")]
-    if steady:
-        step_s = statistics.median(steady)
-        text = f"{format_seconds(step_s)} compiled"
-        if plain:
-            ratio = plain[-1] / step_s
-            times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
-            text += f", {format_seconds(plain[-1])} without: {times} times as fast"
-        rows.append(("  a micro-step", text, ""))
-    return rows
+class _Compilation:
+    """How long updates compiled, and what a micro-step takes since."""
+
+    def __init__(self) -> None:
+        self._updates, self._seconds = 0, 0.0
+        self._steady_s = array("d")
+        self._plain_s: float | None = None
+
+    def add(self, record: Record) -> None:
+        if record.get("compile_s"):
+            self._updates += 1
+            self._seconds += record["compile_s"]
+        elif record.get("compute_s") and record.get("micro_steps"):
+            self._steady_s.append(record["compute_s"] / record["micro_steps"])
+        self._plain_s = record.get("plain_step_s") or self._plain_s
+
+    def rows(self) -> list[Row]:
+        """Return the rows about compilation; none if nothing was compiled."""
+        if not self._updates:
+            return []
+        text = f"{format_seconds(self._seconds)}, in {plural(self._updates, 'update')}"
+        rows = [("compilation", text, "")]
+        if self._steady_s:
+            step_s = statistics.median(self._steady_s)
+            text = f"{format_seconds(step_s)} compiled"
+            if self._plain_s:
+                ratio = self._plain_s / step_s
+                times = f"{ratio:.2g}" if ratio < 10 else f"{ratio:.0f}"
+                text += f", {format_seconds(self._plain_s)} without: {times} times as fast"
+            rows.append(("  a micro-step", text, ""))
+        return rows
 
 
 LOG_LINES = 20
@@ -225,10 +235,13 @@ def print_closing(
 ) -> None:
     """Print the end of a run from its `result.json`, its `metrics.jsonl` and, if read, its plan."""
     plan = plan or {}
-    updates = history.updates
-    summary = summarize(result, updates)
+    figures, parts = Figures(), _Parts(result, plan)
+    for record in history.updates:  # once: they may be millions
+        figures.add(record)
+        parts.add(record)
+    summary = summarize(result, figures)
     own = plan.get("program")
-    rows = _rows_of_program(result, summary, own) if own else _rows(result, summary, updates, plan)
+    rows = _rows_of_program(result, summary, own) if own else _rows(result, summary, parts, plan)
     print_facts(rows, console)
     # Not in the table, so that it stays in one piece however long it is.
     say(console, f"run folder: {folder}")
@@ -242,10 +255,26 @@ def print_closing(
         say(console, f"to compare with another run: {command('compare', folder)} OTHER")
 
 
+class _Parts:
+    """The parts of a run's table that are about its updates."""
+
+    def __init__(self, result: Mapping[str, Any], plan: Mapping[str, Any]) -> None:
+        planned = result.get("planned_collectives_per_update")
+        if planned is None:
+            planned = plan.get("collectives_per_update")
+        self.skipped, self.compilation = _Skipped(), _Compilation()
+        self.collectives = _Collectives(planned, plan)
+
+    def add(self, record: Record) -> None:
+        self.skipped.add(record)
+        self.compilation.add(record)
+        self.collectives.add(record)
+
+
 def _rows(
     result: Mapping[str, Any],
     summary: Summary,
-    updates: Sequence[Record],
+    parts: _Parts,
     plan: Mapping[str, Any],
 ) -> list[Row]:
     """Return label, value and style of each row; unknown values are mostly left out."""
@@ -254,7 +283,7 @@ def _rows(
     rows = [
         ("state", summary.state, STATE_STYLES.get(summary.state, "")),
         ("updates", f"{format_count(summary.updates)}{of}", ""),
-        *_skipped(updates),
+        *parts.skipped.rows(),
         ("samples", format_count(summary.samples), ""),
         ("final loss", format_number(result.get("loss")), ""),
     ]
@@ -269,12 +298,9 @@ def _rows(
     if summary.time_shares:
         shares = (f"{name} {format_percent(share)}" for name, share in summary.time_shares.items())
         rows.append(("time of updates", ", ".join(shares), ""))
-    rows += _compilation(updates)
-    planned = result.get("planned_collectives_per_update")
-    if planned is None:
-        planned = plan.get("collectives_per_update")
+    rows += parts.compilation.rows()
     rows += [
-        ("collectives per update", *_collectives(summary, updates, planned, plan)),
+        ("collectives per update", *parts.collectives.row(summary)),
         ("bytes on the wire", f"{format_bytes(summary.bytes_on_wire_per_update)} per update", ""),
         ("peak memory", f"{format_bytes(summary.peak_memory_bytes)} (largest rank)", ""),
     ]
@@ -304,23 +330,37 @@ def _rows_of_program(
     return rows
 
 
-def _skipped(updates: Sequence[Record]) -> list[Row]:
-    """Count updates that changed no weight: because of an overflow, by `train.on_non_finite=skip`,
-    or because nothing in them counted.
+class _Skipped:
+    """Updates that changed no weight: because of an overflow, by `train.on_non_finite=skip`, or
+    because nothing in them counted.
     """
-    skipped = [r for r in updates if r.get("applied") is False]
-    if not skipped:
-        return []
-    without_weight = sum(r.get("weight") == 0 for r in skipped)
-    counts = {"not finite": len(skipped) - without_weight, "without weight": without_weight}
-    why = ", ".join(
-        (f"{count} " if len(skipped) != count else "") + what
-        for what, count in counts.items()
-        if count
-    )
-    scales = [r["loss_scale"] for r in updates if r.get("loss_scale", 1.0) != 1.0]
-    scale = f"; loss scale {scales[0]:g} to {scales[-1]:g}" if scales else ""
-    return [("  not applied", f"{plural(len(skipped), 'update')}, {why}{scale}", "yellow")]
+
+    def __init__(self) -> None:
+        self._skipped, self._without_weight = 0, 0
+        self._scales: tuple[float, float] | None = None  # the first and the last
+
+    def add(self, record: Record) -> None:
+        if record.get("applied") is False:
+            self._skipped += 1
+            self._without_weight += record.get("weight") == 0
+        scale = record.get("loss_scale", 1.0)
+        if scale != 1.0:
+            self._scales = (self._scales[0] if self._scales else scale, scale)
+
+    def rows(self) -> list[Row]:
+        if not self._skipped:
+            return []
+        counts = {
+            "not finite": self._skipped - self._without_weight,
+            "without weight": self._without_weight,
+        }
+        why = ", ".join(
+            (f"{count} " if self._skipped != count else "") + what
+            for what, count in counts.items()
+            if count
+        )
+        scale = "; loss scale {:g} to {:g}".format(*self._scales) if self._scales else ""
+        return [("  not applied", f"{plural(self._skipped, 'update')}, {why}{scale}", "yellow")]
 
 
 def _survived(result: Mapping[str, Any]) -> list[Row]:
@@ -370,47 +410,58 @@ def _restarts(notes: Sequence[Mapping[str, Any]], *, program: bool = False) -> l
     return rows
 
 
-def _collectives(
-    summary: Summary, updates: Sequence[Record], planned: int | None, plan: Mapping[str, Any]
-) -> tuple[str, str]:
-    """Compare measured with planned collectives. A run that talked more than planned must not look
-    well.
-    """
-    measured = [r for r in updates if r.get("collectives") is not None]
-    if not measured:
-        return format_count(summary.collectives_per_update), ""
-    # Exchanges in which ranks agree on the used parameters are needed in some windows only.
-    exchanges = sum(r.get("exchanges", 0) for r in measured)
-    extra = f", and {plural(exchanges, 'exchange')} of used parameters" if exchanges else ""
-    counts = [_regular(r) for r in measured]
-    low, high = min(counts), max(counts)
-    text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
-    if planned is None:
-        why = ": they depend on each rank's leaves" if plan.get("reduction") == TREE else ""
-        return f"{text} (planned: unknown{why}){extra}", ""
-    of_updates = zip(measured, _planned(measured, planned, plan), strict=True)
-    wrong = [r["update"] for r, due in of_updates if _regular(r) != due]
-    if not wrong:
-        return f"{text}, as planned{extra}", "green"
-    where = f"{len(wrong)} of {plural(len(measured), 'update')}, first in update {wrong[0] + 1}"
-    return f"MISMATCH: {text} measured, {format_count(planned)} planned ({where})", "bold red"
-
-
-def _regular(record: Record) -> int:
-    return record["collectives"] - record.get("exchanges", 0)
-
-
-def _planned(records: Sequence[Record], planned: int, plan: Mapping[str, Any]) -> Iterator[float]:
-    """Yield the planned collectives of each update.
+class _Collectives:
+    """Measured collectives against planned ones. A run that talked more must not look well.
 
     Ranks may leave and come back: the first record of each group says what is planned for it. An
     update that was skipped has no new weights to gather.
     """
-    of_group = planned
-    for record in records:
+
+    def __init__(self, planned: int | None, plan: Mapping[str, Any]) -> None:
+        self._planned, self._plan = planned, plan
+        self._of_group = planned
+        self._measured, self._wrong, self._first_wrong = 0, 0, 0
+        self._low, self._high = 0, 0
+        # Exchanges in which ranks agree on the used parameters are needed in some windows only.
+        self._exchanges = 0
+
+    def add(self, record: Record) -> None:
+        if record.get("collectives") is None:
+            return
+        exchanges = record.get("exchanges", 0)
+        count = record["collectives"] - exchanges
+        self._exchanges += exchanges
+        self._low = min(self._low, count) if self._measured else count
+        self._high = max(self._high, count) if self._measured else count
+        self._measured += 1
+        if self._planned is None:
+            return
         of_this_group = record.get("planned_collectives")
-        of_group = of_group if of_this_group is None else of_this_group
-        yield of_group - plan.get("gathers_per_update", 0) * (record.get("applied") is False)
+        self._of_group = self._of_group if of_this_group is None else of_this_group
+        gathers = self._plan.get("gathers_per_update", 0) * (record.get("applied") is False)
+        if self._of_group is not None and count != self._of_group - gathers:
+            self._first_wrong = self._first_wrong if self._wrong else record["update"]
+            self._wrong += 1
+
+    def row(self, summary: Summary) -> tuple[str, str]:
+        """Return the text and its style."""
+        if not self._measured:
+            return format_count(summary.collectives_per_update), ""
+        exchanges = plural(self._exchanges, "exchange")
+        extra = f", and {exchanges} of used parameters" if self._exchanges else ""
+        low, high = self._low, self._high
+        text = format_count(low) if low == high else f"{format_count(low)} to {format_count(high)}"
+        if self._planned is None:
+            why = (
+                ": they depend on each rank's leaves" if self._plan.get("reduction") == TREE else ""
+            )
+            return f"{text} (planned: unknown{why}){extra}", ""
+        if not self._wrong:
+            return f"{text}, as planned{extra}", "green"
+        of = plural(self._measured, "update")
+        where = f"{self._wrong} of {of}, first in update {self._first_wrong + 1}"
+        planned = format_count(self._planned)
+        return f"MISMATCH: {text} measured, {planned} planned ({where})", "bold red"
 
 
 def _print_culprit(culprit: Mapping[str, Any] | None, folder: Path, console: Console) -> None:

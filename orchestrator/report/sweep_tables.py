@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain, groupby, pairwise
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from orchestrator.report.status_tables import STATE_STYLES
 from orchestrator.report.terminal import legible, literal, new_table, say
 from orchestrator.rundir.checkpoints import list_checkpoints, weights_of
 from orchestrator.rundir.folder import RunDir
-from orchestrator.rundir.metrics import Record, Summary, read_metrics, summarize
+from orchestrator.rundir.metrics import Figures, Record, Summary, read_metrics, summarize
 from orchestrator.rundir.outcome import describe_culprit
 from orchestrator.units import (
     UNKNOWN,
@@ -39,25 +38,20 @@ STATE = "state"
 
 @dataclass(frozen=True, kw_only=True)
 class SweptRun:
-    """One point of a sweep as it lies on disk.
+    """One point of a sweep as it lies on disk: its figures, none of its records.
 
     `overrides` are those that vary in the sweep, key to value; `result` is None when the point
-    wrote none; `updates` and `evaluations` are its records that count; `weights` is the file of its
-    final weights, None when it has none.
+    wrote none; `spans` are the begin and end of each attempt's updates; `plan` is without the
+    ranks' own parts; `weights` is the file of its final weights, None when it has none.
     """
 
     overrides: Mapping[str, Any]
     folder: Path
     result: Mapping[str, Any] | None = None
-    updates: Sequence[Record] = ()
-    evaluations: Sequence[Record] = ()
+    summary: Summary = field(default_factory=lambda: summarize(None, Figures()))
+    spans: Sequence[tuple[float, float]] = ()
     plan: Mapping[str, Any] = field(default_factory=dict[str, Any])
     weights: Path | None = None
-
-    @cached_property
-    def summary(self) -> Summary:
-        """Its figures."""
-        return summarize(self.result, self.updates)
 
     @property
     def finished(self) -> bool:
@@ -246,23 +240,32 @@ def _ratio(value: float | None, base: float | None) -> float | None:
 
 
 def swept_run(
-    run: RunDir, overrides: Mapping[str, str], *, result: Mapping[str, Any] | None = None
+    run: RunDir,
+    overrides: Mapping[str, str],
+    *,
+    result: Mapping[str, Any] | None = None,
+    updates: Iterable[Record] | None = None,
 ) -> SweptRun:
     """Read a run folder as a point.
 
     Args:
         overrides: those that vary in the sweep, key to value.
         result: in place of the run's own, where it could not start.
+        updates: that count, where they are read already.
     """
     saved = list_checkpoints(run.checkpoints) if run.checkpoints.is_dir() else []
-    history = read_metrics(run.metrics)
+    figures = Figures(read_metrics(run.metrics).updates if updates is None else updates)
+    result = result or run.read_result()
+    plan = run.read_plan()
+    if "micro_batches" in plan:  # of each rank, of which the first is compared
+        plan["micro_batches"] = plan["micro_batches"][:1]
     return SweptRun(
         overrides=overrides,
         folder=run.path,
-        result=result or run.read_result(),
-        updates=history.updates,
-        evaluations=history.evaluations,
-        plan=run.read_plan(),
+        result=result,
+        summary=summarize(result, figures),
+        spans=[*figures.spans.values()],
+        plan=plan,
         weights=weights_of(saved[-1]) if saved else None,
     )
 
@@ -328,14 +331,10 @@ def _alike(one: SweptRun, other: SweptRun, figure: Callable[[SweptRun], int]) ->
 
 def timed_concurrently(cells: Sequence[SweptRun]) -> str | None:
     """Return a sentence if points were timed while others computed on the same machine."""
-    spans: list[tuple[float, float]] = []  # begin and end of each attempt's updates
+    spans: list[tuple[float, float]] = []
     for cell in cells:
-        if not cell.updates or not RunDir(cell.folder).read_submission().get("attended"):
-            continue
-        for _, attempt in groupby(cell.updates, lambda update: update.get("attempt", 0)):
-            first, *rest = attempt
-            last = rest[-1] if rest else first
-            spans.append((first["time"] - (first.get("update_s") or 0.0), last["time"]))
+        if cell.spans and RunDir(cell.folder).read_submission().get("attended"):
+            spans += cell.spans
     if not any(after[0] < before[1] for before, after in pairwise(sorted(spans))):
         return None
     return (

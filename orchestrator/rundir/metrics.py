@@ -3,6 +3,9 @@
 A run may be killed in the middle of a line and may redo updates after a resume, so a reader meets
 torn lines and updates that appear twice. `Tail` deals with the first, `History` with the second,
 `recent_records` reads a long file in bounded time.
+
+A run may also record millions of updates. A long file is read line by line, and its history keeps
+where the records are, not the records; `Figures` sums them up in one pass.
 """
 
 from __future__ import annotations
@@ -12,18 +15,22 @@ import os
 import statistics
 import struct
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
+from orchestrator.errors import RunFolderError
 from orchestrator.rundir.files import open_nofollow, read_bytes
 from orchestrator.rundir.warnings import warn
 
 Record = dict[str, Any]
 RECENT_BYTES = 64 * 1024
+KEPT_BYTES = 4 * 1024**2
+"""Largest file whose records are kept (some 30 MiB), which saves reading them again."""
 PACE_UPDATES = 50  # whose mean is the pace
 CHANGES = ("survived", "joined")
 """Keys of a line about a change of the group: lost ranks, and replacements."""
@@ -66,25 +73,110 @@ class Tail:
         if recent is not None and os.path.lexists(path):
             with os.fdopen(open_nofollow(path), "rb") as file:
                 self._offset = max(0, file.seek(0, os.SEEK_END) - recent)
-            if self._offset:
-                data = self._read()
-                self._offset += data.find(b"\n") + 1 or len(data)
+                if self._offset:
+                    file.seek(self._offset)
+                    self._offset += len(file.readline())
+        self.from_start = not self._offset
 
     def read(self) -> list[Record]:
         """Return new complete records, oldest first; [] before the file exists."""
-        data = self._read()
-        whole = data[: data.rfind(b"\n") + 1]
-        self._offset += len(whole)
-        return [record for line in whole.split(b"\n") if (record := _record(line)) is not None]
+        return [record for _, record in self.lines()]
 
-    def _read(self) -> bytes:
+    def lines(self) -> Iterator[tuple[int, Record]]:
+        """Yield new complete records, oldest first, each with its line's position in the file."""
         try:
             descriptor = open_nofollow(self.path)
         except FileNotFoundError:
-            return b""
+            return
         with os.fdopen(descriptor, "rb") as file:
             file.seek(self._offset)
-            return file.read()
+            for line in file:
+                if not line.endswith(b"\n"):
+                    break
+                position = self._offset
+                self._offset += len(line)
+                if (record := _record(line)) is not None:
+                    yield position, record
+
+
+class StoredRecords(Sequence[Record]):
+    """Records of a `metrics.jsonl`, read again at each use: one at a time, or all in one pass.
+
+    Args:
+        positions: of their lines in the file.
+    """
+
+    def __init__(self, path: Path, positions: Sequence[int]) -> None:
+        self._path, self._positions = path, positions
+
+    def __len__(self) -> int:
+        return len(self._positions)
+
+    @overload
+    def __getitem__(self, index: int) -> Record: ...
+    @overload
+    def __getitem__(self, index: slice) -> StoredRecords: ...
+    def __getitem__(self, index: int | slice) -> Record | StoredRecords:
+        if isinstance(index, slice):
+            return StoredRecords(self._path, self._positions[index])
+        return next(self._read([self._positions[index]]))
+
+    def __iter__(self) -> Iterator[Record]:
+        return self._read(self._positions)
+
+    def _read(self, positions: Iterable[int]) -> Iterator[Record]:
+        with os.fdopen(open_nofollow(self._path), "rb") as file:
+            end = 0
+            for position in positions:
+                if position != end:  # between them are lines that do not count
+                    file.seek(position)
+                line = file.readline()
+                end = position + len(line)
+                if (record := _record(line)) is None:
+                    raise RunFolderError(f"{self._path} was changed while it was read")
+                yield record
+
+
+class _Index:
+    """The position of each update's record: 16 bytes each."""
+
+    def __init__(self) -> None:
+        self._numbers, self._positions = array("q"), array("q")
+        self._is_sorted = True
+
+    def add(self, update: int, position: int) -> None:
+        if self._numbers and update <= self._numbers[-1]:
+            self._is_sorted = False
+        self._numbers.append(update)
+        self._positions.append(position)
+
+    def forget_from(self, update: int) -> None:
+        first = bisect_left(self._sorted(), update)
+        del self._numbers[first:], self._positions[first:]
+
+    @property
+    def positions(self) -> array[int]:
+        """Return one position per update, by update; of an update that was redone, the last."""
+        self._sorted()
+        return self._positions
+
+    def position_of(self, update: int) -> int | None:
+        numbers = self._sorted()
+        place = bisect_left(numbers, update)
+        is_here = place < len(numbers) and numbers[place] == update
+        return self._positions[place] if is_here else None
+
+    def holds_with_earlier(self, update: int) -> bool:
+        """Return True if `update` and one before it are here."""
+        return self.position_of(update) is not None and self._numbers[0] < update
+
+    def _sorted(self) -> array[int]:
+        if not self._is_sorted:
+            latest = sorted(dict(zip(self._numbers, self._positions, strict=True)).items())
+            self._numbers = array("q", [update for update, _ in latest])
+            self._positions = array("q", [position for _, position in latest])
+            self._is_sorted = True
+        return self._numbers
 
 
 class History:
@@ -106,57 +198,116 @@ class History:
     def __init__(self, records: Iterable[Record] = ()) -> None:
         self._attempt = -1
         self.changes: list[Record] = []
-        self._updates: dict[int, Record] = {}
-        self._evaluations: dict[int, Record] = {}
+        self._updates, self._evaluations = _Index(), _Index()
+        self._records: list[Record] = []
         self.add(records)
 
     def add(self, records: Iterable[Record]) -> None:
         """Add new records in the order in which they were written."""
         for record in records:
-            kind = Kind.of(record)
-            if kind is Kind.EVALUATION:
-                self._evaluations[record["update"]] = record
-            if kind not in (Kind.UPDATE, Kind.CHANGE):
-                continue
-            attempt = record.get("attempt", 0)
-            if attempt < self._attempt:
-                continue
-            if attempt > self._attempt:
+            self._note(record, len(self._records))
+            self._records.append(record)
+
+    def _note(self, record: Record, position: int) -> None:
+        """Note the next record, which `_read` finds at `position`."""
+        kind = Kind.of(record)
+        if kind is Kind.EVALUATION:
+            self._evaluations.add(record["update"], position)
+        if kind not in (Kind.UPDATE, Kind.CHANGE):
+            return
+        attempt = record.get("attempt", 0)
+        if attempt < self._attempt:
+            return
+        if attempt > self._attempt:
+            self._forget_from(record["update"])
+            self._attempt = attempt
+        if kind is Kind.CHANGE:
+            self.changes.append(record)
+            if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
                 self._forget_from(record["update"])
-                self._attempt = attempt
-            if kind is Kind.CHANGE:
-                self.changes.append(record)
-                if "lost_updates" in record.get("survived", ()):  # back to a checkpoint
-                    self._forget_from(record["update"])
-            else:
-                self._updates[record["update"]] = record
+        else:
+            self._updates.add(record["update"], position)
 
     def _forget_from(self, update: int) -> None:
-        self._updates = {n: r for n, r in self._updates.items() if n < update}
-        self._evaluations = {n: r for n, r in self._evaluations.items() if n < update}
+        self._updates.forget_from(update)
+        self._evaluations.forget_from(update)
 
     @property
-    def updates(self) -> list[Record]:
+    def updates(self) -> Sequence[Record]:
         """One record per update that counts, by update."""
-        return [self._updates[n] for n in sorted(self._updates)]
+        return self._read(self._updates.positions)
 
     @property
-    def evaluations(self) -> list[Record]:
+    def evaluations(self) -> Sequence[Record]:
         """One record per evaluation that counts, by update."""
-        return [self._evaluations[n] for n in sorted(self._evaluations)]
+        return self._read(self._evaluations.positions)
+
+    def update(self, number: int) -> Record | None:
+        """Return the record of an update that counts."""
+        position = self._updates.position_of(number)
+        return None if position is None else self._read([position])[0]
+
+    def evaluation(self, number: int) -> Record | None:
+        """Return the evaluation after an update that counts."""
+        position = self._evaluations.position_of(number)
+        return None if position is None else self._read([position])[0]
+
+    def is_known(self, number: int) -> bool:
+        """Return True if lines before those that were added could not change what is known of an
+        update: they are those of its predecessors.
+        """
+        return self._updates.holds_with_earlier(number)
+
+    def _read(self, positions: Sequence[int]) -> Sequence[Record]:
+        return [self._records[position] for position in positions]
+
+
+class StoredHistory(History):
+    """A history that keeps the positions of its records in a file, in place of the records."""
+
+    def __init__(self, tail: Tail) -> None:
+        super().__init__()
+        self._path = tail.path
+        for position, record in tail.lines():
+            self._note(record, position)
+
+    def _read(self, positions: Sequence[int]) -> Sequence[Record]:
+        return StoredRecords(self._path, positions)
 
 
 def read_metrics(path: Path) -> History:
     """Return all of a `metrics.jsonl`; empty if the run wrote none."""
-    return History(Tail(path).read())
+    if not os.path.lexists(path) or path.lstat().st_size <= KEPT_BYTES:
+        return History(Tail(path).read())
+    return StoredHistory(Tail(path))
+
+
+def read_metrics_around(path: Path, update: int) -> History:
+    """Return the last part of a `metrics.jsonl` that tells what is known of `update`.
+
+    All of it is read only where no line of that update counts.
+    """
+    recent = RECENT_BYTES
+    while True:
+        tail = Tail(path, recent)
+        history = StoredHistory(tail)
+        if tail.from_start or history.is_known(update):
+            return history
+        recent *= 4
+
+
+_decode = json.JSONDecoder().decode  # without the checks of `json.loads`, once a line
 
 
 def _record(line: bytes) -> Record | None:
     try:
-        value = json.loads(line)
+        value = _decode(line.decode())
     except (ValueError, RecursionError):
         return None
-    return value if isinstance(value, dict) and isinstance(value.get("update"), int) else None
+    if not isinstance(value, dict):
+        return None
+    update = value.get("update")
+    return value if isinstance(update, int) and abs(update) < 2**63 else None
 
 
 def recent_records(path: Path) -> list[Record]:
@@ -194,57 +345,167 @@ class Summary:
     metrics: dict[str, Any]
 
 
-def summarize(result: Mapping[str, Any] | None, updates: Sequence[Record]) -> Summary:
-    """Return the figures of a run from its result (None without one) and its update records."""
+class Figures:
+    """The sums, means and spans of updates, which are added in order and not kept.
+
+    The median alone needs 8 bytes for each of them.
+
+    >>> times = [(0, 10.0), (0, 12.0), (1, 20.0)]
+    >>> lines = [{"attempt": n, "time": time, "update_s": 1.0} for n, time in times]
+    >>> Figures(lines).spans
+    {0: (9.0, 12.0), 1: (19.0, 20.0)}
+
+    Attributes:
+        spans: begin and end of each attempt's updates.
+    """
+
+    SUMMED = (
+        "samples", "collectives", "bytes_on_wire", "update_s", "compute_s", "wait_s", "optimizer_s",
+    )  # fmt: skip
+
+    def __init__(self, updates: Iterable[Record] = ()) -> None:
+        self.count = 0
+        self.spans: dict[int, tuple[float, float]] = {}
+        self.peak_memory_bytes: int | None = None
+        self._sums: dict[str, Any] = dict.fromkeys(self.SUMMED, 0)
+        self._counts = dict.fromkeys(self.SUMMED, 0)
+        # The first update of each attempt also warms up caches. It is used only if all are first.
+        self._first, self._others = _Times(), _Times()
+        self._attempt: int | None = None
+        for record in updates:
+            self.add(record)
+
+    def add(self, record: Record) -> None:
+        """Add the next update."""
+        self.count += 1
+        sums, counts = self._sums, self._counts
+        for name in self.SUMMED:
+            value = record.get(name)
+            if value is not None:
+                sums[name] += value
+                counts[name] += 1
+        peak = record.get("peak_memory_bytes")
+        if peak is not None and (self.peak_memory_bytes is None or peak > self.peak_memory_bytes):
+            self.peak_memory_bytes = peak
+        attempt, seconds, time = (
+            record.get("attempt", 0),
+            record.get("update_s"),
+            record.get("time"),
+        )
+        if seconds:
+            times = self._others if attempt == self._attempt else self._first
+            times.add(seconds, record.get("samples"))
+        self._attempt = attempt
+        if time is not None:
+            began = self.spans[attempt][0] if attempt in self.spans else time - (seconds or 0.0)
+            self.spans[attempt] = (began, time)
+
+    def total(self, name: str) -> Any:
+        """Return the sum of a field; None if no update has it."""
+        return self._sums[name] if self._counts[name] else None
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a field over the updates that have it."""
+        return self._sums[name] / self._counts[name] if self._counts[name] else None
+
+    def seconds_before(self, attempt: int) -> float:
+        """Return how long earlier attempts trained, without updates that were redone.
+
+        >>> times = [(0, 10.0), (0, 12.0), (1, 20.0)]
+        >>> lines = [{"attempt": n, "time": time, "update_s": 1.0} for n, time in times]
+        >>> Figures(lines).seconds_before(1), Figures(lines).seconds_before(2)
+        (3.0, 4.0)
+        """
+        return sum(last - first for n, (first, last) in self.spans.items() if n < attempt)
+
+    @property
+    def _warm(self) -> _Times:
+        return self._others if self._others.seconds else self._first
+
+    @property
+    def seconds_per_update(self) -> float | None:
+        """Return the median without the first update of each attempt.
+
+        >>> Figures({"update_s": s} for s in (9.0, 1.0, 1.2)).seconds_per_update
+        1.1
+        """
+        return statistics.median(self._warm.seconds) if self._warm.seconds else None
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Return the mean rate without the first update of each attempt.
+
+        >>> Figures({"samples": 8, "update_s": s} for s in (9.0, 1.0, 3.0)).samples_per_second
+        4.0
+        """
+        return self._warm.samples_per_second
+
+    @property
+    def time_shares(self) -> dict[str, float]:
+        """Return the shares of the updates' wall time; `other` is loading and bookkeeping.
+
+        >>> update = {"compute_s": 6.0, "wait_s": 2.0, "optimizer_s": 1.0, "update_s": 10.0}
+        >>> Figures([update]).time_shares
+        {'compute': 0.6, 'wait': 0.2, 'optimizer': 0.1, 'other': 0.1}
+        """
+        parts = {name: self.total(f"{name}_s") for name in ("compute", "wait", "optimizer")}
+        known = {name: seconds for name, seconds in parts.items() if seconds is not None}
+        whole = max(self.total("update_s") or 0.0, sum(known.values()))
+        if not known or whole <= 0:
+            return {}
+        shares = {name: seconds / whole for name, seconds in known.items()}
+        return {**shares, "other": round(1 - sum(shares.values()), 12)}
+
+
+class _Times:
+    """Durations of updates, and the mean rate of those whose samples are known."""
+
+    def __init__(self) -> None:
+        self.seconds = array("d")
+        self._samples, self._samples_s = 0, 0.0
+
+    def add(self, seconds: float, samples: int | None) -> None:
+        self.seconds.append(seconds)
+        if samples is not None:
+            self._samples += samples
+            self._samples_s += seconds
+
+    @property
+    def samples_per_second(self) -> float | None:
+        return self._samples / self._samples_s if self._samples_s else None
+
+
+def summarize(result: Mapping[str, Any] | None, updates: Figures) -> Summary:
+    """Return the figures of a run from its result (None without one) and its updates."""
     result = result or {}
     count, samples = result.get("updates"), result.get("samples")
     ranks = [size for size in result.get("peak_memory_bytes") or [] if size is not None]
-    seen = [r["peak_memory_bytes"] for r in updates if r.get("peak_memory_bytes") is not None]
     memory = (result.get("memory") or {}).items()
-    rate = samples_per_second(updates)
+    rate = updates.samples_per_second
     if rate is None and result.get("samples") and result.get("seconds"):
         rate = result["samples"] / result["seconds"]
     return Summary(
         state=str(result.get("state", "no result")),
-        updates=len(updates) if count is None else count,
-        samples=total(updates, "samples") if samples is None else samples,
+        updates=updates.count if count is None else count,
+        samples=updates.total("samples") if samples is None else samples,
         loss=result.get("loss"),
         seconds=result.get("seconds") or None,  # no update was made, or none was reported
-        seconds_per_update=seconds_per_update(updates),
+        seconds_per_update=updates.seconds_per_update,
         samples_per_second=rate,
-        time_shares=time_shares(updates),
+        time_shares=updates.time_shares,
         collectives_per_update=_per_update(result, updates, "collectives"),
         bytes_on_wire_per_update=_per_update(result, updates, "bytes_on_wire"),
-        peak_memory_bytes=max(ranks or seen, default=None),
+        peak_memory_bytes=max(ranks, default=updates.peak_memory_bytes),
         memory_bytes={n: size for n, size in memory if size is not None and n != "peak"},
         metrics=dict(result.get("metrics") or {}),
     )
 
 
-def seconds_of_earlier_attempts(updates: Sequence[Record], attempt: int) -> float:
-    """Return how long the attempts before `attempt` trained, without updates that were redone.
-
-    >>> times = [(0, 10.0), (0, 12.0), (1, 20.0)]
-    >>> lines = [{"attempt": n, "time": time, "update_s": 1.0} for n, time in times]
-    >>> seconds_of_earlier_attempts(lines, 1), seconds_of_earlier_attempts(lines, 2)
-    (3.0, 4.0)
-    """
-    spans: dict[int, list[float]] = {}
-    for record in updates:
-        if (number := record.get("attempt", 0)) < attempt:
-            began = record["time"] - (record.get("update_s") or 0.0)
-            spans.setdefault(number, [began, began])[1] = record["time"]
-    return sum(last - first for first, last in spans.values())
-
-
-def seconds_per_update(updates: Sequence[Record]) -> float | None:
-    """Return the median without the first update of each attempt, which also warms up caches.
-
-    >>> seconds_per_update([{"update": n, "update_s": s} for n, s in enumerate([9.0, 1.0, 1.2])])
-    1.1
-    """
-    timed = [r["update_s"] for r in _warm(updates)]
-    return statistics.median(timed) if timed else None
+def _per_update(result: Mapping[str, Any], updates: Figures, name: str) -> float | None:
+    mean = updates.mean(name)
+    if mean is None and result.get(name) is not None and result.get("updates"):
+        return result[name] / result["updates"]
+    return mean
 
 
 def recent_pace(updates: Sequence[Record]) -> float | None:
@@ -258,53 +519,6 @@ def recent_pace(updates: Sequence[Record]) -> float | None:
     if len(times) > 1 and times[-1] > times[0]:
         return (times[-1] - times[0]) / (len(times) - 1)
     return updates[-1].get("update_s") if updates else None
-
-
-def _warm(updates: Sequence[Record]) -> list[Record]:
-    """Return timed updates without the first of each attempt, unless there are no others."""
-    timed = [r for r in updates if r.get("update_s")]
-    warm = [r for before, r in pairwise(updates) if r.get("attempt", 0) == before.get("attempt", 0)]
-    return [r for r in warm if r.get("update_s")] or timed
-
-
-def time_shares(updates: Sequence[Record]) -> dict[str, float]:
-    """Return the shares of the updates' wall time; `other` is loading and bookkeeping.
-
-    >>> time_shares([{"compute_s": 6.0, "wait_s": 2.0, "optimizer_s": 1.0, "update_s": 10.0}])
-    {'compute': 0.6, 'wait': 0.2, 'optimizer': 0.1, 'other': 0.1}
-    """
-    parts = {name: total(updates, f"{name}_s") for name in ("compute", "wait", "optimizer")}
-    known = {name: seconds for name, seconds in parts.items() if seconds is not None}
-    whole = max(total(updates, "update_s") or 0.0, sum(known.values()))
-    if not known or whole <= 0:
-        return {}
-    shares = {name: seconds / whole for name, seconds in known.items()}
-    return {**shares, "other": round(1 - sum(shares.values()), 12)}
-
-
-def samples_per_second(updates: Sequence[Record]) -> float | None:
-    """Return the mean rate without the first update of each attempt.
-
-    >>> samples_per_second([{"samples": 8, "update_s": s} for s in (9.0, 1.0, 3.0)])
-    4.0
-    """
-    timed = [r for r in _warm(updates) if r.get("samples") is not None]
-    return sum(r["samples"] for r in timed) / sum(r["update_s"] for r in timed) if timed else None
-
-
-def _per_update(result: Mapping[str, Any], updates: Sequence[Record], name: str) -> float | None:
-    values = [r[name] for r in updates if r.get(name) is not None]
-    if values:
-        return sum(values) / len(values)
-    if result.get(name) is not None and result.get("updates"):
-        return result[name] / result["updates"]
-    return None
-
-
-def total(updates: Sequence[Record], name: str) -> Any:
-    """Return the sum of a field over updates; None if no update has it."""
-    values = [r[name] for r in updates if r.get(name) is not None]
-    return sum(values) if values else None
 
 
 @dataclass(frozen=True, slots=True)

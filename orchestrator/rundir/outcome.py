@@ -13,10 +13,10 @@ from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, EXIT_STOPPED
 from orchestrator.rundir.files import read_json, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import (
+    Figures,
     read_metrics,
     read_progress,
     recent_records,
-    total,
     updates_of,
 )
 from orchestrator.rundir.program_link import STOP_HANDLER
@@ -199,20 +199,20 @@ def result_from_records(
         remark: why a failed run was not started again.
     """
     updates = read_metrics(run.metrics).updates
-    last = updates[-1] if updates else {}
+    last, figures = updates[-1] if updates else {}, Figures(updates)
     ends = [read_json(run.program_end(number)) for number in run.attempt_numbers()]
     program_s = sum(end["seconds"] for end in ends if end)
     return {
         "state": state.value,
         "updates": last.get("update", -1) + 1,
-        "samples": total(updates, "samples") or 0,
+        "samples": figures.total("samples") or 0,
         "loss": last.get("loss"),
         "metrics": {},
         "weights_sha256": None,
         "peak_memory_bytes": [],
-        "collectives": total(updates, "collectives"),
-        "bytes_on_wire": total(updates, "bytes_on_wire"),
-        "seconds": program_s or total(updates, "update_s") or 0.0,
+        "collectives": figures.total("collectives"),
+        "bytes_on_wire": figures.total("bytes_on_wire"),
+        "seconds": program_s or figures.total("update_s") or 0.0,
         "restarts": run.restarts(),
         "culprit": {**culprit.to_json(), "remark": remark} if culprit else None,
     }

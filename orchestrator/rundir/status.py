@@ -15,12 +15,7 @@ from orchestrator.rundir.files import read_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.generations import GenerationRecord
 from orchestrator.rundir.lock import is_locked
-from orchestrator.rundir.metrics import (
-    recent_pace,
-    recent_records,
-    samples_per_second,
-    updates_of,
-)
+from orchestrator.rundir.metrics import Figures, recent_pace, recent_records, updates_of
 from orchestrator.rundir.outcome import name_of_culprit
 from orchestrator.rundir.warnings import read_warnings
 
@@ -132,7 +127,7 @@ def from_folder(run: RunDir) -> RunStatus:
         loss=last.get("loss"),
         learning_rate=last.get("learning_rate"),
         evaluation=dict(evaluations[-1]) if evaluations else {},
-        samples_per_second=samples_per_second(updates),
+        samples_per_second=Figures(updates).samples_per_second,
         seconds_left=(total - done) * pace if total and pace and not result else None,
         boundary_age_s=age_s,
         attempts=made,

@@ -29,7 +29,7 @@ from orchestrator.errors import EXIT_FAILED, EXIT_FINISHED, OrchestratorError, d
 from orchestrator.report.sweep_tables import only_varying
 from orchestrator.report.terminal import outlive_reader, say
 from orchestrator.rundir.files import APPENDING, open_nofollow
-from orchestrator.rundir.metrics import summarize
+from orchestrator.rundir.metrics import Figures, summarize
 from orchestrator.rundir.outcome import describe_culprit, describe_stop
 from orchestrator.sweep.tasks import Action, PointTask, prepared_task
 from orchestrator.units import format_number, format_seconds, plural
@@ -359,7 +359,7 @@ def _outcome(one: PointResult) -> str:
     result = one.task.run.read_result() or {}
     if result.get("culprit"):
         return describe_culprit(result["culprit"]).partition("\n")[0]
-    figures = summarize(result, ())
+    figures = summarize(result, Figures())
     return ", ".join([
         f"{figures.state}",
         plural(figures.updates, "update"),

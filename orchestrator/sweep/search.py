@@ -527,7 +527,7 @@ class Searcher:
 
     def _report(self, trial: Trial) -> Iterator[int]:
         """Report new values of the objective to Optuna, and yield the updates they are of."""
-        for record in trial.metrics.read():
+        for _, record in trial.metrics.lines():
             if held_out := record.get("evaluation"):
                 self._check_objective(trial, held_out)
             value = self._objective.of_record(record)

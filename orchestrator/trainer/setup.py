@@ -40,10 +40,12 @@ from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.metrics import (
     CHANGES,
-    History,
+    RECENT_BYTES,
+    Figures,
+    StoredHistory,
+    Tail,
     read_metrics,
-    seconds_of_earlier_attempts,
-    total,
+    read_metrics_around,
 )
 from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import warn
@@ -141,10 +143,11 @@ class Training:
         progress, took_over = self.progress, self.recorder is None
         recorder = self.record()
         if took_over:
-            history = self.recall()
+            self.recall()
+            history = read_metrics(self.run.metrics)
             mine = [line for line in history.changes if line.get("attempt", 0) == self.attempt]
             recorder.generation = max((line["generation"] for line in mine), default=0)
-            recorded = max((r["update"] + 1 for r in history.updates), default=0)
+            recorded = history.updates[-1]["update"] + 1 if history.updates else 0
             progress.recorded = min(recorded, progress.updates)
             first = progress.kept[0].window.update if progress.kept else progress.updates
             if progress.recorded < first:
@@ -164,16 +167,17 @@ class Training:
                 recorder.on_boundary(done)
         progress.recorded = progress.updates
 
-    def recall(self) -> History:
-        """Return the record so far, and take from it what it says of the last update."""
-        progress, history = self.progress, read_metrics(self.run.metrics)
-        for record in history.updates:
-            if record["update"] == progress.updates - 1:
-                progress.loss = record["loss"]
-        for record in history.evaluations:
-            if record["update"] == progress.updates - 1:
-                progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
-        return history
+    def recall(self) -> None:
+        """Take from the record what it says of the last update: from its end, where that is."""
+        progress = self.progress
+        if not progress.updates:
+            return
+        last = progress.updates - 1
+        history = read_metrics_around(self.run.metrics, last)
+        if record := history.update(last):
+            progress.loss = record["loss"]
+        if record := history.evaluation(last):
+            progress.evaluated, progress.evaluation = progress.updates, record["evaluation"]
 
     def require_applied(self) -> None:
         """On the rank that writes, refuse a training that has changed no weight.
@@ -181,7 +185,12 @@ class Training:
         Raises:
             JobError: no update of any attempt was applied.
         """
-        updates = read_metrics(self.run.metrics).updates
+        path = self.run.metrics
+        # In almost every run one of the last updates was applied, which spares reading the others.
+        recent = StoredHistory(Tail(path, RECENT_BYTES)).updates
+        if any(record.get("applied", True) for record in recent):
+            return
+        updates = read_metrics(path).updates
         if self.progress.updates and not any(record.get("applied", True) for record in updates):
             raise JobError(
                 f"none of {plural(self.progress.updates, 'update')} was applied, so the weights "
@@ -211,7 +220,7 @@ class Training:
             seconds: of this attempt.
         """
         progress, recorded = self.progress, read_metrics(self.run.metrics)
-        history = recorded.updates  # of all attempts
+        figures = Figures(recorded.updates)  # of all attempts
         changes = {key: [line[key] for line in recorded.changes if key in line] for key in CHANGES}
         return {
             "state": (State.STOPPED if progress.stopped else State.FINISHED).value,
@@ -223,9 +232,9 @@ class Training:
             "weights_sha256": facts.get("weights_sha256") or self.engine.weights_sha256(),
             "peak_memory_bytes": facts["memory"]["peak"],
             "memory": {name: max(sizes) for name, sizes in facts["memory"].items()},
-            "collectives": total(history, "collectives") or 0,
-            "bytes_on_wire": total(history, "bytes_on_wire") or 0,
-            "seconds": seconds + seconds_of_earlier_attempts(history, self.attempt),
+            "collectives": figures.total("collectives") or 0,
+            "bytes_on_wire": figures.total("bytes_on_wire") or 0,
+            "seconds": seconds + figures.seconds_before(self.attempt),
             "planned_updates": self.planned.updates,
             "planned_collectives_per_update": self.planned.traffic.collectives,
             "culprit": None,

@@ -103,6 +103,10 @@ def test_sweeping_values_composes_twice_and_a_choice_of_files_each_time(monkeypa
     for name in ("sgd", "adam", "sgd"):
         composer.point(0, [f"optimizer={name}"])
     assert len(loads) == 3, "the third chooses what the first chose"
+    named = [f"job._target_={name}" for name in ("my.A", "my.B")]
+    for n in range(50):  # as the README has it
+        composer.point(n, [named[n % 2], "schedule.base_lr=0.1", f"accumulation.steps={n + 1}"])
+    assert len(loads) == 5, "once for each class"
 
 
 @pytest.mark.parametrize(

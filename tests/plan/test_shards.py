@@ -144,3 +144,19 @@ def test_a_token_corpus_takes_no_memory_for_its_order():
         dataset_samples=9_000_000_000, global_batch=512, shards=Shards((1_000_000,) * 9000, 64)
     )
     assert len(set(order.indices(10_000_000).tolist())) == 512
+
+
+def test_lengths_are_hashed_once_however_often_an_order_is_used():
+    hashes = []
+
+    class Length(int):
+        def __hash__(self):
+            hashes.append(self)
+            return super().__hash__()
+
+    shards = Shards(tuple(map(Length, [7] * 100)), lanes=4)
+    order = DataOrder(dataset_samples=700, global_batch=35, shards=shards)
+    for update in range(20):
+        order.indices(update)
+    assert len(hashes) == 100
+    assert hash(shards) == hash(Shards((7,) * 100, lanes=4))

@@ -5,6 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
+from orchestrator.plan import order
 from orchestrator.plan.split import assign, assign_leaves
 from orchestrator.plan.window import WindowPlanner, planner_of
 from tests.plan.stated import make_plan
@@ -48,6 +49,21 @@ def test_ranks_together_compute_the_update_in_its_order(ranks, update, values, c
             assert one.indices
             assert list(one.indices) == expected[one.start : one.start + len(one.indices)]
     assert samples_of(planner(ranks_per_node=1, **values, **cut), update) == expected
+
+
+def test_a_rank_computes_the_samples_of_its_own_share_only(monkeypatch):
+    computed = []
+    permute = order.permuted
+
+    def counted(positions, *more):
+        computed.append(len(positions))
+        return permute(positions, *more)
+
+    monkeypatch.setattr(order, "permuted", counted)
+    large = planner(ranks_per_node=100, dataset_samples=10**8, global_batch=10**7, micro_batch=500)
+    window = large.window(3, 70)
+    assert sum(len(one.indices) for one in window.micro_batches) == 10**5
+    assert sum(computed) <= 10**5 + 2 * order.BLOCK, "of ten million"
 
 
 def test_the_last_window_of_an_epoch_is_divided_over_all_ranks():

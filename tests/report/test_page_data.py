@@ -9,6 +9,7 @@ import vl_convert
 from orchestrator.report.charts import COLOURS, charts, theme
 from orchestrator.report.page import FORMATS
 from orchestrator.report.page_data import data_of
+from orchestrator.rundir import metrics
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.status import from_folder
 from orchestrator.rundir.warnings import warn_of
@@ -63,6 +64,19 @@ def test_long_runs_are_thinned_to_what_a_page_can_hold_and_it_is_said(made, monk
     assert run["series"]["update"][0] == 1
     assert run["series"]["update"][-1] == 540
     assert run["drawn"] == "40 of 540 updates"
+
+
+def test_curves_and_figures_are_taken_while_a_long_run_is_read_once(made, monkeypatch):
+    reads = []
+    read = metrics._record
+    monkeypatch.setattr(metrics, "_record", lambda line: reads.append(1) or read(line))
+    monkeypatch.setattr(metrics, "KEPT_BYTES", 1000)
+    monkeypatch.setattr("orchestrator.report.page_data.POINTS", 40)
+    lines = [record(n, attempt=n // 300) for n in range(540)]
+    [run] = data_of(made("long", records=lines).path)["runs"]
+    assert (len(run["series"]["loss"]), len(run["marks"])) == (40, 1)
+    assert run["marks"][0]["update"] == 301
+    assert len(reads) <= 2 * 541 + 1, "for the positions of what counts, and for all the rest"
 
 
 def test_numbers_that_json_cannot_say_are_left_out(made):

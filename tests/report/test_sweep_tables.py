@@ -1,6 +1,8 @@
 # ruff: noqa: RUF001 - the signs that are printed.
 """Tables over many runs: sweeps, and K = 1 against K = 4."""
 
+import json
+import pickle
 from pathlib import Path
 
 import numpy as np
@@ -13,21 +15,25 @@ from orchestrator.report.sweep_tables import (
     accumulation_pairs,
     differences,
     print_sweep,
+    swept_run,
     timed_concurrently,
     verdict,
 )
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.metrics import Figures, summarize
 from tests.run_folders import Screen, record, result
 
 
 def cell(k, *, seconds=0.2, peak=None, samples=256, weights=None, **changes):
     peak = [300 * 1024**2] if peak is None else [peak]
+    ended = result(peak_memory_bytes=peak, **changes)
+    updates = [record(n, update_s=seconds, samples=samples) for n in range(20)]
     return SweptRun(
         overrides={"accumulation.steps": k},
         folder=Path(f"runs/{k}"),
-        result=result(peak_memory_bytes=peak, **changes),
-        updates=[record(n, update_s=seconds, samples=samples) for n in range(20)],
+        result=ended,
+        summary=summarize(ended, Figures(updates)),
         plan={
             "micro_steps": k,
             "global_batch": samples,
@@ -151,7 +157,7 @@ def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
             {"update": n, "time": float(end), "update_s": 1.0, "attempt": n // 2}
             for n, end in enumerate(ends)
         ]
-        return SweptRun(overrides={}, folder=run.path, updates=updates)
+        return SweptRun(overrides={}, folder=run.path, spans=[*Figures(updates).spans.values()])
 
     first, inside_it = point("0", 11, 12, 50, 51), point("1", 51)
     between_its_attempts, after = point("2", 20, 21), point("3", 60, 61)
@@ -159,3 +165,14 @@ def test_points_that_were_timed_beside_others_are_no_comparison(tmp_path):
     assert timed_concurrently([first, between_its_attempts, after, elsewhere]) is None
     found = timed_concurrently([first, inside_it, between_its_attempts, after])
     assert found.startswith("Points were timed side by side")
+
+
+def test_what_is_kept_of_a_point_does_not_grow_with_its_updates_or_ranks(tmp_path):
+    def kept(updates, ranks):
+        run = RunDir(tmp_path / f"{updates:05}")
+        run.create()
+        run.metrics.write_text("".join(json.dumps(record(n)) + "\n" for n in range(updates)))
+        write_json(run.plan, {"micro_batches": [[4, 4]] * ranks, "ranks": ranks})
+        return len(pickle.dumps(swept_run(run, {})))
+
+    assert kept(2_000, 10_000) < kept(20, 10) + 100

@@ -1,13 +1,24 @@
 """Reading a metrics.jsonl that is being written, torn, redone and cut back."""
 
 import json
+import tracemalloc
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from orchestrator.errors import RunFolderError
+from orchestrator.rundir import metrics
 from orchestrator.rundir.files import LineFile
-from orchestrator.rundir.metrics import History, Tail, read_metrics
-from tests.run_folders import record
+from orchestrator.rundir.metrics import (
+    History,
+    StoredHistory,
+    Tail,
+    read_metrics,
+    read_metrics_around,
+)
+from orchestrator.rundir.outcome import State, result_from_records
+from tests.run_folders import make_run, record
 
 
 def lines(*records):
@@ -77,3 +88,96 @@ def test_survivors_that_go_back_to_a_checkpoint_forget_what_they_had_done_since(
     history.add([{"update": 4, "survived": {**note, "lost_updates": 3}}, record(4)])
     assert [r["update"] for r in history.updates] == list(range(5))
     assert len(history.changes) == 2
+
+
+EVENTS = st.lists(
+    st.tuples(st.sampled_from(["train", "resume", "lose", "redo"]), st.integers(0, 9)), max_size=12
+)
+
+
+def written(events):
+    """Return what runs write that train, are resumed further back, or lose ranks."""
+    found, update, attempt = [], 0, 0
+    for event, number in events:
+        if event == "train":
+            for _ in range(number):
+                found.append(record(update, attempt=attempt))
+                if update % 3 == 0:
+                    found.append(
+                        {"update": update, "time": 1.0, "evaluation": {"accuracy": number}}
+                    )
+                update += 1
+            continue
+        back = min(number, update)
+        if event == "redo":
+            note = {"generation": 1, "gone": [1], "ranks": 3}
+            found.append({"update": update, "attempt": attempt, "survived": note})
+        elif event == "lose":
+            update -= back
+            note = {"generation": 1, "gone": [1], "ranks": 3, "lost_updates": back}
+            found.append({"update": update, "attempt": attempt, "survived": note})
+        else:
+            update, attempt = update - back, attempt + 1
+    return found
+
+
+def test_a_history_of_positions_is_the_history_of_the_records(tmp_path_factory, monkeypatch):
+    monkeypatch.setattr(metrics, "RECENT_BYTES", 400)  # a line or two
+
+    @given(EVENTS)
+    def check(events):
+        path = tmp_path_factory.mktemp("run") / "metrics.jsonl"
+        path.write_text('{"torn\n' + lines(*written(events)))
+        kept, stored = History(Tail(path).read()), StoredHistory(Tail(path))
+        assert list(stored.updates) == kept.updates
+        assert list(stored.evaluations) == kept.evaluations
+        assert stored.changes == kept.changes
+        for update in range(len(kept.updates) + 1):
+            around = read_metrics_around(path, update)
+            assert around.update(update) == kept.update(update)
+            assert around.evaluation(update) == kept.evaluation(update)
+
+    check()
+
+
+@pytest.fixture
+def long(tmp_path):
+    """A run of 20,000 updates, of which the last 100 were redone."""
+    run = make_run(tmp_path / "run")
+    redone = (record(n, attempt=1) for n in range(19_900, 20_000))
+    run.metrics.write_text(lines(*(record(n) for n in range(20_000)), *redone))
+    return run
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """The lines that are read, counted."""
+    found = []
+    read = metrics._record
+    monkeypatch.setattr(metrics, "_record", lambda line: found.append(len(line)) or read(line))
+    return found
+
+
+def test_a_long_run_is_read_twice_and_its_records_are_not_kept(long, reads):
+    tracemalloc.start()
+    try:
+        figures = result_from_records(long, State.STOPPED)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (figures["updates"], figures["collectives"]) == (20_000, 20_000)
+    assert len(reads) <= 20_100 + 20_000 + 1
+    assert peak < 100 * 20_000, "bytes an update; a record has 3,000"
+
+
+def test_what_is_known_of_the_last_update_is_read_from_the_end(long, reads):
+    around = read_metrics_around(long.metrics, 19_899)
+    assert around.update(19_899) == record(19_899)
+    assert len(reads) < 2_000
+
+
+def test_a_record_that_is_gone_is_named_and_not_skipped(long):
+    history = read_metrics(long.metrics)
+    long.metrics.write_text("")
+    with pytest.raises(RunFolderError, match="was changed while it was read"):
+        list(history.updates)
