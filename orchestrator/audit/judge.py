@@ -182,6 +182,9 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         made.say("clearing", RIGHT, text)
     every = [window for of_ranks in windows.values() for window in of_ranks]
     depth = _depth(every)
+    forwards = [f for window in every for f in window.record["forwards"] if not f["used"]]
+    seen = {f["data"] for f in forwards if f.get("data") is not None}
+    dropped_are_data = True in seen if seen else None
     of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
     for key in whole:
         of_optimizer.setdefault(key[0], []).append(windows[key])
@@ -196,6 +199,7 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             before = traces[0].windows.get((optimizer, update - 1))
             one = _Update(made, ranks, before, update, usual, depth)
             one.several = len(of_optimizer) > 1
+            one.dropped_are_data = dropped_are_data
             if not shared:
                 one.reason = one.reason or "optimizers step after different micro-steps"
             one.judge()
@@ -259,6 +263,11 @@ def _depth(windows: Iterable[JudgedWindow]) -> int:
     return min(depths, default=0)
 
 
+def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """Return the names of tensors that two records hold differently."""
+    return [name for name, digest in one.items() if other.get(name, digest) != digest]
+
+
 class _Update:
     """The judgement of one update of one optimizer."""
 
@@ -276,6 +285,7 @@ class _Update:
         same_parameters = len({len(window.applied) for window in windows}) == 1
         self.reason = None if same_parameters else "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
+        self.dropped_are_data: bool | None = None  # of other passes' losses, as targets are
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
@@ -343,6 +353,14 @@ class _Update:
             if own and not own.issuperset(window.backwards):
                 reasons.append("several backward passes follow one forward pass")
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
+            for one, other in pairwise(window.steps):
+                for name in _differing(one["state"], other["state"]):
+                    reasons.append(f"{name} changes within the window, and is not trained")
+        for window in self.windows[1:]:
+            if window.steps and self.windows[0].steps:
+                own, first = window.steps[0]["state"], self.windows[0].steps[0]["state"]
+                for name in _differing(own, first):
+                    reasons.append(f"{name} is not trained, and differs between ranks")
         return next((reason for reason in reasons if reason), None)
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
@@ -691,9 +709,11 @@ class _Update:
                 not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
                 for f in forwards
             )
-        if self.dropped:
+        if self.dropped and self.dropped_are_data is not True:
             text = f"{self.dropped} forward passes of this window have no backward pass"
-            self.say("weights", WRONG, text, "last-micro-step-only")
+            known = self.dropped_are_data is False
+            fault = "last-micro-step-only" if known else None
+            self.say("weights", WRONG if known else UNJUDGED, text, fault)
         if self.size == 1 or not all(rows):
             text = "one rank" if self.size == 1 else "the samples were not seen"
             self.say("data", RIGHT if self.size == 1 else UNJUDGED, text)
@@ -807,12 +827,50 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
     if layers.get("dropouts") and len(traces) > 1 and alike:
         made.say("layers", WRONG, "dropout draws the same numbers on all ranks", "same-dropout")
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
-    if unjudged := layers.get("mixed", layers.get("unprobed")):
-        made.say("weights", UNJUDGED, unjudged)
+    if several:
+        _judge_samples(made, traces)
     if not any(f.row == "layers" for f in made.findings):
-        made.say("layers", RIGHT, "no layer sees other samples")
+        made.say("layers", RIGHT, "no batch norm, and no equal dropout masks")
     found = traces[0].end.get("environment", {})
     made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
+
+
+def _judge_samples(made: Judgement, traces: Sequence[Trace]) -> None:
+    """Judge whether samples influence one another, by the micro-steps that were replayed."""
+    probes = [trace.end.get("probes", []) for trace in traces]
+    every = [probe for of_rank in probes for probe in of_rank]
+    tested = [probe for probe in every if probe["untested"] is None]
+    mixed = next((probe["mixed"] for probe in every if probe["mixed"]), None)
+    untested = next((probe["untested"] for probe in every if probe["untested"]), None)
+    named = any(f.fault == "batch-norm" for f in made.findings)
+    if mixed is not None:
+        if not named:  # else it is known why
+            made.say("weights", UNJUDGED, mixed)
+    elif not tested:
+        text = untested or "whether samples influence one another was not tested"
+        made.say("weights", UNJUDGED, text)
+    elif changed := _changing_constant(traces, probes):
+        made.say("weights", UNJUDGED, changed)
+
+
+def _changing_constant(
+    traces: Sequence[Trace], probes: Sequence[list[dict[str, Any]]]
+) -> str | None:
+    """Return what the losses of a window depend on, besides data and weights, and not alike."""
+    for key, window in traces[0].windows.items():
+        own = [trace.windows[key].backwards for trace in traces if key in trace.windows]
+        within = [
+            set(probe["constants"])
+            for of_rank, backwards in zip(probes, own, strict=False)
+            for probe in of_rank
+            if probe["backward"] in backwards and probe["untested"] is None
+        ]
+        if len(window.steps) and len(within) > 1:
+            differing = set.union(*within) - set.intersection(*within)
+            if differing:
+                text = min(differing).rpartition("#")[0]
+                return f"losses depend on {text}, which changes within a window and was not tested"
+    return None
 
 
 def _rows_of_epochs(trace: Trace) -> list[list[str]]:
