@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 CLIPPED_WHILE_SCALED = "clipped before the loss scaler's scale was removed"
-RIGHT, WRONG, UNJUDGED = "right", "wrong", "not judged"
+RIGHT, SLOW, WRONG, UNJUDGED = "right", "slow", "wrong", "not judged"
 ROWS = (
     "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping", "schedule",
     "data", "layers", "environment",
@@ -120,10 +120,12 @@ class Judgement:
     Attributes:
         updates: for each update of each optimizer: micro-steps a rank, and the relative error and
             length of the applied gradient against the big batch's.
+        notes: what is no fault, and worth to know.
     """
 
     findings: list[Finding] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def say(
         self, row: str, state: str, text: str, fault: str | None = None, update: int | None = None
@@ -132,7 +134,9 @@ class Judgement:
 
     def state(self, row: str) -> str:
         states = [f.state for f in self.findings if f.row == row]
-        return WRONG if WRONG in states else UNJUDGED if UNJUDGED in states or not states else RIGHT
+        if not states:
+            return UNJUDGED
+        return next(state for state in (WRONG, UNJUDGED, SLOW, RIGHT) if state in states)
 
     @property
     def faults(self) -> list[str]:
@@ -178,8 +182,10 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         made.say("synchrony", WRONG, text, "not-in-step")
     windows = {key: [trace.windows[key] for trace in traces] for key in whole}
     if discarded := _leave_out_discarded(windows):
-        text = f"once an update; the gradient of {discarded} micro-steps was discarded before"
-        made.say("clearing", RIGHT, text)
+        made.notes.append(
+            f"the gradients of {discarded} micro-steps of rank 0 were cleared before they counted, "
+            "as at the end of an epoch that leaves less than a window"
+        )
     every = [window for of_ranks in windows.values() for window in of_ranks]
     depth = _depth(every)
     forwards = [f for window in every for f in window.record["forwards"] if not f["used"]]
@@ -617,7 +623,10 @@ class _Update:
             floor = OF_GRADIENT * self.windows[0].record["gradient_bytes"]
             reduced = any(size >= floor for size in self._gradient_bytes().values())
             text = f"gradients differ by {off / norm:.2g} of their norm"
-            self.say("synchrony", WRONG, text, "not-in-step" if reduced else "not-reduced")
+            fault = "not-in-step" if reduced else "not-reduced"
+            if self.windows[0].record["wrapped"] and not reduced:
+                fault = "ddp-not-reducing"
+            self.say("synchrony", WRONG, text, fault)
         elif len(digests) > 1:
             self.say("synchrony", WRONG, "ranks hold different weights", "not-in-step")
         else:
@@ -651,7 +660,10 @@ class _Update:
         sent = by_step.total()
         text = f"{sent} bytes an update, {need} needed; whole gradients in micro-steps {full}"
         if len(full) > 1:
-            self.say("reductions", WRONG, text, "reduced-each-micro-step")
+            if window.reasons:  # LBFGS, say, needs the gradient at several points
+                self.say("reductions", UNJUDGED, f"{text}; {window.reasons[0]}")
+            else:
+                self.say("reductions", SLOW, text, "reduced-each-micro-step")
         elif not sent and self.several:
             return  # they belong to another optimizer of the same window
         elif not sent:
@@ -666,7 +678,7 @@ class _Update:
         record, steps = self.windows[0].record, self.counts[0]
         clips = record["clips"]
         if not clips:
-            self.say("clipping", RIGHT, "the gradient is not clipped")
+            self.say("clipping", RIGHT, "torch's functions clip nothing before the step")
             return True
         reduced_after = sum(
             event["bytes"] for event in self._reducing() if event["event"] > clips[0]["event"]
@@ -691,7 +703,12 @@ class _Update:
         changed = sum(a != b for a, b in pairwise(rates))
         if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
             text = f"the learning rate changes within a window of {steps} micro-steps"
-            self.say("schedule", WRONG, text, "schedule-each-micro-step")
+            if horizons := window.record["horizons"]:
+                counted = ", ".join(horizons)
+                text += f": right if {counted} counts micro-steps; each update uses its last rate"
+                self.say("schedule", UNJUDGED, text)
+            else:
+                self.say("schedule", WRONG, text, "schedule-each-micro-step")
         else:
             self.say("schedule", RIGHT, "the learning rate is one value in each window")
 

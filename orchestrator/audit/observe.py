@@ -57,6 +57,10 @@ MOST_STATE_VALUES = 1024
 """Of a frozen tensor that are compared between micro-steps and ranks."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+HORIZONS = (
+    "total_steps", "T_max", "T_0", "total_iters", "step_size", "step_size_up", "step_size_down",
+)  # fmt: skip
+"""Attributes of schedulers that count their steps."""
 COLLECTIVES = (
     "allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
     "_reduce_scatter_base", "alltoall_base",
@@ -91,6 +95,7 @@ class TrackedOptimizer:
         self.window = ObservedWindow()
         self.backward = -1  # the backward pass of the newest micro-step
         self.closure_calls = 0
+        self.horizons: set[str] = set()  # of its schedules, which may count micro-steps
         self.reason: str | None = None  # why its updates cannot be judged
 
     def choose_positions(self) -> None:
@@ -142,6 +147,7 @@ class Observer:
         self.modules: dict[int, nn.Module] = {}  # outermost ones that were called
         self.state: dict[str, str] = {}  # digests of what they hold besides trained weights
         self.events = 0  # clippings and collectives so far
+        self.is_wrapped = False  # DDP holds a model
         self.loss: LossGraph | None = None
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
         self.forwards: list[dict[str, Any]] = []
@@ -367,6 +373,7 @@ class Observer:
             schedules=window.schedules, scale=window.scale, reasons=window.reasons,
             weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
             forwards=self.forwards, collectives=self.collectives,
+            horizons=sorted(tracked.horizons), wrapped=self.is_wrapped,
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
             dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
             grouped=dist.is_available() and dist.is_initialized(),
@@ -417,6 +424,7 @@ class Observer:
         tracked = self.find(getattr(scheduler, "optimizer", None))
         if tracked is not None and self.is_active:
             tracked.window.schedules.append(len(tracked.window.micro_steps))
+            tracked.horizons |= _horizons(scheduler)
 
     # ------------------------------------------------------------------
     # Forward passes, data, collectives.
@@ -538,6 +546,20 @@ class Observer:
 def _note(reasons: list[str], reason: str) -> None:
     if reason not in reasons:
         reasons.append(reason)
+
+
+def _horizons(scheduler: Any) -> set[str]:
+    """Return the lengths that a schedule was given, and whether it is a function of the user's."""
+    found = {
+        f"{name}={getattr(scheduler, name)}"
+        for name in HORIZONS
+        if isinstance(getattr(scheduler, name, None), int)
+    }
+    if milestones := getattr(scheduler, "milestones", None):
+        found.add(f"milestones={sorted(milestones)}")
+    if hasattr(scheduler, "lr_lambdas") or hasattr(scheduler, "lr_lambda"):
+        found.add("its function")
+    return found
 
 
 def _is_transformed() -> bool:
@@ -674,7 +696,12 @@ def _install_collectives(observer: Observer) -> None:
     for group in (dist.ProcessGroup, getattr(dist, "ProcessGroupGloo", None)):
         for name in COLLECTIVES if group is not None else ():
             setattr(group, name, _counted(getattr(group, name), name, observer))
-    register, forward = Ddp.register_comm_hook, Ddp.forward
+    build, register, forward = Ddp.__init__, Ddp.register_comm_hook, Ddp.forward
+
+    @functools.wraps(build)
+    def building(self: Ddp, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        observer.is_wrapped = True
 
     def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:
         self._audited = True  # type: ignore[assignment]
@@ -697,7 +724,7 @@ def _install_collectives(observer: Observer) -> None:
             register(self, self.process_group, reduce)
         return forward(self, *args, **kwargs)
 
-    Ddp.register_comm_hook, Ddp.forward = registering, forwarding
+    Ddp.__init__, Ddp.register_comm_hook, Ddp.forward = building, registering, forwarding
 
 
 # ----------------------------------------------------------------------

@@ -274,14 +274,15 @@ class Replay:
         return id(tensor) not in self.produced
 
     def _find_data(self) -> dict[int, Tensor]:
-        """Return tensors from outside, and what only selects and arranges them."""
+        """Return tensors from outside, random ones, and what only selects and arranges them."""
         data: dict[int, Tensor] = {}
         for op in (*self.operations, self.reduction):
             for t in op.inputs:
                 if self._is_outside(t) and id(t) not in self.state and not t.requires_grad:
                     data[id(t)] = t
-            chosen = op.name in SELECTIONS and op.inputs
-            if chosen and all(id(t) in data for t in op.inputs):
+            # Random numbers are data, too: scripts try themselves on them.
+            is_data = op.name in SELECTIONS if op.inputs else op.random is not None
+            if is_data and all(id(t) in data for t in op.inputs):
                 data.update((id(t), t) for t in op.outputs)
         return data
 
