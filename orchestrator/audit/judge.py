@@ -362,6 +362,8 @@ class _Update:
             for one, other in pairwise(window.steps):
                 for name in _differing(one["state"], other["state"]):
                     reasons.append(f"{name} changes within the window, and is not trained")
+        if not any(window.gradients.any() for window in self.windows):
+            reasons.append("the gradient is zero, whatever it is multiplied by")
         for window in self.windows[1:]:
             if window.steps and self.windows[0].steps:
                 own, first = window.steps[0]["state"], self.windows[0].steps[0]["state"]

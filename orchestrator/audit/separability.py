@@ -235,6 +235,15 @@ def _written(func: Any, args: Any, kwargs: dict[str, Any]) -> Iterator[Tensor]:
             yield from _flat(value)
 
 
+def _numbers(op: Operation) -> list[float]:
+    """Return the plain numbers that an operation computes with."""
+    if op.name not in ARITHMETIC:
+        return []
+    single = [t for t in op.inputs if not t.dim() and not t.requires_grad]
+    numbers = [a for a in op.args if isinstance(a, int | float) and abs(a) not in (0, 1)]
+    return [float(number) for number in (*numbers, *single)]
+
+
 class Replay:
     """A recorded micro-step, ready to be run again with other data.
 
@@ -354,9 +363,7 @@ class Replay:
                 values = t.detach().reshape(-1)[:: max(1, t.numel() // 4096)].double()
                 digest = hash(tuple(values.tolist())) & 0xFFFFFFFF
                 texts.add(f"a tensor {list(t.shape)} in {op}#{digest:08x}")
-            if op.name in ARITHMETIC:
-                numbers = [a for a in op.args if isinstance(a, int | float)]
-                texts.update(f"a number in {op}#{float(number):.12g}" for number in numbers)
+            texts.update(f"a number in {op}#{number:.12g}" for number in _numbers(op))
         return sorted(texts)
 
     def escaped(self) -> str | None:
@@ -370,6 +377,11 @@ class Replay:
             is_number = op.name == "_local_scalar_dense" and op.inputs[0].dtype is not torch.bool
             if is_number and _storage(op.inputs[0]) in self.tainted:
                 left.append((position, op.where))
+                value = float(op.inputs[0])
+                known = {value, -value, 1 / value if value else 0.0}
+                for used in self.steps:
+                    if any(number in known for number in _numbers(used)):
+                        return f"{used} computes with a number that comes from samples"
         if not left:
             return None
         first, where = min(left)

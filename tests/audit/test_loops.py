@@ -6,12 +6,12 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from orchestrator.audit.faults import FAULTS
-from orchestrator.audit.judge import RIGHT, ROWS, SLOW, WRONG, judge, read_trace
+from orchestrator.audit.judge import RIGHT, ROWS, SLOW, UNJUDGED, WRONG, judge, read_trace
 from orchestrator.audit.loss_graph import read_loss
 from orchestrator.audit.separability import Recorder, Replay, compare_samples, find_reduction
 from orchestrator.cli.audit import Audit
 from tests import warm
-from tests.audit import loop
+from tests.audit import drawn, loop
 from tests.audit.observed import NAMES
 
 NEED_RANKS = {
@@ -161,3 +161,23 @@ def test_a_mode_of_the_script_keeps_its_place():
         recorder.start()
     recorder.stop()
     assert not recorder.records
+
+
+# ------------------------------------------------------------------ Loops drawn at random
+
+
+def test_drawn_loops_get_no_false_word_and_everyday_ones_are_judged(tmp_path):
+    warm.ranks("tests.audit.drawn", 1, tmp_path)
+    seen = set()
+    for folder in sorted(tmp_path.glob("*/"), key=lambda part: int(part.name)):
+        parts = drawn.draw(int(folder.name))
+        made = Audit(1, judgement=judge([read_trace(folder, 0)]))
+        error = float((folder / "error").read_text())
+        if made.state == RIGHT:
+            assert error < 1e-4, (folder.name, parts, error)
+        if made.state == WRONG:
+            assert error > 1e-4, (folder.name, parts, error, made.judgement.findings)
+        if parts["everyday"]:
+            assert made.state == RIGHT, (folder.name, parts, made.judgement.findings)
+        seen.add(made.state)
+    assert seen == {RIGHT, WRONG, UNJUDGED}
