@@ -340,7 +340,8 @@ def _summary(made: Audit, found: Judgement) -> str:
     if made.state == WRONG:
         off = found.state("gradient") != RIGHT and errors
         largest = f"; its gradient is off by up to {max(errors):.2g}" if off else ""
-        return f"wrong: {', '.join(found.faults)} ({of}{largest})"
+        wrong = {f.fault: None for f in found.findings if f.state == WRONG and f.fault}
+        return f"wrong: {', '.join(wrong)} ({of}{largest})"
     if made.state == UNJUDGED:
         return f"not judged: {of}"
     text = f"{of}, each that of one big batch (tested; relative error at most {max(errors):.1e})"
