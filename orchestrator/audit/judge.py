@@ -730,7 +730,8 @@ class _Update:
             )
         if self.dropped and self.dropped_are_data is not True:
             text = f"{self.dropped} forward passes of this window have no backward pass"
-            known = self.dropped_are_data is False
+            # Where several passes count, a discarded one is waste, or something of its own.
+            known = self.dropped_are_data is False and max(self.counts) == 1
             fault = "last-micro-step-only" if known else None
             self.say("weights", WRONG if known else UNJUDGED, text, fault)
         if self.size == 1 or not all(rows):

@@ -282,7 +282,8 @@ class Observer:
 
     def _replay(self, probe: Probe, reduction: Operation) -> None:
         state = {id(t) for m in self.modules.values() for t in (*m.parameters(), *m.buffers())}
-        state |= self.of_parameter.keys()
+        trained = [p for tracked in self.optimizers.values() for p in tracked.parameters]
+        state |= {id(t) for p in trained for t in (p, p.grad) if t is not None}
         rows = [len(f["rows"]) for f in self.forwards if f["before"] == self.backwards]
         replay = Replay(self.recorder, reduction, state, max(rows, default=0) or None)
         for forward, tensors in self.outputs:
@@ -324,6 +325,7 @@ class Observer:
         tracked.closure_calls = 0
 
         def watched() -> Any:
+            self.recorder.clear()  # what the optimizer computed is no part of a micro-step
             result = closure()
             tracked.closure_calls += 1
             if tracked.closure_calls > 1:
