@@ -287,3 +287,51 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not list(temporary.iterdir())
+
+
+FUNCTIONAL = """\
+import torch
+from torch import nn
+model = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()
+for _ in range(3):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.grad(loss)(weights, torch.randn(4, 3))
+    for name, p in model.named_parameters():
+        p.grad = gradients[name]
+    optimizer.step()
+print("trained")
+"""
+FROZEN = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+frozen = nn.Linear(3, 3).requires_grad_(False)
+data = torch.randn(64, 3)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in data.split(4):
+    model(frozen(x)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "reason"),
+    [
+        (FUNCTIONAL, 1, "an update without a backward pass"),
+        (FROZEN, 2, "is not trained, and differs between ranks"),
+    ],
+    ids=["torch.func", "frozen weights"],
+)
+def test_updates_that_cannot_be_tested_are_not_judged(text, ranks, reason, tmp_path):
+    (tmp_path / "train.py").write_text(text)
+    done, [made] = audit(f"cluster.ranks_per_node={ranks}", "--", "train.py", cwd=tmp_path)
+    assert (done.returncode, made["state"]) == (4, "not judged"), done.stderr
+    assert not made["notes"]  # the script was not disturbed
+    assert any(reason in f["text"] for f in made["findings"] if f["row"] == "weights")
