@@ -560,12 +560,15 @@ def audit(
     fake_cuda: Annotated[
         bool, typer.Option("--fake-cuda", help="Let a script that names cuda run on CPUs.")
     ] = False,
+    strict: Annotated[
+        bool, typer.Option("--strict", help="Exit with 1 for a slow script, too.")
+    ] = False,
     as_json: Json = False,
     verbose: Verbose = False,
 ) -> None:
     """Judge a script's gradient accumulation: is each update that of one big batch?
 
-    Exit code 1 where something is wrong, 4 where it cannot be judged.
+    Exit code 0 if it is right, if slowly so; 1 if something is wrong; 4 if it cannot be judged.
     """
     from orchestrator.cli import audit as auditing
     from orchestrator.cli.follow import OutputOptions
@@ -581,6 +584,7 @@ def audit(
         updates=updates,
         fake_cuda=fake_cuda,
         output=output,
+        strict=strict,
     )
     if as_json:
         print_json({"runs": [made.to_json() for made in found]})

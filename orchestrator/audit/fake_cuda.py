@@ -23,6 +23,8 @@ _torch_device = torch.device
 
 
 def _is_cuda(value: Any) -> bool:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return True  # a number as a device is an accelerator's
     if isinstance(value, str):
         return value == "cuda" or value.startswith("cuda:")
     return isinstance(value, _torch_device) and value.type == "cuda"
@@ -39,13 +41,8 @@ class CudaOnCpu(TorchFunctionMode):
             return args[0]
         if _is_cuda(kwargs.get("device")):
             kwargs["device"] = "cpu"
-        if func is torch.Tensor.to:
-            # A number as a device is CUDA's: Tensor.to(rank).
-            device = args[1] if len(args) > 1 else None
-            if _is_cuda(device) or (isinstance(device, int) and not isinstance(device, bool)):
-                args = (args[0], "cpu", *args[2:])
-        if isinstance(kwargs.get("device"), int):
-            kwargs["device"] = "cpu"
+        if func is torch.Tensor.to and _is_cuda(args[1] if len(args) > 1 else None):
+            args = (args[0], "cpu", *args[2:])
         kwargs.pop("pin_memory", None)
         return func(*args, **kwargs)
 
@@ -66,6 +63,18 @@ def simulate() -> None:
     cuda.set_rng_state = lambda *_, **__: None
     cuda.get_rng_state_all = lambda: [torch.get_rng_state()]
     torch.nn.Module.cuda = lambda self, *_, **__: self
+    _simulate_accelerator()
+    move = torch.nn.Module.to
+
+    @functools.wraps(move)
+    def to(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if _is_cuda(args[0] if args else None):  # else it would be looked for before any tensor
+            args = ("cpu", *args[1:])
+        if _is_cuda(kwargs.get("device")):
+            kwargs["device"] = "cpu"
+        return move(self, *args, **kwargs)
+
+    torch.nn.Module.to = to
     _on_cpu(torch.amp, "GradScaler")
     _on_cpu(torch, "autocast")
     torch.amp.autocast = torch.autocast
@@ -73,6 +82,25 @@ def simulate() -> None:
     cuda.amp.autocast = functools.partial(torch.autocast, "cpu")
     _install_groups()
     CudaOnCpu().__enter__()
+
+
+def _simulate_accelerator() -> None:
+    """Let `torch.accelerator` see the same GPUs."""
+    accelerator = getattr(torch, "accelerator", None)
+    if accelerator is None:  # torch before 2.6
+        return
+    for name in NOTHING:
+        if hasattr(accelerator, name):
+            setattr(accelerator, name, lambda *_, **__: None)
+    for name in ("set_device_index", "set_device_idx", "set_stream"):
+        if hasattr(accelerator, name):
+            setattr(accelerator, name, lambda *_, **__: None)
+    for name in ("current_device_index", "current_device_idx", *ZERO):
+        if hasattr(accelerator, name):
+            setattr(accelerator, name, lambda *_, **__: 0)
+    accelerator.is_available = lambda: True
+    accelerator.device_count = torch.cuda.device_count
+    accelerator.current_accelerator = lambda *_, **__: _torch_device("cuda")
 
 
 def _on_cpu(module: Any, name: str) -> None:

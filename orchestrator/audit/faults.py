@@ -111,14 +111,25 @@ FAULTS = {
         "Each rank trains a model of its own on a part of the data; one of them is saved.",
         ("model = torch.nn.parallel.DistributedDataParallel(model)",),
     ),
+    "ddp-not-reducing": KnownFault(
+        "gradients are not reduced, although the model is wrapped in DDP",
+        "Each rank trains a model of its own on a part of the data; one of them is saved.",
+        (
+            "model(batch)  # the wrapped model, not model.module",
+            "loss.backward()  # the last one of a window outside of no_sync()",
+        ),
+    ),
     "not-in-step": KnownFault(
         "ranks apply different gradients, or hold different weights",
         "The ranks' models drift apart; one of them is saved.",
-        ("model = torch.nn.parallel.DistributedDataParallel(model)",),
+        (
+            "# equal weights on all ranks at the start: DDP sends those of rank 0",
+            "# the same number of updates on all ranks; reduced gradients are not changed",
+        ),
     ),
     "reduced-each-micro-step": KnownFault(
         "gradients are reduced in each micro-step",
-        "The update is right; it sends as many times more than it needs as there are micro-steps.",
+        "Each update sends as many times more than it needs as there are micro-steps.",
         (
             "last = micro_step == steps - 1",
             "with contextlib.nullcontext() if last else model.no_sync():",

@@ -27,7 +27,7 @@ import numpy.typing as npt
 
 Array = npt.NDArray[np.float64]
 CLIPPED_WHILE_SCALED = "clipped before the loss scaler's scale was removed"
-RIGHT, WRONG, UNJUDGED = "right", "wrong", "not judged"
+RIGHT, SLOW, WRONG, UNJUDGED = "right", "slow", "wrong", "not judged"
 ROWS = (
     "weights", "length", "gradient", "synchrony", "reductions", "clearing", "clipping", "schedule",
     "data", "layers", "environment",
@@ -120,10 +120,12 @@ class Judgement:
     Attributes:
         updates: for each update of each optimizer: micro-steps a rank, and the relative error and
             length of the applied gradient against the big batch's.
+        notes: what is no fault, and worth to know.
     """
 
     findings: list[Finding] = field(default_factory=list)
     updates: list[dict[str, Any]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
 
     def say(
         self, row: str, state: str, text: str, fault: str | None = None, update: int | None = None
@@ -132,7 +134,9 @@ class Judgement:
 
     def state(self, row: str) -> str:
         states = [f.state for f in self.findings if f.row == row]
-        return WRONG if WRONG in states else UNJUDGED if UNJUDGED in states or not states else RIGHT
+        if not states:
+            return UNJUDGED
+        return next(state for state in (WRONG, UNJUDGED, SLOW, RIGHT) if state in states)
 
     @property
     def faults(self) -> list[str]:
@@ -178,10 +182,15 @@ def judge(traces: Sequence[Trace]) -> Judgement:
         made.say("synchrony", WRONG, text, "not-in-step")
     windows = {key: [trace.windows[key] for trace in traces] for key in whole}
     if discarded := _leave_out_discarded(windows):
-        text = f"once an update; the gradient of {discarded} micro-steps was discarded before"
-        made.say("clearing", RIGHT, text)
+        made.notes.append(
+            f"the gradients of {discarded} micro-steps of rank 0 were cleared before they counted, "
+            "as at the end of an epoch that leaves less than a window"
+        )
     every = [window for of_ranks in windows.values() for window in of_ranks]
     depth = _depth(every)
+    forwards = [f for window in every for f in window.record["forwards"] if not f["used"]]
+    seen = {f["data"] for f in forwards if f.get("data") is not None}
+    dropped_are_data = True in seen if seen else None
     of_optimizer: dict[int, list[list[JudgedWindow]]] = {}
     for key in whole:
         of_optimizer.setdefault(key[0], []).append(windows[key])
@@ -196,6 +205,7 @@ def judge(traces: Sequence[Trace]) -> Judgement:
             before = traces[0].windows.get((optimizer, update - 1))
             one = _Update(made, ranks, before, update, usual, depth)
             one.several = len(of_optimizer) > 1
+            one.dropped_are_data = dropped_are_data
             if not shared:
                 one.reason = one.reason or "optimizers step after different micro-steps"
             one.judge()
@@ -259,6 +269,11 @@ def _depth(windows: Iterable[JudgedWindow]) -> int:
     return min(depths, default=0)
 
 
+def _differing(one: dict[str, str], other: dict[str, str]) -> list[str]:
+    """Return the names of tensors that two records hold differently."""
+    return [name for name, digest in one.items() if other.get(name, digest) != digest]
+
+
 class _Update:
     """The judgement of one update of one optimizer."""
 
@@ -276,6 +291,7 @@ class _Update:
         same_parameters = len({len(window.applied) for window in windows}) == 1
         self.reason = None if same_parameters else "ranks have different parameters"
         self.dropped = 0  # forward passes without a backward pass
+        self.dropped_are_data: bool | None = None  # of other passes' losses, as targets are
         self.several = False  # there are other optimizers
         self.name = ""  # how the applied gradient came about
         self.level: float | None = None  # the weight of a sample or token, if all have the same
@@ -343,6 +359,16 @@ class _Update:
             if own and not own.issuperset(window.backwards):
                 reasons.append("several backward passes follow one forward pass")
             reasons += [self._reason_of_loss(step["loss"]) for step in window.steps]
+            for one, other in pairwise(window.steps):
+                for name in _differing(one["state"], other["state"]):
+                    reasons.append(f"{name} changes within the window, and is not trained")
+        if not any(window.gradients.any() for window in self.windows):
+            reasons.append("the gradient is zero, whatever it is multiplied by")
+        for window in self.windows[1:]:
+            if window.steps and self.windows[0].steps:
+                own, first = window.steps[0]["state"], self.windows[0].steps[0]["state"]
+                for name in _differing(own, first):
+                    reasons.append(f"{name} is not trained, and differs between ranks")
         return next((reason for reason in reasons if reason), None)
 
     def _reason_of_loss(self, loss: dict[str, Any]) -> str | None:
@@ -599,7 +625,10 @@ class _Update:
             floor = OF_GRADIENT * self.windows[0].record["gradient_bytes"]
             reduced = any(size >= floor for size in self._gradient_bytes().values())
             text = f"gradients differ by {off / norm:.2g} of their norm"
-            self.say("synchrony", WRONG, text, "not-in-step" if reduced else "not-reduced")
+            fault = "not-in-step" if reduced else "not-reduced"
+            if self.windows[0].record["wrapped"] and not reduced:
+                fault = "ddp-not-reducing"
+            self.say("synchrony", WRONG, text, fault)
         elif len(digests) > 1:
             self.say("synchrony", WRONG, "ranks hold different weights", "not-in-step")
         else:
@@ -633,7 +662,10 @@ class _Update:
         sent = by_step.total()
         text = f"{sent} bytes an update, {need} needed; whole gradients in micro-steps {full}"
         if len(full) > 1:
-            self.say("reductions", WRONG, text, "reduced-each-micro-step")
+            if window.reasons:  # LBFGS, say, needs the gradient at several points
+                self.say("reductions", UNJUDGED, f"{text}; {window.reasons[0]}")
+            else:
+                self.say("reductions", SLOW, text, "reduced-each-micro-step")
         elif not sent and self.several:
             return  # they belong to another optimizer of the same window
         elif not sent:
@@ -648,7 +680,7 @@ class _Update:
         record, steps = self.windows[0].record, self.counts[0]
         clips = record["clips"]
         if not clips:
-            self.say("clipping", RIGHT, "the gradient is not clipped")
+            self.say("clipping", RIGHT, "torch's functions clip nothing before the step")
             return True
         reduced_after = sum(
             event["bytes"] for event in self._reducing() if event["event"] > clips[0]["event"]
@@ -673,7 +705,12 @@ class _Update:
         changed = sum(a != b for a, b in pairwise(rates))
         if (steps > 1 and len(inside) >= max(1, (steps - 1) // 2)) or changed:
             text = f"the learning rate changes within a window of {steps} micro-steps"
-            self.say("schedule", WRONG, text, "schedule-each-micro-step")
+            if horizons := window.record["horizons"]:
+                counted = ", ".join(horizons)
+                text += f": right if {counted} counts micro-steps; each update uses its last rate"
+                self.say("schedule", UNJUDGED, text)
+            else:
+                self.say("schedule", WRONG, text, "schedule-each-micro-step")
         else:
             self.say("schedule", RIGHT, "the learning rate is one value in each window")
 
@@ -691,9 +728,12 @@ class _Update:
                 not f["used"] and len(f["rows"]) in sizes and used.isdisjoint(f["rows"])
                 for f in forwards
             )
-        if self.dropped:
+        if self.dropped and self.dropped_are_data is not True:
             text = f"{self.dropped} forward passes of this window have no backward pass"
-            self.say("weights", WRONG, text, "last-micro-step-only")
+            # Where several passes count, a discarded one is waste, or something of its own.
+            known = self.dropped_are_data is False and max(self.counts) == 1
+            fault = "last-micro-step-only" if known else None
+            self.say("weights", WRONG if known else UNJUDGED, text, fault)
         if self.size == 1 or not all(rows):
             text = "one rank" if self.size == 1 else "the samples were not seen"
             self.say("data", RIGHT if self.size == 1 else UNJUDGED, text)
@@ -807,12 +847,50 @@ def _judge_run(made: Judgement, traces: Sequence[Trace], steps: int) -> None:
     if layers.get("dropouts") and len(traces) > 1 and alike:
         made.say("layers", WRONG, "dropout draws the same numbers on all ranks", "same-dropout")
     _judge_epochs(made, [_rows_of_epochs(trace) for trace in traces])
-    if unjudged := layers.get("mixed", layers.get("unprobed")):
-        made.say("weights", UNJUDGED, unjudged)
+    if several:
+        _judge_samples(made, traces)
     if not any(f.row == "layers" for f in made.findings):
-        made.say("layers", RIGHT, "no layer sees other samples")
+        made.say("layers", RIGHT, "no batch norm, and no equal dropout masks")
     found = traces[0].end.get("environment", {})
     made.say("environment", RIGHT, ", ".join(f"{name} {value}" for name, value in found.items()))
+
+
+def _judge_samples(made: Judgement, traces: Sequence[Trace]) -> None:
+    """Judge whether samples influence one another, by the micro-steps that were replayed."""
+    probes = [trace.end.get("probes", []) for trace in traces]
+    every = [probe for of_rank in probes for probe in of_rank]
+    tested = [probe for probe in every if probe["untested"] is None]
+    mixed = next((probe["mixed"] for probe in every if probe["mixed"]), None)
+    untested = next((probe["untested"] for probe in every if probe["untested"]), None)
+    named = any(f.fault == "batch-norm" for f in made.findings)
+    if mixed is not None:
+        if not named:  # else it is known why
+            made.say("weights", UNJUDGED, mixed)
+    elif not tested:
+        text = untested or "whether samples influence one another was not tested"
+        made.say("weights", UNJUDGED, text)
+    elif changed := _changing_constant(traces, probes):
+        made.say("weights", UNJUDGED, changed)
+
+
+def _changing_constant(
+    traces: Sequence[Trace], probes: Sequence[list[dict[str, Any]]]
+) -> str | None:
+    """Return what the losses of a window depend on, besides data and weights, and not alike."""
+    for key, window in traces[0].windows.items():
+        own = [trace.windows[key].backwards for trace in traces if key in trace.windows]
+        within = [
+            set(probe["constants"])
+            for of_rank, backwards in zip(probes, own, strict=False)
+            for probe in of_rank
+            if probe["backward"] in backwards and probe["untested"] is None
+        ]
+        if len(window.steps) and len(within) > 1:
+            differing = set.union(*within) - set.intersection(*within)
+            if differing:
+                text = min(differing).rpartition("#")[0]
+                return f"losses depend on {text}, which changes within a window and was not tested"
+    return None
 
 
 def _rows_of_epochs(trace: Trace) -> list[list[str]]:

@@ -11,13 +11,11 @@ Names and saved tensors of graph nodes are those of torch's derivatives.yaml.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, cast
+from typing import Any
 
-import torch
 from torch import Tensor
-from torch.autograd.graph import GradientEdge
 
 DDP_OUTPUTS = "_DDPSinkBackward"
 SEVERAL = "several loss terms"
@@ -37,8 +35,6 @@ FUSED = frozenset({
     "BinaryCrossEntropyBackward0", "BinaryCrossEntropyWithLogitsBackward0",
 })  # fmt: skip
 NONE, MEAN = 0, 1  # torch's numbers of reductions
-TRANSPOSES = frozenset({"TBackward0", "TransposeBackward0", "PermuteBackward0", "ViewBackward0"})
-MOST_NODES = 500
 STACKS = frozenset({"StackBackward0", "CatBackward0"})
 
 
@@ -69,12 +65,12 @@ class LossGraph:
         factors: constants that the script multiplied by, from the root on; no divisors.
         reductions: from the root on. One over a single element is followed by those below it.
         reason: why the loss cannot be judged.
-        elements: the edge of the elements that the last reduction reduces.
+        node: that of the last reduction.
     """
 
     reductions: list[Reduction]
     reason: str | None = None
-    elements: GradientEdge | None = None
+    node: Any = None
     factors: list[float] = field(default_factory=list)
 
     def to_json(self) -> dict[str, Any]:
@@ -82,12 +78,26 @@ class LossGraph:
         return {"reductions": reductions, "reason": self.reason, "factors": self.factors}
 
 
-def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> LossGraph:
+def is_compiled(roots: Sequence[Tensor]) -> bool:
+    """Return whether a part of a graph was compiled. A compiled function runs as it is: a mode
+    around it would have it compiled again, or hide it.
+    """
+    queue: list[Any] = [root.grad_fn for root in roots if root.grad_fn is not None]
+    seen = set(queue)
+    while queue:
+        node = queue.pop()
+        if "Compiled" in node.name():
+            return True
+        queue += [one for one in _inputs(node) if one not in seen]
+        seen.update(_inputs(node))
+    return False
+
+
+def read_loss(roots: Sequence[Tensor]) -> LossGraph:
     """Follow a loss to its first reduction, and register hooks for the gradient that arrives.
 
     Args:
         roots: what `backward` was called on.
-        record: returns whether gradients are those of the script's own backward.
     """
     if len(roots) != 1 or roots[0].numel() != 1:
         return LossGraph([], "backward began at several numbers")
@@ -96,15 +106,15 @@ def read_loss(roots: Sequence[Tensor], record: Callable[[], bool]) -> LossGraph:
         return LossGraph([], "the loss has no graph")
     loss, edge = LossGraph([]), (root.grad_fn, root.output_nr)
     while edge is not None:
-        edge = _descend(loss, *edge, record)
+        edge = _descend(loss, *edge)
     return loss
 
 
-def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]) -> Any:
+def _descend(loss: LossGraph, node: Any, output: int) -> Any:
     """Add one node to what is known of a loss; return the edge to follow, None at the end."""
     found = _reduction(node)
     if found is not None:
-        return _reduce(loss, node, found, record)
+        return _reduce(loss, node, found)
     if node.name() not in LINEAR:
         if not loss.reductions:
             function = node.name().removesuffix("Backward0")
@@ -128,17 +138,16 @@ def _descend(loss: LossGraph, node: Any, output: int, record: Callable[[], bool]
     if main is None:
         loss.reason = SEVERAL
     else:
-        _reduce(loss, node, main[1], record)
-        loss.elements = GradientEdge(*main[0].next_functions[0])
+        _reduce(loss, node, main[1])
+        loss.node = main[0]
     return None
 
 
-def _reduce(loss: LossGraph, node: Any, found: Reduction, record: Callable[[], bool]) -> Any:
+def _reduce(loss: LossGraph, node: Any, found: Reduction) -> Any:
     """Add a reduction; return the edge below it where it reduces a single element."""
 
     def arrived(gradients: tuple[Tensor, ...]) -> None:
-        if record():
-            found.gradient = float(gradients[0].detach().double().sum())
+        found.gradient = float(gradients[0].detach().double().sum())
 
     node.register_prehook(arrived)
     loss.reductions.append(found)
@@ -146,7 +155,7 @@ def _reduce(loss: LossGraph, node: Any, found: Reduction, record: Callable[[], b
     if below[0] is not None and below[0].name() in STACKS and len(below[0].next_functions) > 1:
         loss.reason = SEVERAL
         return None
-    loss.elements = GradientEdge(*below)
+    loss.node = node
     return below if found.elements == 1 and found.name in MEANS | SUMS else None
 
 
@@ -232,61 +241,3 @@ def _below(node: Any) -> Any:
     while node is not None and node.name() in LINEAR:
         node = _input(node)
     return node
-
-
-def mixes_samples(loss: LossGraph, outputs: Sequence[Tensor]) -> bool | None:
-    """Return whether one element of the loss depends on the model's outputs of other samples.
-
-    One row of the elements is differentiated with respect to a module's output; the gradient must
-    vanish except in one row of it. None: nothing between the loss and the parameters has rows.
-    """
-    if loss.elements is None:
-        return None
-    node: Any = loss.elements.node
-    metadata = node._input_metadata[loss.elements.output_nr]
-    seed = torch.zeros(tuple(metadata.shape), dtype=metadata.dtype)
-    if seed.dim() == 0:
-        seed.fill_(1.0)
-    else:
-        seed[0] = torch.randn(seed[0].shape, dtype=torch.float64).to(seed.dtype) + 0.1
-    tensors: list[Any] = [*reversed(outputs), *_products_of_parameters(node, metadata.shape)]
-    for output in tensors:
-        try:
-            [gradient] = torch.autograd.grad(
-                [loss.elements], [output], [seed], retain_graph=True, allow_unused=True
-            )
-        except RuntimeError:  # below the elements there are nodes that cannot run twice
-            return None
-        if cast("Tensor | None", gradient) is None:
-            continue
-        # Samples lie along the first dimension, or tokens do and samples along the second.
-        touched = [
-            int((gradient.movedim(d, 0).reshape(gradient.shape[d], -1) != 0).any(1).sum())
-            for d in range(max(1, min(2, gradient.dim() - 1)))
-        ]
-        return min(touched) > 1
-    return None
-
-
-def _products_of_parameters(root: Any, shape: Sequence[int]) -> list[GradientEdge]:
-    """Return results of operations with a parameter that have as many rows as the elements.
-
-    They serve where a script computes without modules.
-    """
-    found, seen, queue = [], {root}, [root]
-    while queue and len(seen) < MOST_NODES:
-        node = queue.pop(0)
-        inputs = _inputs(node)
-        of_parameter = any(map(_is_parameter, inputs))
-        rows = tuple(node._input_metadata[0].shape)[:1]
-        if of_parameter and node.name() not in TRANSPOSES and rows == tuple(shape)[:1] != ():
-            found.append(GradientEdge(node, 0))
-        queue += [one for one in inputs if one not in seen]
-        seen |= set(inputs)
-    return found
-
-
-def _is_parameter(node: Any) -> bool:
-    if node.name() in TRANSPOSES:
-        node = node.next_functions[0][0]
-    return node is not None and "AccumulateGrad" in node.name()

@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import importlib
 import json
 import os
 import runpy
@@ -35,15 +36,31 @@ from torch.optim.optimizer import (
 
 from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.judge import CLIPPED_WHILE_SCALED, Array
-from orchestrator.audit.loss_graph import LossGraph, mixes_samples, read_loss
+from orchestrator.audit.loss_graph import LossGraph, is_compiled, read_loss
 from orchestrator.audit.scratch import CopyOnWrite
+from orchestrator.audit.separability import (
+    Operation,
+    Probe,
+    Recorder,
+    Replay,
+    compare_samples,
+    find_reduction,
+)
 
 MOST_VALUES = 2**17
 """Of a gradient that are kept. Models with fewer parameters are compared whole."""
 UPDATES_BY_DEFAULT, MOST_UPDATES = 8, 64
-PROBED_MICRO_STEPS = 2
+PROBED_MICRO_STEPS, MOST_PROBES = 3, 8
+"""So many, from the second on, are replayed; those that cannot be are tried so often. Where a
+window has several micro-steps, two of three neighbours are of one window."""
+MOST_STATE_VALUES = 1024
+"""Of a frozen tensor that are compared between micro-steps and ranks."""
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+HORIZONS = (
+    "total_steps", "T_max", "T_0", "total_iters", "step_size", "step_size_up", "step_size_down",
+)  # fmt: skip
+"""Attributes of schedulers that count their steps."""
 COLLECTIVES = (
     "allreduce", "reduce", "broadcast", "allgather", "_allgather_base", "reduce_scatter",
     "_reduce_scatter_base", "alltoall_base",
@@ -61,6 +78,7 @@ class ObservedWindow:
     before_clip: Array | None = None
     schedules: list[int] = field(default_factory=list)  # micro-steps before each step of one
     scale: float = 1.0
+    is_unscaled: bool = False
     reasons: list[str] = field(default_factory=list)
     weights: Array | None = None  # at the first micro-step
 
@@ -71,12 +89,13 @@ class TrackedOptimizer:
     def __init__(self, index: int, optimizer: Optimizer) -> None:
         self.index, self.optimizer = index, optimizer
         self.parameters: list[nn.Parameter] = []
-        self.hooked: set[int] = set()
+        self.hooked: dict[int, int] = {}  # the hook's key, by the parameter's number
         self.positions: list[tuple[int, slice]] = []
         self.updates = 0
         self.window = ObservedWindow()
         self.backward = -1  # the backward pass of the newest micro-step
         self.closure_calls = 0
+        self.horizons: set[str] = set()  # of its schedules, which may count micro-steps
         self.reason: str | None = None  # why its updates cannot be judged
 
     def choose_positions(self) -> None:
@@ -114,7 +133,8 @@ class Observer:
     def __init__(self, folder: Path, updates: int | None, rank: int) -> None:
         self.rank, self.pid = rank, os.getpid()
         self.ends_process = True
-        self.probing = self.in_backward = self.in_hook = False
+        self.in_backward = self.in_hook = False
+        self.recorder = Recorder()
         self.begin(folder, updates)
 
     def begin(self, folder: Path, updates: int | None) -> None:
@@ -122,12 +142,16 @@ class Observer:
         self.folder, self.updates = folder, updates
         self.optimizers: dict[int, TrackedOptimizer] = {}
         self.of_parameter: dict[int, list[tuple[TrackedOptimizer, int]]] = {}
-        self.backwards = self.depth = self.probes = 0
+        self.backwards = self.depth = 0
+        self.probes: list[Probe] = []
+        self.modules: dict[int, nn.Module] = {}  # outermost ones that were called
+        self.state: dict[str, str] = {}  # digests of what they hold besides trained weights
         self.events = 0  # clippings and collectives so far
+        self.is_wrapped = False  # DDP holds a model
         self.loss: LossGraph | None = None
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
         self.forwards: list[dict[str, Any]] = []
-        self.outputs: list[Tensor] = []
+        self.outputs: list[tuple[dict[str, Any], list[Tensor]]] = []
         self.given_by_name: set[int] = set()
         self.collectives: list[dict[str, Any]] = []
         self.layers: dict[str, Any] = {"norms": set(), "dropouts": 0}
@@ -168,11 +192,25 @@ class Observer:
         p = tracked.parameters[number]
         if not p.requires_grad or not p.is_leaf or number in tracked.hooked:
             return
-        tracked.hooked.add(number)
-        p.register_hook(functools.partial(self._on_gradient, tracked, number))
+        tracked.hooked[number] = p.register_hook(
+            functools.partial(self._on_gradient, tracked, number)
+        ).id
+        self._read_first(tracked, number)
+
+    def _read_first(self, tracked: TrackedOptimizer, number: int) -> None:
+        """Put the observer's hook before the script's: a micro-step's gradient is what the loss
+        gives, and what a hook makes of it (a division, say) is a part of the update.
+        """
+        hooks: Any = tracked.parameters[number]._backward_hooks  # noqa: SLF001
+        own = tracked.hooked[number]
+        if hooks is not None and own in hooks and next(iter(hooks)) != own:
+            # Autograd runs them in the order of insertion, whatever `move_to_end` says.
+            entries = {own: hooks[own], **hooks}
+            hooks.clear()
+            hooks.update(entries)
 
     def _on_gradient(self, tracked: TrackedOptimizer, number: int, gradient: Tensor) -> None:
-        if not self.is_active or self.probing or not self.in_backward:
+        if not self.is_active or not self.in_backward:
             return
         window = tracked.window
         if tracked.backward != self.backwards:  # a micro-step begins
@@ -182,7 +220,7 @@ class Observer:
                 "backward": self.backwards,
                 "cleared": held is None or not bool(held.detach().any()),
                 "lr": [float(group["lr"]) for group in tracked.optimizer.param_groups],
-                "loss": self.loss,
+                "loss": self.loss, "state": self.state,
             })  # fmt: skip
             window.columns.append(np.zeros(tracked.values))
             weights = tracked.sample(tracked.parameters)
@@ -199,38 +237,79 @@ class Observer:
         def backward(tensors: Any, *args: Any, **kwargs: Any) -> None:
             if not self.is_active or self.in_backward:
                 return original(tensors, *args, **kwargs)
+            self.recorder.stop()
             roots = [tensors] if isinstance(tensors, Tensor) else list(tensors)
             self.backwards += 1
             self.depth = 0
-            self.loss = read_loss(roots, lambda: not self.probing)
-            self._probe()
+            for tracked in self.optimizers.values():
+                for number in tracked.hooked:
+                    self._read_first(tracked, number)
+            self.loss = read_loss(roots)
+            self.state = self._digest_state()
+            if self.recorder.records or self.backwards > 1:
+                self._probe(self.loss)
+            self.outputs.clear()
+            self.recorder.clear()
+            can_record = self._wants_probe() and not is_compiled(roots)
             self.in_backward = True
             try:
                 return original(tensors, *args, **kwargs)
             finally:
                 self.in_backward = False
+                if can_record:
+                    self.recorder.start()
 
         return backward
 
-    def _probe(self) -> None:
-        loss = self.loss
-        if loss is None or loss.elements is None or self.probes >= PROBED_MICRO_STEPS:
-            self.outputs.clear()
+    def _wants_probe(self) -> bool:
+        done = sum(probe.untested is None for probe in self.probes)
+        return done < PROBED_MICRO_STEPS and len(self.probes) < MOST_PROBES
+
+    def _probe(self, loss: LossGraph) -> None:
+        """Test by the recorded micro-step whether its samples influence one another."""
+        if not self._wants_probe() or loss.node is None or loss.reason is not None:
             return
-        outputs = [t for t in self.outputs if t.grad_fn is not None]
-        self.outputs.clear()
-        self.probing = True
+        probe = Probe(self.backwards)
+        self.probes.append(probe)
+        reduction = find_reduction(self.recorder, loss.node)
+        if reduction is None:
+            probe.untested = self.recorder.failure or "the loss's computation was not recorded"
+            return
         try:
-            mixed = mixes_samples(loss, outputs)
-        finally:
-            self.probing = False
-        self.probes += 1
-        if mixed:
-            why = "the loss of a sample depends on other samples of its micro-batch"
-            self.layers["mixed"] = why
-        elif mixed is None:
-            why = "nothing between the loss and the parameters has a row a sample"
-            self.layers["unprobed"] = why
+            self._replay(probe, reduction)
+        except Exception as error:  # noqa: BLE001  the script must run on, and the report says it
+            probe.untested = f"the replay failed: {type(error).__name__}: {error}"
+
+    def _replay(self, probe: Probe, reduction: Operation) -> None:
+        state = {id(t) for m in self.modules.values() for t in (*m.parameters(), *m.buffers())}
+        trained = [p for tracked in self.optimizers.values() for p in tracked.parameters]
+        state |= {id(t) for p in trained for t in (p, p.grad) if t is not None}
+        rows = [len(f["rows"]) for f in self.forwards if f["before"] == self.backwards]
+        replay = Replay(self.recorder, reduction, state, max(rows, default=0) or None)
+        for forward, tensors in self.outputs:
+            if forward["before"] == self.backwards:
+                forward["data"] = replay.is_data(tensors)
+        probe.mixed, probe.untested = compare_samples(replay)
+        probe.constants = replay.constants()
+
+    def _digest_state(self) -> dict[str, str]:
+        """Return digests of frozen weights, buffers, and weights of other models."""
+        found: dict[str, str] = {}
+        for number, module in enumerate(self.modules.values()):
+            norms = {
+                id(b) for m in module.modules() if isinstance(m, BATCH_NORMS) for b in m.buffers()
+            }
+            named = [(name, b) for name, b in module.named_buffers() if id(b) not in norms]
+            for name, p in module.named_parameters():
+                if not p.requires_grad or id(p) not in self.of_parameter:
+                    named.append((name, p))
+            for name, tensor in named:
+                if type(tensor.data) is Tensor and tensor.is_floating_point():
+                    values = tensor.detach().reshape(-1)
+                    values = values[:: max(1, len(values) // MOST_STATE_VALUES)].double().cpu()
+                    digest = hashlib.blake2b(values.numpy().tobytes(), digest_size=8)
+                    found[f"{type(module).__name__} {number}: {name}"] = digest.hexdigest()
+        return found
 
     # ------------------------------------------------------------------
     # Updates.
@@ -246,6 +325,7 @@ class Observer:
         tracked.closure_calls = 0
 
         def watched() -> Any:
+            self.recorder.clear()  # what the optimizer computed is no part of a micro-step
             result = closure()
             tracked.closure_calls += 1
             if tracked.closure_calls > 1:
@@ -295,6 +375,7 @@ class Observer:
             schedules=window.schedules, scale=window.scale, reasons=window.reasons,
             weights_sha256=hashlib.sha256(weights.tobytes()).hexdigest(),
             forwards=self.forwards, collectives=self.collectives,
+            horizons=sorted(tracked.horizons), wrapped=self.is_wrapped,
             gradient_bytes=sum(p.numel() * p.element_size() for p in tracked.parameters),
             dtypes=sorted({str(p.dtype) for p in tracked.parameters}),
             grouped=dist.is_available() and dist.is_initialized(),
@@ -302,6 +383,7 @@ class Observer:
         tracked.window = ObservedWindow()
         tracked.updates += 1
         self.forwards, self.collectives = [], []
+        self.recorder.clear()
         if self.updates is None:  # up to the end of the first epoch, if that is near
             self.updates = UPDATES_BY_DEFAULT
             if self.loaders and steps:
@@ -320,7 +402,7 @@ class Observer:
         self._write(skipped=tracked.updates, optimizer=tracked.index)
 
     def unscaled(self, tracked: TrackedOptimizer, scale: float) -> None:
-        tracked.window.scale = scale
+        tracked.window.scale, tracked.window.is_unscaled = scale, True
         if tracked.window.before_clip is not None:
             _note(tracked.window.reasons, CLIPPED_WHILE_SCALED)
 
@@ -335,7 +417,8 @@ class Observer:
             window, after = tracked.window, len(tracked.window.micro_steps)
             # Parts of a gradient may be clipped one by one: before the first it is whole.
             if not window.clips or window.clips[-1]["after"] != after:
-                window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
+                with self.recorder.paused():
+                    window.before_clip = tracked.sample(p.grad for p in tracked.parameters)
             self.events += 1
             window.clips.append({"after": after, "event": self.events})
 
@@ -343,15 +426,19 @@ class Observer:
         tracked = self.find(getattr(scheduler, "optimizer", None))
         if tracked is not None and self.is_active:
             tracked.window.schedules.append(len(tracked.window.micro_steps))
+            tracked.horizons |= _horizons(scheduler)
 
     # ------------------------------------------------------------------
     # Forward passes, data, collectives.
 
     def before_forward(self, module: nn.Module, inputs: Any) -> None:
-        if not self.is_active or self.in_backward or self.probing:
+        if not self.is_active or self.in_backward or _is_transformed():
             return
         self.depth += 1
-        if self.depth > 1 or not torch.is_grad_enabled() or not module.training:
+        if self.depth > 1:
+            return
+        self.modules[id(module)] = module
+        if not torch.is_grad_enabled() or not module.training:
             return
         if next(module.parameters(), None) is None:
             return
@@ -373,7 +460,9 @@ class Observer:
             return
         # The largest has the samples; others may be positions, masks or times, alike on all ranks.
         tensor = max(filter(_has_rows, _tensors(inputs)), key=Tensor.numel, default=None)
-        if tensor is not None:
+        if tensor is None:
+            return
+        with self.recorder.paused():
             rows = tensor.detach()[:4096].cpu().contiguous()
             as_bytes = rows.reshape(len(rows), -1).view(torch.uint8).numpy()
             self.forwards[-1]["rows"] = [
@@ -382,7 +471,7 @@ class Observer:
 
     def after_forward(self, module: nn.Module, inputs: Any, output: Any) -> None:
         del inputs
-        if not self.is_active or self.in_backward or self.probing:
+        if not self.is_active or self.in_backward or _is_transformed():
             return
         self.depth = max(0, self.depth - 1)
         if not torch.is_grad_enabled() or not module.training:
@@ -392,8 +481,6 @@ class Observer:
         if isinstance(module, DROPOUTS) and module.p > 0:
             self.layers["dropouts"] += 1
         found = [t for t in _tensors([output]) if t.requires_grad]
-        if self.probes < PROBED_MICRO_STEPS:
-            self.outputs += [t for t in found if t.dim() >= 2]
         if (
             self.depth == 0
             and found
@@ -401,13 +488,14 @@ class Observer:
             and next(module.parameters(), None) is not None
         ):
             forward = self.forwards[-1]
+            if self.recorder.records:
+                self.outputs.append((forward, found))
             for tensor in found:
                 if not tensor.is_leaf:
                     tensor.register_hook(lambda _, forward=forward: self._use(forward))
 
     def _use(self, forward: dict[str, Any]) -> None:
-        if not self.probing:
-            forward["used"] = True
+        forward["used"] = True
 
     def collective(self, kind: str, tensor: Any) -> None:
         if self.in_hook or not self.is_active:
@@ -431,8 +519,10 @@ class Observer:
         if self.ended or os.getpid() != self.pid:
             return
         self.ended = True
+        self.recorder.stop()
         self._write(
             end=why, backwards=self.backwards, loaders=self.loaders,
+            probes=[probe.to_json() for probe in self.probes],
             layers={**self.layers, "norms": sorted(self.layers["norms"])},
             environment={
                 "torch": torch.__version__, "python": sys.version.split()[0],
@@ -458,6 +548,26 @@ class Observer:
 def _note(reasons: list[str], reason: str) -> None:
     if reason not in reasons:
         reasons.append(reason)
+
+
+def _horizons(scheduler: Any) -> set[str]:
+    """Return the lengths that a schedule was given, and whether it is a function of the user's."""
+    found = {
+        f"{name}={getattr(scheduler, name)}"
+        for name in HORIZONS
+        if isinstance(getattr(scheduler, name, None), int)
+    }
+    if milestones := getattr(scheduler, "milestones", None):
+        found.add(f"milestones={sorted(milestones)}")
+    if hasattr(scheduler, "lr_lambdas") or hasattr(scheduler, "lr_lambda"):
+        found.add("its function")
+    return found
+
+
+def _is_transformed() -> bool:
+    """Return whether torch.func is at work, whose tensors have no values to be read."""
+    functorch = importlib.import_module("torch._C._functorch")  # not importable by a statement
+    return functorch.peek_interpreter_stack() is not None
 
 
 def _has_rows(tensor: Tensor) -> bool:
@@ -533,7 +643,7 @@ def _counted(method: Callable[..., Any], name: str, observer: Observer) -> Calla
 
 def _install_scaler(observer: Observer) -> None:
     scaler = torch.amp.GradScaler
-    step, unscale = scaler.step, scaler.unscale_
+    step, unscale, update = scaler.step, scaler.unscale_, scaler.update
 
     @functools.wraps(unscale)
     def unscale_(self: Any, optimizer: Any) -> Any:
@@ -551,7 +661,15 @@ def _install_scaler(observer: Observer) -> None:
             observer.skip(tracked)
         return result
 
-    scaler.step, scaler.unscale_ = stepping, unscale_
+    @functools.wraps(update)
+    def updating(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # The scaler forgets what it unscaled, so a window whose step the script leaves out ends.
+        for tracked in observer.optimizers.values() if observer.is_active else ():
+            if tracked.window.is_unscaled:
+                observer.skip(tracked)
+        return update(self, *args, **kwargs)
+
+    scaler.step, scaler.unscale_, scaler.update = stepping, unscale_, updating
 
 
 def _install_loader(observer: Observer) -> None:
@@ -580,7 +698,12 @@ def _install_collectives(observer: Observer) -> None:
     for group in (dist.ProcessGroup, getattr(dist, "ProcessGroupGloo", None)):
         for name in COLLECTIVES if group is not None else ():
             setattr(group, name, _counted(getattr(group, name), name, observer))
-    register, forward = Ddp.register_comm_hook, Ddp.forward
+    build, register, forward = Ddp.__init__, Ddp.register_comm_hook, Ddp.forward
+
+    @functools.wraps(build)
+    def building(self: Ddp, *args: Any, **kwargs: Any) -> None:
+        build(self, *args, **kwargs)
+        observer.is_wrapped = True
 
     def registering(self: Ddp, *args: Any, **kwargs: Any) -> None:
         self._audited = True  # type: ignore[assignment]
@@ -603,7 +726,7 @@ def _install_collectives(observer: Observer) -> None:
             register(self, self.process_group, reduce)
         return forward(self, *args, **kwargs)
 
-    Ddp.register_comm_hook, Ddp.forward = registering, forwarding
+    Ddp.__init__, Ddp.register_comm_hook, Ddp.forward = building, registering, forwarding
 
 
 # ----------------------------------------------------------------------

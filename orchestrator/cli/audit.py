@@ -19,12 +19,14 @@ from typing import Any
 
 from rich.console import Console
 
+from orchestrator.agent.root_cause import tail
 from orchestrator.audit import FAKE_CUDA, FILES, FOLDER, OWN_RANKS, UPDATES
 from orchestrator.audit.faults import FAULTS
 from orchestrator.audit.judge import (
     ESSENTIAL,
     RIGHT,
     ROWS,
+    SLOW,
     UNJUDGED,
     WRONG,
     Judgement,
@@ -61,8 +63,8 @@ STEPS = (1, 3)  # what --steps is filled with: three is likely to leave a ragged
 JOB_UPDATES = 8
 DEFAULTS = ("cluster.nodes=1", "cluster.ranks_per_node=2")
 OURS = ("run.snapshot=false", "run.watch=true", "tracker=none", "run.max_restarts=0")
-SIGNS = {WRONG: "WRONG", UNJUDGED: "?", RIGHT: "ok"}
-STYLES = {WRONG: "bold red", UNJUDGED: "yellow", RIGHT: "green"}
+SIGNS = {WRONG: "WRONG", UNJUDGED: "?", SLOW: "slow", RIGHT: "ok"}
+STYLES = {WRONG: "bold red", UNJUDGED: "yellow", SLOW: "yellow", RIGHT: "green"}
 
 
 @dataclass
@@ -90,7 +92,9 @@ class Audit:
         if any(f.state == WRONG for f in self.judgement.findings):
             return WRONG
         states = {self.judgement.state(row) for row in ESSENTIAL}
-        return UNJUDGED if UNJUDGED in states else RIGHT
+        if UNJUDGED in states:
+            return UNJUDGED
+        return SLOW if any(f.state == SLOW for f in self.judgement.findings) else RIGHT
 
     def to_json(self) -> dict[str, Any]:
         made = self.judgement
@@ -105,13 +109,14 @@ class Audit:
 
 def audit(
     overrides: Sequence[str], program: Sequence[str], *, steps: str | None, updates: int | None,
-    fake_cuda: bool, output: OutputOptions,
+    fake_cuda: bool, output: OutputOptions, strict: bool = False,
 ) -> tuple[list[Audit], int]:  # fmt: skip
     """Audit a script, or a job class where `program` is empty; return the exit code, too.
 
     Args:
         steps: an argument with `{steps}`, for one run with each number of `STEPS`.
         updates: of each run; None: 8, or up to the end of the first epoch.
+        strict: a slow run fails, too.
 
     Raises:
         UsageError: the run cannot be started, or not audited.
@@ -140,7 +145,7 @@ def audit(
         if code in (EXIT_STOPPED, EXIT_INTERRUPTED):
             return done, EXIT_INTERRUPTED
     states = {made.state for made in done}
-    if WRONG in states:
+    if WRONG in states or (strict and SLOW in states):
         return done, EXIT_FAILED
     return done, EXIT_UNJUDGED if UNJUDGED in states else EXIT_FINISHED
 
@@ -185,9 +190,10 @@ def _run(
     ):
         code = start_run(ready)
         culprit = (ready.run.read_result() or {}).get("culprit")
+        log = tail(ready.run.rank_log(0))
     made = Audit(plan.ranks)
     stated = not program or bool(given & {key_of(one) for one in DEFAULTS})
-    _judge(made, traces_in, code, culprit, stated_ranks=stated)
+    _judge(made, traces_in, code, culprit, log, stated_ranks=stated)
     return made, code
 
 
@@ -213,12 +219,14 @@ def _judge(
     traces_in: Path,
     code: int,
     culprit: Mapping[str, Any] | None,
+    log: Sequence[str],
     *,
     stated_ranks: bool,
 ) -> None:
     """Judge what the ranks have written, or say why nothing can be judged.
 
     Args:
+        log: the end of rank 0's, where the script may say why it made no update.
         stated_ranks: their number was typed, or is that of a job.
     """
     failed = None
@@ -241,13 +249,14 @@ def _judge(
     if not any(trace.windows for trace in traces):
         backwards = max(int(trace.end.get("backwards", 0)) for trace in traces)
         made.reason = failed or f"the script made {backwards} backward passes, and no update"
+        made.log = made.log or list(log)
         return
     grouped = any(w.record["grouped"] for trace in traces for w in trace.windows.values())
     if made.ranks > 1 and not stated_ranks and not grouped:
         made.notes.append("the script does not use torch.distributed: judged as one process")
         traces, made.ranks = traces[:1], 1
     made.judgement = judge(traces)
-    made.notes += _notes(traces, failed)
+    made.notes += [*made.judgement.notes, *_notes(traces, failed)]
 
 
 def _notes(traces: Sequence[Trace], failed: str | None) -> list[str]:
@@ -300,7 +309,7 @@ def print_audit(made: Audit, console: Console) -> None:
         say(console, f"not judged: {made.reason}", "yellow", prose=True)
         return
     table = new_table(("", "verdict", "what was seen", "updates"), ())
-    order = {WRONG: 0, UNJUDGED: 1, RIGHT: 2}
+    order = {state: n for n, state in enumerate((WRONG, UNJUDGED, SLOW, RIGHT))}
     for row in sorted(ROWS, key=lambda row: (order[found.state(row)], ROWS.index(row))):
         state = found.state(row)
         here = [f for f in found.findings if f.row == row and f.state == state]
@@ -331,7 +340,11 @@ def _summary(made: Audit, found: Judgement) -> str:
     if made.state == WRONG:
         off = found.state("gradient") != RIGHT and errors
         largest = f"; its gradient is off by up to {max(errors):.2g}" if off else ""
-        return f"wrong: {', '.join(found.faults)} ({of}{largest})"
+        wrong = {f.fault: None for f in found.findings if f.state == WRONG and f.fault}
+        return f"wrong: {', '.join(wrong)} ({of}{largest})"
     if made.state == UNJUDGED:
         return f"not judged: {of}"
-    return f"right: {of}, each that of one big batch (relative error at most {max(errors):.1e})"
+    text = f"{of}, each that of one big batch (tested; relative error at most {max(errors):.1e})"
+    if made.state == SLOW:
+        return f"slow: {', '.join(found.faults)}; the updates are right: {text}"
+    return f"right: {text}"

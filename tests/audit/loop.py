@@ -32,7 +32,14 @@ RIGHT = (
 )  # fmt: skip
 ALSO = {"cleared-early": "cleared-each-micro-step"}
 """Faults that the audit gives the name of another."""
-NOT_WRONG = ("two-losses", "other-divisor", "bare-dropout", "sharpness-aware")
+NOT_WRONG = (
+    "lbfgs",
+    "discarded-forward",
+    "two-losses",
+    "other-divisor",
+    "bare-dropout",
+    "sharpness-aware",
+)
 
 
 class Model(nn.Module):
@@ -102,6 +109,9 @@ def train(fault, epochs, rank, size):
             torch.optim.AdamW([*inner.body.parameters(), *inner.embed.parameters()], lr=1e-2),
         ]
     schedulers = [torch.optim.lr_scheduler.ExponentialLR(o, 0.97) for o in optimizers]
+    if fault == "lbfgs":
+        optimizers = [torch.optim.LBFGS(parameters, max_iter=2)]
+        schedulers = []
     scaler = torch.amp.GradScaler("cpu", enabled=fault == "scaler", init_scale=1024.0)
     x, y = sentences(24 * size - 2, 0)
     if fault in (
@@ -152,6 +162,8 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
         quiet = quiet and fault != "reduced-each-micro-step"
         with model.no_sync() if quiet else contextlib.nullcontext():
             with torch.autocast("cpu", torch.bfloat16, enabled=fault == "autocast"):
+                if fault == "discarded-forward":
+                    inner((x[rows] + 1) % 11).square().mean()
                 first = [torch.arange(7)] if fault == "positions-first" else []
                 logits = model(*first, x[rows]).flatten(0, 1).float()
             target = y[rows].flatten()
@@ -190,6 +202,16 @@ def train_window(fault, model, inner, optimizers, schedulers, scaler, x, y, wind
         if fault == "schedule-each-micro-step":
             schedulers[0].step()
 
+    if fault == "lbfgs":
+
+        def closure():
+            optimizers[0].zero_grad()
+            for k, rows in enumerate(window):
+                backward(k, rows)
+            return torch.zeros(())
+
+        optimizers[0].step(closure)
+        return
     if fault == "closure":
         for k, rows in enumerate(window[:-1]):
             backward(k, rows)

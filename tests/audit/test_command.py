@@ -71,8 +71,8 @@ def test_what_a_script_writes_is_gone_and_what_it_reads_is_there(tmp_path):
     (inner / "data.txt").write_text("read")
     (tmp_path / "near.txt").write_text("read")
     done, [made] = audit("--updates", "30", "--", "../train.py", cwd=inner)
-    assert done.returncode == 1, done.stderr
-    assert made["faults"] == ["reduced-each-micro-step"]
+    assert done.returncode == 0, done.stderr
+    assert (made["state"], made["faults"]) == ("slow", ["reduced-each-micro-step"])
     assert made["rows"]["gradient"] == "right"
     assert len(made["updates"]) == 20  # the script ended before 30
     assert [p.name for p in inner.iterdir()] == ["data.txt"]
@@ -158,9 +158,80 @@ def test_steps_audits_with_several_numbers_of_micro_steps(tmp_path):
 
 def test_a_script_that_names_cuda_runs_on_cpus(tmp_path):
     script(tmp_path, backend="nccl", cuda=".cuda()")
-    done, [made] = audit("--fake-cuda", "--", "train.py", cwd=tmp_path)
-    assert made["faults"] == ["reduced-each-micro-step"], made
+    done, [made] = audit("--fake-cuda", "--strict", "--", "train.py", cwd=tmp_path)
+    assert (made["state"], made["faults"]) == ("slow", ["reduced-each-micro-step"]), made
     assert done.returncode == 1
+
+
+ACCELERATOR = """\
+import os, torch
+import torch.distributed as dist
+from torch import nn
+rank = int(os.environ["LOCAL_RANK"])
+if torch.accelerator.device_count() < 2:
+    print("unable to locate sufficient gpus")
+    raise SystemExit
+device = torch.device(f"{torch.accelerator.current_accelerator()}:{rank}")
+torch.accelerator.set_device_index(rank)
+backend = dist.get_default_backend_for_device(device)
+dist.init_process_group(backend, device_id=device)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2).to(rank), device_ids=[rank])
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+torch.manual_seed(rank)
+for _ in range(8):
+    x, y = torch.randn(4, 3).to(device), torch.ones(4, dtype=torch.long, device=rank)
+    nn.functional.cross_entropy(model(x), y).backward()
+    optimizer.step()
+    optimizer.zero_grad()
+torch.accelerator.synchronize()
+"""
+
+
+def test_a_script_for_any_accelerator_runs_on_cpus_or_says_why_not(tmp_path):
+    (tmp_path / "train.py").write_text(ACCELERATOR)
+    _, [made] = audit("--fake-cuda", "cluster.ranks_per_node=2", "--", "train.py", cwd=tmp_path)
+    assert made["state"] == "right", made
+    done = verb("audit", "cluster.ranks_per_node=2", "--", "train.py", cwd=tmp_path)
+    assert done.returncode == 4
+    assert "unable to locate sufficient gpus" in done.stdout
+
+
+@pytest.mark.parametrize("mode", ["skip", "noscale"])
+def test_a_script_that_leaves_out_a_step_is_right_and_one_that_clips_the_scale_is_not(
+    mode, tmp_path
+):
+    (tmp_path / "train.py").write_text(SCALER)
+    line = ("cluster.ranks_per_node=2", "--", "train.py", mode)
+    _, [made] = audit(*line, cwd=tmp_path)
+    assert made["faults"] == ([] if mode == "skip" else ["clipped-while-scaled"]), made
+    assert made["state"] == ("right" if mode == "skip" else "wrong")
+
+
+SCALER = """\
+import contextlib, os, sys, torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+rank, size = dist.get_rank(), dist.get_world_size()
+torch.manual_seed(1)
+model = nn.parallel.DistributedDataParallel(nn.Linear(10, 3))
+optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+x = torch.randn(32 * size, 10)
+for i, rows in enumerate(torch.arange(len(x))[rank::size].split(2)):
+    last = i % 2
+    with contextlib.nullcontext() if last else model.no_sync():
+        scaler.scale(model(x[rows]).square().mean() / 2).backward()
+    if last:
+        if sys.argv[1] != "noscale":
+            scaler.unscale_(optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 1e-2)
+        if sys.argv[1] != "skip" or i // 2 % 3 != 2:
+            scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+"""
 
 
 def test_a_job_class_is_right():
@@ -216,3 +287,51 @@ def test_an_interrupt_leaves_nothing(tmp_path):
     process.communicate(timeout=60)
     assert process.returncode == 130
     assert not list(temporary.iterdir())
+
+
+FUNCTIONAL = """\
+import torch
+from torch import nn
+model = nn.Linear(3, 2)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+loss = lambda p, x: torch.func.functional_call(model, p, (x,)).square().mean()
+for _ in range(3):
+    weights = {name: p.detach() for name, p in model.named_parameters()}
+    gradients = torch.func.grad(loss)(weights, torch.randn(4, 3))
+    for name, p in model.named_parameters():
+        p.grad = gradients[name]
+    optimizer.step()
+print("trained")
+"""
+FROZEN = """\
+import torch
+import torch.distributed as dist
+from torch import nn
+dist.init_process_group("gloo")
+torch.manual_seed(dist.get_rank())
+frozen = nn.Linear(3, 3).requires_grad_(False)
+data = torch.randn(64, 3)
+torch.manual_seed(0)
+model = nn.parallel.DistributedDataParallel(nn.Linear(3, 2))
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for x in data.split(4):
+    model(frozen(x)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "ranks", "reason"),
+    [
+        (FUNCTIONAL, 1, "an update without a backward pass"),
+        (FROZEN, 2, "is not trained, and differs between ranks"),
+    ],
+    ids=["torch.func", "frozen weights"],
+)
+def test_updates_that_cannot_be_tested_are_not_judged(text, ranks, reason, tmp_path):
+    (tmp_path / "train.py").write_text(text)
+    done, [made] = audit(f"cluster.ranks_per_node={ranks}", "--", "train.py", cwd=tmp_path)
+    assert (done.returncode, made["state"]) == (4, "not judged"), done.stderr
+    assert not made["notes"]  # the script was not disturbed
+    assert any(reason in f["text"] for f in made["findings"] if f["row"] == "weights")
