@@ -147,6 +147,7 @@ class Observer:
         self.modules: dict[int, nn.Module] = {}  # outermost ones that were called
         self.state: dict[str, str] = {}  # digests of what they hold besides trained weights
         self.events = 0  # clippings and collectives so far
+        self.own_clip: float | None = None  # the factor of the accumulator's clip_norm
         self.is_wrapped = False  # DDP holds a model
         self.loss: LossGraph | None = None
         self.applied = np.zeros(0)  # the gradient that the newest step of an optimizer applies
@@ -350,6 +351,11 @@ class Observer:
         if tracked.reason is not None:
             _note(tracked.window.reasons, tracked.reason)
         self.applied = tracked.sample(p.grad for p in tracked.parameters)
+        if self.own_clip is not None:
+            self.events += 1
+            window = tracked.window
+            window.before_clip, self.own_clip = self.applied / self.own_clip, None
+            window.clips.append({"after": len(window.micro_steps), "event": self.events})
         scale = getattr(tracked.optimizer, "grad_scale", None)
         if scale is not None:  # an optimizer that removes the loss scaler's scale by itself
             tracked.window.scale = float(scale)
@@ -613,6 +619,7 @@ def install(observer: Observer) -> None:
             scheduler.step = _before(scheduler.step, observer.schedule)
     _install_scaler(observer)
     _install_loader(observer)
+    _install_policy(observer)
     if dist.is_available():
         _install_collectives(observer)
 
@@ -670,6 +677,23 @@ def _install_scaler(observer: Observer) -> None:
         return update(self, *args, **kwargs)
 
     scaler.step, scaler.unscale_, scaler.update = stepping, unscale_, updating
+
+
+def _install_policy(observer: Observer) -> None:
+    """Note how the project's own accumulator clips: with one factor, as it averages."""
+    from orchestrator.engine.common.boundary import EPSILON, UpdatePolicy
+
+    decide = UpdatePolicy.decide
+
+    @functools.wraps(decide)
+    def deciding(self: Any, *args: Any, **kwargs: Any) -> Any:
+        decision = decide(self, *args, **kwargs)
+        limit = self._clip_norm
+        if decision is not None and limit is not None:
+            observer.own_clip = min(1.0, limit / (decision[0] + EPSILON))
+        return decision
+
+    UpdatePolicy.decide = deciding
 
 
 def _install_loader(observer: Observer) -> None:

@@ -234,9 +234,12 @@ for i, rows in enumerate(torch.arange(len(x))[rank::size].split(2)):
 """
 
 
-def test_a_job_class_is_right():
-    done, [made] = audit("job=digits", "accumulation.steps=3", "cluster.nodes=2", ALONE)
+def test_a_job_class_is_right_and_its_clipping_is_seen():
+    line = ("job=digits", "accumulation.steps=3", "train.clip_norm=0.05", "cluster.nodes=2", ALONE)
+    done, [made] = audit(*line)
     assert (done.returncode, made["state"], made["ranks"]) == (0, "right", 2), made
+    texts = {f["text"] for f in made["findings"] if f["row"] == "clipping"}
+    assert texts == {"once an update, after the reduction"}
 
 
 @pytest.mark.parametrize(
