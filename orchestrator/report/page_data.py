@@ -117,7 +117,8 @@ def data_of(path: Path) -> dict[str, Any]:
             unreadable.append(str(error))
     varying = only_varying([current_overrides(run, s.get("overrides") or []) for run, s in sound])
     cells: list[SweptRun] = []
-    configs: list[dict[str, Any]] = []
+    first: dict[str, Any] = {}  # values of the first run, of which others keep what differs
+    changes: list[dict[str, Any]] = []
     runs: list[dict[str, Any]] = []
     for (run, submission), overrides in zip(sound, varying, strict=True):
         own = {
@@ -128,14 +129,16 @@ def data_of(path: Path) -> dict[str, Any]:
             history = read_metrics(run.metrics)
             curves = Curves(len(history.updates), most)
             cell = swept_run(run, own, updates=curves.watch(history.updates))
-            config = run.read_config()
+            config = dict(flat(run.read_config()))
             evaluations = _evaluations(thinned(history.evaluations, most))
             runs.append(_run(run, cell, submission, curves, evaluations))
         except RunFolderError as error:
             unreadable.append(str(error))
         else:
             cells.append(cell)
-            configs.append(config)
+            first = first or config
+            keys = {**first, **config}
+            changes.append({k: config.get(k) for k in keys if config.get(k) != first.get(k)})
     if not runs:
         raise RunFolderError("\n".join(unreadable))
     search: dict[str, Any] | None = None
@@ -159,7 +162,7 @@ def data_of(path: Path) -> dict[str, Any]:
         "figures": [{"key": key, "title": title} for key, title, _ in FIGURES],
         "metrics": list(dict.fromkeys(name for cell in cells for name in cell.summary.metrics)),
         "programs": any(cell.plan.get("program") for cell in cells),
-        "differing": _differing(configs),
+        "differing": _differing(first, changes),
         "sentences": [
             *(describe_search(search) if search else ()),
             *(verdict(pair) for pair in accumulation_pairs(cells)),
@@ -185,17 +188,21 @@ def _section(key: str) -> str:
     return key.split(".", maxsplit=1)[0]
 
 
-def _differing(configs: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return the keys that differ between runs, with each run's value."""
-    first, *others = (dict(flat(config)) for config in configs)
-    keys = [
-        key
-        for key in dict.fromkeys(key for one in (first, *others) for key in one)
-        if _section(key) not in OF_NO_RUN and any(one.get(key) != first.get(key) for one in others)
-    ]
+def _differing(
+    first: Mapping[str, Any], changes: Sequence[Mapping[str, Any]]
+) -> list[dict[str, Any]]:
+    """Return the keys that differ between runs, with each run's value.
+
+    Args:
+        first: values of the first run.
+        changes: values of each run that differ from these.
+    """
+    changed = dict.fromkeys(key for values in changes for key in values)
+    keys = [key for key in {**first, **changed} if key in changed]
     return [
-        {"key": key, "values": [shown(key, one.get(key)) for one in (first, *others)]}
+        {"key": key, "values": [shown(key, one.get(key, first.get(key))) for one in changes]}
         for key in keys
+        if _section(key) not in OF_NO_RUN
     ]
 
 

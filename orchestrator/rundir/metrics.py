@@ -368,7 +368,7 @@ class Figures:
         self.spans: dict[int, tuple[float, float]] = {}
         self.peak_memory_bytes: int | None = None
         self._sums: dict[str, Any] = dict.fromkeys(self.SUMMED, 0)
-        self._counts = dict.fromkeys(self.SUMMED, 0)
+        self._counts: dict[str, int] = dict.fromkeys(self.SUMMED, 0)
         # The first update of each attempt also warms up caches. It is used only if all are first.
         self._first, self._others = _Times(), _Times()
         self._attempt: int | None = None
