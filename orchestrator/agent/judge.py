@@ -176,14 +176,14 @@ class WorkerJudge:
         """
         limits = self._limits
         if position.waited_s and age_s < 2 * BEAT_S:
-            self._move(now)
+            self._move()
             self.stood_s = position.waited_s + age_s
             waits = self.stood_s >= limits.notice_s
             self.standing = Standing.WAITS if waits else Standing.MOVES
             return self.standing
         stood_s = position.stood_s + age_s
         if stood_s < self.stood_s or self.standing is Standing.WAITS:
-            self._move(now)
+            self._move()
         self.stood_s = stood_s
         usual_s = max(limits.notice_s, STALL_FACTOR * self._longest_s)
         if stood_s < limits.notice_s:
@@ -207,8 +207,7 @@ class WorkerJudge:
         """Return whether nothing of it has moved for so long that it counts as hanging."""
         return self.standing is Standing.IDLE and self.idle_s > self._limits.hang_s
 
-    def _move(self, now: float) -> None:
-        del now
+    def _move(self) -> None:
         if self.standing is not Standing.WAITS:
             self._longest_s = max(self._longest_s, self.stood_s)
         self._idle.reset()
