@@ -116,6 +116,7 @@ class Plan:
         """
         batch, split, length, rates = self.batch, self.split, self.length, self.rates
         rate_known = rates.source != "optimizer" or rates.first is not None
+        shards = self.order.shards
         return {
             "ranks": self.ranks,
             "nodes": self.nodes,
@@ -142,7 +143,7 @@ class Plan:
             "ragged": self.order.ragged,
             "reduction": self.reduction,
             "seed": self.order.seed,
-            "shards": asdict(self.order.shards) if self.order.shards else None,
+            "shards": shards and {"lengths": shards.lengths, "lanes": shards.lanes},
             "gathers_per_update": self.traffic.gathers,
             "warnings": self.warnings,
         }
