@@ -42,7 +42,7 @@ two lines so far, and after no less than this.
 
 
 class Standing(StrEnum):
-    """What a rank does while its position does not change; see the module."""
+    """Activity of a rank whose position does not change; see the module."""
 
     MOVES = "moves"
     WAITS = "waits"
@@ -53,7 +53,7 @@ class Standing(StrEnum):
 
 
 class Work(NamedTuple):
-    """What processes have used so far: processor time, and bytes read and written."""
+    """Resources that processes have used: processor time, and bytes read and written."""
 
     processor_s: float
     io_bytes: int

@@ -77,7 +77,7 @@ def _time_limit(text: str) -> str:
 
 _NUMERAL = r"[+-]?(?:\d[\d_]*\.?[\d_]*|\.\d[\d_]*)(?:[eE][+-]?\d+)?"
 _READ_OTHERWISE = rf"{_NUMERAL}|[+-]?(?i:inf|nan)|(?i:true|false)"
-"""What Hydra's grammar reads as a number or a boolean."""
+"""Texts that Hydra's grammar reads as a number or a boolean."""
 
 _SCALARS = re.compile(rf"(^|[,(\[]\s*|:\s+)({_READ_OTHERWISE})(?=\s*(?:$|[,)\]}}]))")
 

@@ -1,6 +1,6 @@
 """Records of what takes this process long: waits for other ranks, and declared work.
 
-Groups record every wait for a collective. Whoever saves, evaluates or prepares data declares it:
+Groups record every wait for a collective. Code that saves, evaluates or prepares data says so:
 such work may leave the processors unused for as long as a disk takes, and is not ended for that.
 `trainer/agent_link.py` reports both to the agent (`agent/judge.py`).
 

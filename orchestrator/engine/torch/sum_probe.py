@@ -1,4 +1,4 @@
-"""Whether a job's loss is a sum over samples, found by computing it on a few samples.
+"""Probe that a job's loss is a sum over samples, by computing it on a few samples.
 
 The loss of some samples together is compared with the sum of the losses of two halves: total,
 weight, and gradient, since a head that begins at zero hides in the total what it hides not in the
