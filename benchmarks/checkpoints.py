@@ -74,7 +74,7 @@ def body(data: dict[str, Any]) -> str:
 
 
 def _window(update: int) -> Window:
-    one = MicroBatch(update=update, start=0, indices=tuple(range(BATCH)))
+    one = MicroBatch(update=update, positions=range(BATCH), indices=tuple(range(BATCH)))
     return Window(
         update=update, samples=BATCH, micro_batches=(one,), steps=1, learning_rate=1e-4,
         samples_per_rank=(BATCH,),

@@ -81,7 +81,11 @@ class Ours:
         began = time.perf_counter()
         for _ in range(UPDATES):
             work = tuple(
-                MicroBatch(update=self.update, start=k * SIZE, indices=tuple(range(SIZE)))
+                MicroBatch(
+                    update=self.update,
+                    positions=range(k * SIZE, (k + 1) * SIZE),
+                    indices=tuple(range(SIZE)),
+                )
                 for k in range(STEPS)
             )
             self.engine.begin_window(

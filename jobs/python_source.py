@@ -32,6 +32,9 @@ class Paragraphs:
     """Data set of `count` pieces of 9 to `longest` bytes, taken evenly from the library.
 
     Each is a uint8 tensor of shape (length,). Indexing repeats nothing and draws nothing at random.
+
+    Attributes:
+        lengths: of all pieces, in bytes.
     """
 
     def __init__(self, count: int, longest: int, *, held_out: bool = False) -> None:
@@ -42,6 +45,7 @@ class Paragraphs:
                 f"{count} are asked for"
             )
         self._pieces = [every[place * len(every) // count] for place in range(count)]
+        self.lengths = [len(piece) for piece in self._pieces]
 
     def __len__(self) -> int:
         return len(self._pieces)

@@ -56,6 +56,12 @@ class Job:
     the model, for checkpoints. What progress decides (annealing, say) it reads from
     `orchestrator.current_run`, which has `update`, `epoch`, `rank`, `ranks` and `folder`.
 
+    Likewise `lengths(self)`: the length of each sample of the data set in tokens, a sequence or an
+    array of whole numbers, for `accumulation.micro_tokens`; an attribute `lengths` of the data set
+    serves as well. It must be cheap to read. And `cost(self, length, samples) -> float`: what a
+    micro-step of `samples` samples, padded to `length` tokens, costs in any unit, where that is not
+    in proportion to its padded tokens (attention over long sequences, say).
+
     Likewise `shard(self, model, mesh)`: it calls `fully_shard(..., mesh=mesh)` on parts of the
     model, and on the whole last, where `engine.shard_model` would take each layer.
     """

@@ -198,6 +198,12 @@ def refuse_another_plan(
             f"so far; to keep it, add accumulation.global_batch={before.global_batch} "
             f"accumulation.steps={before.steps} accumulation.micro_batch=null\n{instead}"
         )
+    tokens, tokens_before = after.micro_tokens, before.micro_tokens
+    if new.reduction == "reproducible" and tokens != tokens_before:
+        raise ConfigError(
+            f"accumulation.micro_tokens={tokens}: in reproducible mode it forms the leaves, "
+            f"and was {tokens_before} so far; another one is another sum\n{instead}"
+        )
     leaf, leaf_before = after.micro_batch_cap, before.micro_batch_cap
     if new.reduction == "reproducible" and leaf != leaf_before:
         raise ConfigError(

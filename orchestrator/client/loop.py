@@ -90,18 +90,19 @@ class RankWindows:
         if ranks is not None and ranks != plan.ranks:
             largest = max(size for sizes in plan.split.micro_batches for size in sizes)
             cap = plan.batch.micro_batch_cap or largest
-            batch = replace(plan.batch, micro_batch_cap=cap)
+            batch = plan.batch if plan.work else replace(plan.batch, micro_batch_cap=cap)
             self._planner = replace(self._planner, ranks=ranks, batch=batch)
         self._rank, self._rates, self._shard_ranks = rank, rates, shard_ranks
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
-        window = self._planner.window(update, self._rank)
-        of_ranks = self._planner.assignment(update).micro_batches
+        split = self._planner.assignment(update)
+        window = self._planner.window(update, self._rank, split)
+        of_ranks = split.micro_batches
         longest = max(self._shard_ranks, key=lambda rank: len(of_ranks[rank]), default=self._rank)
         own = len(window.micro_batches)
         if padding := len(of_ranks[longest]) - own:
-            others = self._planner.window(update, longest).micro_batches[own:]
+            others = self._planner.window(update, longest, split).micro_batches[own:]
             micro_batches = (*window.micro_batches, *others)
             window = replace(window, micro_batches=micro_batches, padding=padding)
         return replace(window, learning_rate=self._rates(update)) if self._rates else window
@@ -138,7 +139,8 @@ class TrainingProgress:
     def add(self, done: CompletedUpdate) -> None:
         """Add a completed update."""
         self.done = done
-        self.kept.append(replace(done, window=replace(done.window, micro_batches=())))
+        window = replace(done.window, micro_batches=(), order=None)
+        self.kept.append(replace(done, window=window))
         self.updates, self.loss = done.window.update + 1, done.report.loss
         self.samples += done.window.samples
 

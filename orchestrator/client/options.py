@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from orchestrator.client.loop import Callback
 from orchestrator.client.record import whole_number
+from orchestrator.config.rules import accumulation_problems
 from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
 from orchestrator.errors import ConfigError, PlanError, did_you_mean
+from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 
 _SECTIONS = re.compile(r"\b(?:accumulation|train)\.(?=[a-z_]+\b)")
 _LEAST = {
-    "global_batch": 1, "steps": 1, "micro_batch": 1, "updates": 1, "seed": 0, "first": 0,
-    "checkpoint_every": 0, "keep_checkpoints": 1,
+    "global_batch": 1, "steps": 1, "micro_batch": 1, "micro_tokens": 1, "pad_to": 1,
+    "updates": 1, "seed": 0, "first": 0, "checkpoint_every": 0, "keep_checkpoints": 1,
 }  # fmt: skip
 _KINDS: Mapping[str, tuple[Any, str]] = {
     "state": (Mapping, "state={'rate': scheduler}"),
@@ -36,6 +38,12 @@ class WindowOptions:
     Attributes:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
+        micro_tokens: most padded tokens of a micro-batch, in the place of `steps` and
+            `micro_batch`; it needs `lengths`.
+        lengths: of the samples, in tokens: a sequence or array of whole numbers, one for each.
+        pad_to: you pad a micro-batch to a multiple of it.
+        cost: of a micro-batch, from its padded length and its number of samples, in any unit;
+            without it, its padded tokens.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
         shards: of a data set that is read shard after shard (`orchestrator.Shards`).
@@ -53,6 +61,10 @@ class WindowOptions:
     global_batch: int | None = None
     steps: int | None = None
     micro_batch: int | None = None
+    micro_tokens: int | None = None
+    lengths: Any = None
+    pad_to: int = 1
+    cost: Callable[[int, int], float] | None = None
     updates: int | None = None
     epochs: float | None = None
     ragged: str = "update"
@@ -124,18 +136,37 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
-    for name in ("global_batch", "steps", "micro_batch", "ragged"):
+    for name in ("global_batch", "steps", "micro_batch", "micro_tokens", "pad_to", "ragged"):
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
     keys = ("accumulation.ragged", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
-    if refused := [*beyond(plain(config)), *filter(None, single)]:
+    problems = accumulation_problems(config.accumulation)
+    if refused := [*beyond(plain(config)), *filter(None, single), *problems]:
         raise ConfigError(f"run.windows(): {as_options(refused[0])}")
     try:
-        return Plan.of(config, JobFacts(dataset_samples=samples, shards=options.shards))
+        known = JobFacts(
+            dataset_samples=samples,
+            shards=options.shards,
+            lengths=_checked_lengths(options, samples),
+            cost=options.cost,
+        )
+        return Plan.of(config, known)
     except PlanError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
+
+
+def _checked_lengths(options: WindowOptions, samples: int) -> Any:
+    """Return the samples' lengths, if they are needed. Raises `PlanError` if they are missing."""
+    if options.micro_tokens is None:
+        return None
+    if options.lengths is None:
+        raise PlanError(
+            f"micro_tokens={options.micro_tokens} needs lengths=, the length of each of the "
+            f"{samples} samples in tokens"
+        )
+    return lengths_of(options.lengths, samples)
 
 
 def as_options(sentence: str) -> str:
@@ -149,7 +180,10 @@ def as_options(sentence: str) -> str:
 
 def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, Any]:
     """Return what decides the samples and random numbers of every update, and must not change."""
-    leaf = plan.batch.micro_batch_cap if plan.reduction == "reproducible" else None
+    leaf = budget = None
+    if plan.reduction == "reproducible":
+        leaf = plan.batch.micro_batch_cap
+        budget = plan.work and (plan.work.budget.micro_tokens, plan.work.budget.pad_to)
     shards = options.shards
     return {
         "samples": samples,
@@ -159,4 +193,6 @@ def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, An
         "shards": list(shards.lengths) if shards else None,
         "lanes of shards": shards.lanes if shards else None,
         "micro_batch (of reduction='reproducible')": leaf,
+        "micro_tokens and pad_to (of reduction='reproducible')": budget and list(budget),
+        "lengths (their digest)": plan.work and plan.work.digest,
     }

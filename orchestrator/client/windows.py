@@ -54,7 +54,6 @@ from orchestrator.engine.torch.model import (
     modes_of,
     seed_everything,
 )
-from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import Snapshot, load_model, load_optimizer, pack
 from orchestrator.engine.torch.window_state import MicroBatchTracker
 from orchestrator.errors import ConfigError, JobError, RunFolderError
@@ -151,8 +150,7 @@ class Windows:
         self._run = run
         self.seed, self.updates, rank = options.seed, plan.updates or 0, accumulators[0].group.rank
         self.running, self._begun, self.saves = True, False, checkpoints is not None
-        reproducible = plan.reduction == "reproducible"
-        self._leaves = Leaves(plan.batch.micro_batch_cap if reproducible else None)
+        self._reproducible = plan.reduction == "reproducible"
         self._window: UserWindow | None = None
 
         def is_stop_requested() -> bool:
@@ -296,8 +294,11 @@ class Windows:
                 given.update,
                 # others' losses may be recorded, whose backward does not divide
                 expected_weight=given.samples if len(self._all) == 1 else None,
-                leaves=self._leaves.of_update(given.samples),
-                own_leaves=[self._leaves.leaf_of(one) for one in given.micro_batches],
+                leaves=given.micro_step_count if self._reproducible else None,
+                own_leaves=[
+                    micro_batch.number if self._reproducible else None
+                    for micro_batch in given.micro_batches
+                ],
             )
         return UserWindow(given, self)
 

@@ -40,6 +40,7 @@ KINDS: dict[str, Kind] = {
     "accumulation.global_batch": Kind.PLANNED,
     "accumulation.steps": Kind.PLANNED,
     "accumulation.micro_batch": Kind.PLANNED,
+    "accumulation.micro_tokens": Kind.PLANNED,
     "accumulation.reduction": Kind.ROUNDING,
     "schedule": Kind.PLANNED,
     "train": Kind.NUMBERS,

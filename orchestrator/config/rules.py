@@ -12,6 +12,7 @@ from orchestrator.config.program import is_program, program_problems
 from orchestrator.config.schema import (
     BOUNDS,
     SLURM_ONLY,
+    AccumulationConfig,
     Config,
     ScheduleConfig,
     SweepConfig,
@@ -241,6 +242,7 @@ LIMITS = {
         Limit("train.precision", ("float32",), STYLE),
         Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
         Limit("train.on_non_finite", ("stop",), STYLE),
+        Limit("accumulation.micro_tokens", (None,), STYLE, "it needs equal micro-batches"),
     ),
 }
 
@@ -310,11 +312,7 @@ def _any_job(config: Config) -> Iterator[str]:
     gpu_count(config.cluster.gpus_per_node)
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
-    if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:
-        yield (
-            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
-            "leaf, the unit of work; try accumulation.micro_batch=16"
-        )
+    yield from accumulation_problems(config.accumulation)
     for name in stated(config.cluster, SLURM_ONLY) if config.cluster.kind != "slurm" else ():
         yield (
             f"cluster.{name} means nothing on a {config.cluster.kind} cluster; add +cluster=slurm, "
@@ -337,6 +335,31 @@ def _any_job(config: Config) -> Iterator[str]:
         yield from program_problems(config)
     elif not isinstance(config.job.get("_target_"), str):
         yield "job._target_ must be the dotted name of a job class, as in my_jobs.line.Line"
+
+
+def accumulation_problems(accumulation: AccumulationConfig) -> Iterator[str]:
+    """Yield what cannot be used of the split of a batch."""
+    has_cap = accumulation.micro_batch is not None or accumulation.micro_tokens is not None
+    if accumulation.reduction == "reproducible" and not has_cap:
+        yield (
+            "accumulation.reduction=reproducible needs accumulation.micro_batch: the size of a "
+            "leaf, the unit of work; try accumulation.micro_batch=16 (or accumulation.micro_tokens "
+            "where samples have lengths)"
+        )
+    if accumulation.micro_tokens is None:
+        if accumulation.pad_to != 1:
+            yield (
+                f"accumulation.pad_to={accumulation.pad_to} means nothing without "
+                "accumulation.micro_tokens, the most padded tokens of a micro-step; set it, or "
+                "leave pad_to out"
+            )
+        return
+    for name in ("steps", "micro_batch"):
+        if (value := getattr(accumulation, name)) is not None:
+            yield (
+                f"accumulation.micro_tokens={accumulation.micro_tokens} takes the place of "
+                f"accumulation.{name}={value}; leave one of them out"
+            )
 
 
 def _torch(config: Config, *, coupled: bool) -> Iterator[str]:

@@ -183,11 +183,15 @@ SLURM_ONLY = (
 
 @dataclass
 class AccumulationConfig:
-    """Split of the samples of one update. Any two of the first three give the third."""
+    """Split of the samples of one update. Any two of the first three give the third; micro_tokens
+    takes the place of steps and micro_batch.
+    """
 
     global_batch: int | None = number(None, least=1)
     steps: int | None = number(None, least=1)
     micro_batch: int | None = number(None, least=1)
+    micro_tokens: int | None = number(None, least=1)
+    pad_to: int = number(1, least=1, most=2**20)
     ragged: str = choice("update", "drop", "carry")
     reduction: str = choice("fast", "reproducible")
 
@@ -290,6 +294,7 @@ class FactsConfig:
 
     parameters: int | None = number(None, least=1)
     dataset_samples: int | None = number(None, least=1)
+    lengths: str | None = None
 
 
 @dataclass

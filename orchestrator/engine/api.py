@@ -88,7 +88,6 @@ class EngineSettings(AccumulationOptions):
 
     Attributes:
         seed: of the whole run.
-        leaf_size: samples of a leaf in reproducible mode.
         optimizer: `{"name": "adam", ...}` or `{"_target_": "...", ...}`; without the learning
             rate. Empty: the job builds its own.
         loader_workers: processes that fetch batches, 0 for none.
@@ -101,7 +100,6 @@ class EngineSettings(AccumulationOptions):
     """
 
     seed: int = 0
-    leaf_size: int | None = None
     optimizer: Mapping[str, Any] = field(default_factory=lambda: {"name": "sgd"})
     loader_workers: int = 0
     mode: str = "jit"

@@ -43,14 +43,17 @@ class Batch:
 
     Attributes:
         global_batch: samples of one full update over all ranks.
-        steps: micro-steps of a full update, on the rank that has the most samples.
+        steps: micro-steps of a full update, on the rank that has the most samples; None where
+            micro-steps are formed by `accumulation.micro_tokens` (`plan/cost.py`).
         micro_batch_cap: most samples of one micro-batch, when it was stated (the leaf's size in
             reproducible mode); None when `steps` alone decides how blocks are cut.
+        micro_tokens: most padded tokens of a micro-step, when that was stated instead.
     """
 
     global_batch: int
-    steps: int
+    steps: int | None
     micro_batch_cap: int | None
+    micro_tokens: int | None = None
 
 
 def steps_for(global_batch: int, micro_batch: int, ranks: int) -> int:
@@ -68,6 +71,7 @@ def resolve_batch(
     steps: int | None,
     micro_batch: int | None,
     ranks: int,
+    micro_tokens: int | None = None,
 ) -> Batch:
     """Complete the batch numbers that were stated (None: not stated), as the module's table says.
 
@@ -84,6 +88,10 @@ def resolve_batch(
         global_batch = DEFAULT_GLOBAL_BATCH
         if steps is not None and micro_batch is not None:
             global_batch = ranks * steps * micro_batch
+    if micro_tokens is not None:
+        return Batch(
+            global_batch=global_batch, steps=None, micro_batch_cap=None, micro_tokens=micro_tokens
+        )
     if micro_batch is None:
         steps = DEFAULT_STEPS if steps is None else steps
     else:

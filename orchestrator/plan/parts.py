@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
 
 from orchestrator.plan.order import Shards
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.wire import Wire
+
+if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
+    import numpy as np
+    from numpy.typing import NDArray
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -24,6 +30,8 @@ class JobFacts:
         own_rate: the job gives the learning rates itself.
         base_rate: of the job's own optimizer, or the stated one; None when not known.
         shards: of a data set that is read along them.
+        lengths: of the data set's samples, in tokens, shape (N,); None: not known, or not needed.
+        cost: see `TokenBudget`.
     """
 
     nodes: int | None = None
@@ -36,6 +44,8 @@ class JobFacts:
     own_rate: bool = False
     base_rate: float | None = None
     shards: Shards | None = None
+    lengths: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
+    cost: Callable[[int, int], float] | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -8,11 +8,13 @@ the model; unknown values are None. The workers make it again with both known, a
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch, resolve_batch
+from orchestrator.plan.cost import MICRO_TOKENS, TokenBudget, WorkByCost, lengths_in
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
@@ -36,6 +38,7 @@ class Plan:
         split: of a full window, the first one.
         reduction: of gradients, as configured.
         length, rates, traffic: see each.
+        work: how micro-steps are formed by lengths; None: by numbers of samples.
         of_cluster: warnings about the cluster's resources.
     """
 
@@ -49,6 +52,7 @@ class Plan:
     rates: Rates
     traffic: Traffic
     of_cluster: tuple[str, ...] = ()
+    work: WorkByCost | None = None
 
     @classmethod
     def of(cls, config: Config, known: JobFacts | None = None) -> Plan:
@@ -75,7 +79,12 @@ class Plan:
             shards=known.shards,
         )
         reduction = config.accumulation.reduction
-        split = split_for(order.samples_of(0), nodes * per_node, batch=batch, reduction=reduction)
+        work = _work(config, known, samples)
+        if work is None:
+            size, ranks = order.samples_of(0), nodes * per_node
+            split = split_for(size, ranks, batch=batch, reduction=reduction)
+        else:
+            split = work.split(order.indices(0), nodes * per_node)
         length = _length(order, config.train, samples)
         return cls(
             nodes=nodes,
@@ -88,6 +97,7 @@ class Plan:
             rates=_rates(config, known, batch, length),
             traffic=_traffic(config, known, split),
             of_cluster=tuple(idle_gpus(config)),
+            work=work,
         )
 
     @property
@@ -105,7 +115,8 @@ class Plan:
         of_batch = warnings_of(
             self.split, self.batch, self.order, self.length, self.rates, reduction=self.reduction
         )
-        return (*self.of_cluster, *of_batch)
+        of_lengths = () if self.work is None else self.work.warnings()
+        return (*self.of_cluster, *of_batch, *of_lengths)
 
     def figures(self) -> dict[str, Any]:
         """Return all values by their names in plan.json.
@@ -115,6 +126,8 @@ class Plan:
         leaf's size. `micro_batches` are R lists of sizes, none 0; an idle rank's is empty.
         """
         batch, split, length, rates = self.batch, self.split, self.length, self.rates
+        balance = {} if self.work is None else self.work.balance(self.order, self.ranks)
+        unknown = batch.micro_tokens is not None and self.work is None  # until there are lengths
         rate_known = rates.source != "optimizer" or rates.first is not None
         shards = self.order.shards
         return {
@@ -124,9 +137,12 @@ class Plan:
             "global_batch": batch.global_batch,
             "steps": batch.steps,
             "micro_batch": batch.micro_batch_cap,
-            "micro_steps": split.micro_steps,
-            "samples_per_rank": split.samples_per_rank,
-            "micro_batches": split.micro_batches,
+            "micro_tokens": batch.micro_tokens,
+            "lengths_digest": self.work and self.work.digest,
+            **balance,
+            "micro_steps": None if unknown else split.micro_steps,
+            "samples_per_rank": None if unknown else split.samples_per_rank,
+            "micro_batches": None if unknown else split.micro_batches,
             "idle_ranks": split.idle_ranks,
             "updates": length.updates,
             "epochs": length.epochs,
@@ -159,11 +175,44 @@ def _listed(value: Any) -> Any:
     return [_listed(item) for item in value] if isinstance(value, (tuple, list)) else value
 
 
+def _work(config: Config, known: JobFacts, samples: int | None) -> WorkByCost | None:
+    """Return how work is formed by lengths; None if it is not, or if they are not known."""
+    accumulation, lengths = config.accumulation, known.lengths
+    if accumulation.micro_tokens is None:
+        return None
+    if lengths is None and config.facts.lengths is not None and samples is not None:
+        lengths = lengths_in(Path(config.facts.lengths), samples)
+    if lengths is None:
+        return None
+    if known.shards is not None:
+        raise PlanError(
+            f"{MICRO_TOKENS}={accumulation.micro_tokens} puts samples of like length together, "
+            "wherever they are in an update, but a rank reads its own shards only; use "
+            f"{MICRO_BATCH}, or a data set without `shards`"
+        )
+    budget = TokenBudget(
+        micro_tokens=accumulation.micro_tokens, pad_to=accumulation.pad_to, cost=known.cost
+    )
+    if (shortest := int(budget.padded(lengths).min())) > accumulation.micro_tokens:
+        raise PlanError(
+            f"{MICRO_TOKENS}={accumulation.micro_tokens} is less than the shortest sample, which "
+            f"has {shortest} tokens; {MICRO_TOKENS}={int(budget.padded(lengths).max())} holds one "
+            "of the longest"
+        )
+    return WorkByCost(
+        lengths,
+        budget,
+        reproducible=accumulation.reduction == "reproducible",
+        in_step=config.engine.shard_model != "none",
+    )
+
+
 def _batch(config: Config, nodes: int) -> Batch:
     return resolve_batch(
         global_batch=config.accumulation.global_batch,
         steps=config.accumulation.steps,
         micro_batch=config.accumulation.micro_batch,
+        micro_tokens=config.accumulation.micro_tokens,
         ranks=nodes * config.cluster.ranks_per_node,
     )
 

@@ -57,17 +57,17 @@ def named_ranks(ranks: Sequence[int]) -> str:
 
 
 def _idle(split: Split, batch: Batch, reduction: str) -> Iterator[str]:
+    leaf = batch.micro_batch_cap if reduction != "fast" else None
     if idle := split.idle_ranks:
         yield (
             f"{named_ranks(idle)} of {split.ranks} will be idle: there is no work for them in an "
-            f"update of {split.samples} samples"
-            + (f" in leaves of {batch.micro_batch_cap}" * (reduction != "fast"))
+            f"update of {split.samples} samples" + (f" in leaves of {leaf}" if leaf else "")
         )
 
 
 def _empty_steps(split: Split, batch: Batch) -> Iterator[str]:
     taken = split.micro_steps
-    if taken >= batch.steps:
+    if batch.steps is None or taken >= batch.steps:
         return
     takes = f"it takes {taken} micro-step{'s' * (taken > 1)}"
     if batch.micro_batch_cap is None:

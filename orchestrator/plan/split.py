@@ -1,9 +1,11 @@
 """The division of one update's samples: blocks of ranks, cut into micro-batches.
 
 Everything is in *positions*: position p is the p-th sample of the update in the update's order.
-`orchestrator.plan.order` maps positions to the data set's samples. Blocks are contiguous, in rank
-order. The table is a value: another table for the same update gives the same gradient (in
-reproducible mode, when it assigns whole leaves, the same bits).
+`orchestrator.plan.order` maps positions to the data set's samples. Micro-steps are numbered over
+all ranks, and each rank has a contiguous run of them, in rank order. Here they are also contiguous
+in positions; `orchestrator.plan.cost` forms them by length. The table is a value: another table for
+the same update gives the same gradient (in reproducible mode, when it assigns whole leaves, the
+same bits).
 """
 
 from __future__ import annotations
@@ -22,13 +24,41 @@ class Split:
 
     Attributes:
         samples_per_rank: R sizes, in samples; 0 for an idle rank.
-        starts: R positions, the first of each rank's block.
+        starts: R places in `order`, the first of each rank's block.
         micro_batches: each rank's micro-batches' sizes in order, none of them 0; () if idle.
+        first_numbers: R numbers, of each rank's first micro-step among all of the update.
+        order: the update's positions, micro-step after micro-step; None: as they are.
     """
 
     samples_per_rank: tuple[int, ...]
     starts: tuple[int, ...]
     micro_batches: tuple[tuple[int, ...], ...]
+    first_numbers: tuple[int, ...]
+    order: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(
+        cls, micro_batches: Sequence[tuple[int, ...]], order: tuple[int, ...] | None = None
+    ) -> Split:
+        """Build the table of each rank's micro-batches' sizes.
+
+        Raises:
+            PlanError: no rank.
+        """
+        if not micro_batches:
+            raise PlanError(
+                "a table of samples per rank needs one entry for each rank; it has none"
+            )
+        # Ranks often share a tuple; a window may have millions of micro-steps.
+        totals = {id(sizes): sum(sizes) for sizes in micro_batches}
+        per_rank = tuple(totals[id(sizes)] for sizes in micro_batches)
+        return cls(
+            samples_per_rank=per_rank,
+            starts=tuple(accumulate(per_rank[:-1], initial=0)),
+            micro_batches=tuple(micro_batches),
+            first_numbers=tuple(accumulate(map(len, micro_batches[:-1]), initial=0)),
+            order=order,
+        )
 
     @property
     def ranks(self) -> int:
@@ -46,12 +76,17 @@ class Split:
         return max(map(len, self.micro_batches))
 
     @property
+    def micro_step_count(self) -> int:
+        """Return the micro-steps of the update over all ranks."""
+        return self.first_numbers[-1] + len(self.micro_batches[-1])
+
+    @property
     def idle_ranks(self) -> tuple[int, ...]:
         """Return the ranks without samples. They take part in the boundary, too."""
         return tuple(rank for rank, size in enumerate(self.samples_per_rank) if size == 0)
 
     def pieces(self, rank: int) -> tuple[tuple[int, int], ...]:
-        """Return the `(start, count)` of each micro-batch of `rank`, in positions of the update.
+        """Return the `(start, count)` of each micro-batch of `rank`, in places of `order`.
 
         >>> split_window(3072, 240, cap=10).pieces(1)
         ((13, 7), (20, 6))
@@ -82,8 +117,8 @@ def split_window(
 
     See `assign` for `steps` and `cap`, of which exactly one is given.
 
-    >>> split_window(5, 2, steps=2)
-    Split(samples_per_rank=(3, 2), starts=(0, 3), micro_batches=((2, 1), (1, 1)))
+    >>> split_window(5, 2, steps=2).micro_batches
+    ((2, 1), (1, 1))
     """
     return assign(even_parts(samples, ranks), steps=steps, cap=cap)
 
@@ -112,7 +147,7 @@ def assign(
     cuts = {
         size: even_parts(size, min(steps, size)) if size else () for size in set(samples_per_rank)
     }
-    return _table(samples_per_rank, [cuts[size] for size in samples_per_rank])
+    return Split.of([cuts[size] for size in samples_per_rank])
 
 
 def split_leaves(samples: int, ranks: int, leaf_size: int) -> Split:
@@ -145,13 +180,11 @@ def assign_leaves(leaves_per_rank: Sequence[int], *, samples: int, leaf_size: in
         )
     cuts = {count: (leaf_size,) * count for count in set(leaves_per_rank)}
     micro_batches = [cuts[count] for count in leaves_per_rank]
-    sizes = [leaf_size * count for count in leaves_per_rank]
     missing = leaves * leaf_size - samples
     if missing:  # the last leaf is short
         last = max(rank for rank, count in enumerate(leaves_per_rank) if count)
         micro_batches[last] = (*micro_batches[last][:-1], leaf_size - missing)
-        sizes[last] -= missing
-    return _table(sizes, micro_batches)
+    return Split.of(micro_batches)
 
 
 def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast") -> Split:
@@ -164,6 +197,8 @@ def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast"
         PlanError: `reproducible` without a stated micro-batch.
     """
     cap = batch.micro_batch_cap
+    if batch.steps is None:  # micro-steps are formed by lengths, which are not known yet
+        return split_window(samples, ranks, steps=1)
     if reduction == "fast":
         return split_window(samples, ranks, steps=batch.steps if cap is None else None, cap=cap)
     if cap is None:
@@ -174,11 +209,3 @@ def split_for(samples: int, ranks: int, *, batch: Batch, reduction: str = "fast"
             f"{steps_for(batch.global_batch, size, ranks)} micro-steps"
         )
     return split_leaves(samples, ranks, cap)
-
-
-def _table(sizes: Sequence[int], micro_batches: Sequence[tuple[int, ...]]) -> Split:
-    return Split(
-        samples_per_rank=tuple(sizes),
-        starts=tuple(accumulate(sizes[:-1], initial=0)),
-        micro_batches=tuple(micro_batches),
-    )

@@ -6,11 +6,13 @@ survivors, newcomers or a balance by measured speed can use another table for th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import Batch
+from orchestrator.plan.cost import WorkByCost
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.schedule import Schedule
@@ -21,14 +23,27 @@ _split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: f
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MicroBatch:
-    """Work of a micro-step: samples `indices` of the data set, from position `start` of its update.
+    """Work of a micro-step: samples of the data set, and where they stand in their update.
 
-    `(update, start)` seeds the random numbers of the micro-step, so they do not depend on the rank.
+    Attributes:
+        update: its number.
+        number: of the micro-step among those of the update over all ranks, from 0; in reproducible
+            mode that of the leaf.
+        positions: of the samples in the update, ascending, shape (n,).
+        indices: of the samples in the data set, in the same order, shape (n,).
     """
 
     update: int
-    start: int
+    number: int = 0
+    positions: Sequence[int]
     indices: tuple[int, ...]
+
+    @property
+    def start(self) -> int:
+        """Return the smallest position. `(update, start)` seeds the random numbers of the
+        micro-step, so they depend neither on the rank nor on the number of ranks.
+        """
+        return self.positions[0]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -43,7 +58,10 @@ class Window:
         steps: micro-steps of the busiest rank, the same on all ranks. What synchronises after every
             micro-step does so this many times, also on ranks that have fewer.
         learning_rate: for this update.
-        samples_per_rank: of this update; blocks are contiguous, in the order of ranks.
+        samples_per_rank: of this update.
+        micro_step_count: of the update over all ranks; in reproducible mode the number of leaves.
+        order: the update's positions, micro-step after micro-step, rank after rank; None: as they
+            are.
         padding: how many of the last micro-batches count nothing: they only keep ranks in step that
             hold one copy of a model together.
     """
@@ -55,26 +73,37 @@ class Window:
     steps: int
     learning_rate: float
     samples_per_rank: tuple[int, ...] = ()
+    micro_step_count: int = 0
+    order: tuple[int, ...] | None = None
     padding: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlanner:
-    """Every update of a run, for every rank: a pure function of these five values."""
+    """Every update of a run, for every rank: a pure function of these values.
+
+    Attributes:
+        work: how micro-steps are formed by lengths; None: by numbers of samples.
+    """
 
     order: DataOrder
     schedule: Schedule
     batch: Batch
     ranks: int
     reduction: str = "fast"
+    work: WorkByCost | None = None
 
     def assignment(self, update: int) -> Split:
-        """Return the even division of this update (whole leaves in reproducible mode)."""
+        """Return the division of this update: by cost where lengths are known, else an even one
+        (of whole leaves in reproducible mode).
+        """
+        if self.work is not None:
+            return self.work.split(self.order.indices(update), self.ranks)
         samples = self.order.samples_of(update)
         return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
 
     def window(self, update: int, rank: int, assignment: Split | None = None) -> Window:
-        """Return the work of `rank` in `update`, by `assignment` or else by the even division.
+        """Return the work of `rank` in `update`, by `assignment` or else by the usual division.
 
         Raises:
             PlanError: there is no such rank, `assignment` is not of as many samples as
@@ -87,7 +116,8 @@ class WindowPlanner:
                 f"update {update} has {samples} samples, but the assignment is of {split.samples}"
             )
         pieces = split.pieces(rank)
-        if assignment is not None and self.reduction == "reproducible":
+        moves_leaves = self.reduction == "reproducible" and self.work is None
+        if assignment is not None and moves_leaves:
             leaf = self.batch.micro_batch_cap or self.batch.global_batch
             for start, count in pieces:
                 if start % leaf or count != min(leaf, samples - start):
@@ -100,7 +130,12 @@ class WindowPlanner:
         # thousands of micro-steps.
         first = min((start for start, _ in pieces), default=0)
         last = max((start + count for start, count in pieces), default=0)
-        indices = self.order.indices(update, first, last - first).tolist() if pieces else []
+        if not pieces:
+            indices = []
+        elif split.order is None:
+            indices = self.order.indices(update, first, last - first).tolist()
+        else:
+            indices = self.order.indices(update)[list(split.order[first:last])].tolist()
         return Window(
             update=update,
             epoch=self.order.epoch_of(update),
@@ -108,14 +143,21 @@ class WindowPlanner:
             micro_batches=tuple(
                 MicroBatch(
                     update=update,
-                    start=start,
+                    number=number,
+                    positions=(
+                        range(start, start + count)
+                        if split.order is None
+                        else split.order[start : start + count]
+                    ),
                     indices=tuple(indices[start - first : start - first + count]),
                 )
-                for start, count in pieces
+                for number, (start, count) in enumerate(pieces, split.first_numbers[rank])
             ),
             learning_rate=self.schedule.learning_rate(update),
             steps=split.micro_steps,
             samples_per_rank=split.samples_per_rank,
+            micro_step_count=split.micro_step_count,
+            order=split.order,
         )
 
 
@@ -134,4 +176,5 @@ def planner_of(plan: Plan) -> WindowPlanner:
         batch=plan.batch,
         ranks=plan.ranks,
         reduction=plan.reduction,
+        work=plan.work,
     )

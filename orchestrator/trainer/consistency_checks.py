@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from orchestrator.clusters.machine import NO_DEVICE
 from orchestrator.config.rules import (
@@ -26,12 +26,17 @@ from orchestrator.config.schema import ClusterConfig, Config, FactsConfig, Sched
 from orchestrator.data import generator_states, kept_generators
 from orchestrator.engine.api import Engine, Group
 from orchestrator.engine.common.replicas import minority_ranks
-from orchestrator.errors import ConfigError, JobError, shortened
+from orchestrator.errors import ConfigError, JobError, PlanError, shortened
 from orchestrator.job import has_own_rate
+from orchestrator.plan.cost import MICRO_TOKENS, lengths_of
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.plan_warnings import named_ranks
 from orchestrator.rundir.warnings import warn
 from orchestrator.units import first_few
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 # ----------------------------------------------------------------------
 # The data set must be the same on every rank, since each derives the same order from it.
@@ -98,6 +103,40 @@ def agreed_samples(engine: Engine, dataset: Any, *, augments: bool) -> int:
         "every rank needs the whole data set, in the same order, of which the plan gives it its "
         "part"
     )
+
+
+def agreed_lengths(engine: Engine, job: Any, dataset: Any, samples: int) -> NDArray[np.int64]:
+    """Return the lengths of the samples, once all ranks agree on them. Collective.
+
+    They come from the job's `lengths()`, or are the data set's `lengths`.
+
+    Raises:
+        JobError: there are none, they cannot be lengths, or ranks have different ones.
+    """
+    source = f"{type(job).__name__}.lengths()"
+    values: Any = getattr(job, "lengths", None)
+    if values is None:
+        source, values = "dataset().lengths", getattr(dataset, "lengths", None)
+    if callable(values):
+        values = values()
+    if values is None:
+        raise JobError(
+            f"{MICRO_TOKENS} needs the length of each sample: define lengths() in "
+            f"{type(job).__name__}, or an attribute `lengths` of what dataset() gives: {samples} "
+            "whole numbers, in tokens"
+        )
+    try:
+        lengths = lengths_of(values, samples)
+    except PlanError as error:
+        raise JobError(f"{source}: {error}") from None
+    digest = hashlib.blake2b(lengths.tobytes(), digest_size=6).digest()
+    # A float64 carries 48 bits exactly.
+    if odd := minority_ranks(engine.gather([float(int.from_bytes(digest, "little"))])):
+        raise JobError(
+            f"{source} differs on {named_ranks(odd)}; it must be the same on all ranks, since each "
+            "derives from it who computes what"
+        )
+    return lengths
 
 
 def _compared_indices(samples: int) -> list[int]:

@@ -51,6 +51,7 @@ from orchestrator.rundir.outcome import State
 from orchestrator.rundir.warnings import warn
 from orchestrator.snapshot import code_state, folder_of, submitted
 from orchestrator.trainer.consistency_checks import (
+    agreed_lengths,
     agreed_samples,
     agreed_survival,
     compare_facts,
@@ -265,7 +266,7 @@ def _set_up(worker: WorkerProcess) -> Training:
     run, attempt, topology, stop = worker.run, worker.attempt, worker.topology, worker.stop
     config = read_config(run.existing().read_config())
     worker.begin(config)
-    samples_before = run.read_plan().get("dataset_samples")  # before rank 0 writes the next plan
+    plan_before = run.read_plan()  # before rank 0 writes the next one
     spec = GroupSpec(
         rank=topology.rank,
         size=topology.size,
@@ -326,15 +327,8 @@ def _set_up(worker: WorkerProcess) -> Training:
         training.membership.join(job, progress, lambda: stop.requested)
         return training
     training.restore(topology.rank)
-    samples = planned.length.dataset_samples
-    if progress.updates and samples_before not in (None, samples):
-        resumes = run.read_resumes()
-        if not (resumes and resumes[-1].get("changed_inputs")):
-            raise JobError(
-                f"the data set has {samples} samples, but had {samples_before} so far, so they "
-                f"would come in another order: bring it back, or start another run with "
-                f"train.initial_weights={run.path}"
-            )
+    if progress.updates:
+        _refuse_other_data(run, plan_before, planned)
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
     if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
@@ -367,6 +361,25 @@ def _set_up(worker: WorkerProcess) -> Training:
     if training.membership is not None:
         training.membership.begin(job, group)
     return training
+
+
+def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) -> None:
+    """Raise `JobError` if a run goes on with data that the plan `before` was not made for."""
+    resumes = run.read_resumes()
+    if resumes and resumes[-1].get("changed_inputs"):
+        return
+    instead = f"bring it back, or start another run with train.initial_weights={run.path}"
+    samples, samples_before = planned.length.dataset_samples, before.get("dataset_samples")
+    if samples_before not in (None, samples):
+        raise JobError(
+            f"the data set has {samples} samples, but had {samples_before} so far, so they "
+            f"would come in another order: {instead}"
+        )
+    digest = None if planned.work is None else planned.work.digest
+    if digest and before.get("lengths_digest") not in (None, digest):
+        raise JobError(
+            f"the samples have other lengths than so far, so it is another data set: {instead}"
+        )
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:
@@ -429,7 +442,6 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
             f"the text {names!r}"
         )
     own: dict[str, Any] = {
-        "leaf_size": config.accumulation.micro_batch,
         "optimizer": config.optimizer,
         "metric_names": tuple(names),
         "jit_level": None if config.engine.jit_level == "auto" else config.engine.jit_level,
@@ -456,6 +468,8 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
         known = JobFacts(
+            lengths=lengths if samples == true_samples else None,
+            cost=getattr(job, "cost", None),
             shards=shards if samples is not None else None,
             nodes=nodes,
             dataset_samples=samples,
@@ -469,7 +483,10 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
         return Plan.of(config, known)
 
     augments = bool(getattr(job, "augments", False))
-    samples = agreed_samples(engine, dataset, augments=augments)
-    planned = plan_with(engine.parameter_count(), samples)
+    true_samples = agreed_samples(engine, dataset, augments=augments)
+    lengths = None
+    if config.accumulation.micro_tokens is not None:
+        lengths = agreed_lengths(engine, job, dataset, true_samples)
+    planned = plan_with(engine.parameter_count(), true_samples)
     compare_facts(config.facts, planned, plan_with)
     return planned

@@ -326,7 +326,7 @@ class GroupMembership(Callback):
         mine = None
         if (done := progress.done) is not None:
             mine = {
-                "window": asdict(replace(done.window, micro_batches=())),
+                "window": asdict(replace(done.window, micro_batches=(), order=None)),
                 "report": asdict(done.report),
                 "seconds": done.seconds,
                 "samples": progress.samples,

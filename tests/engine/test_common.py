@@ -257,7 +257,7 @@ def test_every_setting_reaches_the_engine():
     settings = engine_settings(read_config(changed), Job())
     wanted = EngineSettings(
         seed=5, precision="float64", clip_norm=2.0, on_non_finite="skip",
-        reduction="reproducible", leaf_size=8, norm="group", mode="pynative",
+        reduction="reproducible", norm="group", mode="pynative",
         optimizer=settings.optimizer, bucket_bytes=settings.bucket_bytes,
         loader_workers=settings.loader_workers,
     )  # fmt: skip

@@ -3,24 +3,29 @@
 from orchestrator.engine.api import MicroBatch, Window
 
 
-def make_window(update, pieces, *, rate=None, first=0, **more):
+def make_window(update, pieces, *, rate=None, first=0, first_number=0, **more):
     """Return a rank's window of the micro-batches `pieces`, each a (start, count) in the update.
 
     Args:
         rate: the learning rate, by default one that falls with the updates.
         first: the data set's index of the update's first sample.
+        first_number: of the rank's micro-steps among all of the update.
         more: fields of `Window`; by default the rank has all samples.
     """
     micro_batches = tuple(
         MicroBatch(
             update=update,
-            start=start,
+            number=number,
+            positions=range(start, start + count),
             indices=tuple(range(first + start, first + start + count)),
         )
-        for start, count in pieces
+        for number, (start, count) in enumerate(pieces, first_number)
     )
     rate = 0.1 / (1 + update) if rate is None else rate
-    given = {"samples": sum(count for _, count in pieces), "steps": len(micro_batches), **more}
+    given = {
+        "samples": sum(count for _, count in pieces), "steps": len(micro_batches),
+        "micro_step_count": len(micro_batches), **more,
+    }  # fmt: skip
     return Window(update=update, micro_batches=micro_batches, learning_rate=rate, **given)
 
 
@@ -28,7 +33,8 @@ def window_of(split, rank, update, **more):
     """Return the window of one rank of a split."""
     return make_window(
         update, split.pieces(rank), samples=split.samples, steps=split.micro_steps,
-        samples_per_rank=split.samples_per_rank, **more,
+        samples_per_rank=split.samples_per_rank, micro_step_count=split.micro_step_count,
+        first_number=split.first_numbers[rank], **more,
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def windows(rank, ranks, *, samples, updates, cap, leaves=False):
 
 def train(job, ranks, *, samples, updates, cap, leaves=False, **settings):
     """For each rank: (weights by name, reports, engine) after `updates` updates."""
-    given = {"precision": "float64", "leaf_size": cap, **settings}
+    given = {"precision": "float64", **settings}
 
     def be(group):
         # A job belongs to one rank: elsewhere each has a process of its own.

@@ -110,10 +110,10 @@ class Loader:
 
     def _fetch(self, micro_batch: MicroBatch) -> Any:
         samples: list[Any] = []
-        for place, index in enumerate(micro_batch.indices, micro_batch.start):
+        for position, index in zip(micro_batch.positions, micro_batch.indices, strict=True):
             # Without `augments` once a micro-batch. Threads share the generators, so not in them.
-            if self._augments or (place == micro_batch.start and not self._workers):
-                seed = derived_seed("data", self._seed, micro_batch.update, place)
+            if self._augments or (position == micro_batch.start and not self._workers):
+                seed = derived_seed("data", self._seed, micro_batch.update, position)
                 seed_python_and_numpy(seed)
                 ms.dataset.config.set_seed(seed & 0x7FFFFFFF)  # of mindspore.dataset.vision
             samples.append(self._dataset[index])

@@ -53,7 +53,6 @@ from orchestrator.engine.torch.model import (
     seed_everything,
     with_norms,
 )
-from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.engine.torch.state import (
     Snapshot,
     load_job,
@@ -117,11 +116,7 @@ class TorchEngine(Engine):
         reproducible = settings.reduction == "reproducible"
         if reproducible:
             be_deterministic()
-            if not settings.leaf_size:
-                raise ConfigError(
-                    "accumulation.reduction=reproducible needs accumulation.micro_batch"
-                )
-        self._leaves = Leaves(settings.leaf_size if reproducible else None)
+        self._reproducible = reproducible
         seed_everything(derived_seed("model", settings.seed))
         model = job.model()
         if not isinstance(model, Module):
@@ -186,7 +181,6 @@ class TorchEngine(Engine):
                 self.model,
                 self._settings,
                 accumulator,
-                self._leaves,
             )
 
     @property
@@ -220,7 +214,7 @@ class TorchEngine(Engine):
         self.accumulator.begin_window(
             update=window.update,
             learning_rate=window.learning_rate,
-            leaves=self._leaves.of_update(window.samples),
+            leaves=window.micro_step_count if self._reproducible else None,
             expected_weight=window.samples,  # right wherever the weight is the number of samples
         )
 
@@ -243,7 +237,7 @@ class TorchEngine(Engine):
                 with self._clock.compute:
                     seed_everything(seed)
                     loss = self._loss(batch)
-                leaf = self._leaves.leaf_of(micro_batch)
+                leaf = micro_batch.number if self._reproducible else None
                 self.accumulator.backward(loss, last=self._done == steps, leaf=leaf)
             if probes:
                 self._probe(micro_batch)

@@ -28,7 +28,6 @@ from orchestrator.engine.torch.accumulator import Accumulator
 from orchestrator.engine.torch.checks import checked_loss, mean_refusal
 from orchestrator.engine.torch.loader import collate_of
 from orchestrator.engine.torch.model import in_evaluation, kept_state, moved, seed_everything
-from orchestrator.engine.torch.reproducible import Leaves
 from orchestrator.errors import JobError
 from orchestrator.job import Loss, dataset_of
 
@@ -88,7 +87,6 @@ class CoupledWindows:
     Args:
         job: has `embed` and `loss_of_embeddings`.
         accumulator: takes the gradients; the engine begins and ends its windows.
-        leaves: numbers micro-batches as `Accumulator.backward` wants them.
     """
 
     def __init__(
@@ -97,11 +95,11 @@ class CoupledWindows:
         model: Module,
         settings: EngineSettings,
         accumulator: Accumulator,
-        leaves: Leaves,
     ) -> None:
         self._job, self._model = job, model
         self._accumulator, self._group = accumulator, accumulator.group
-        self._clock, self._leaves = accumulator.clock, leaves
+        self._clock = accumulator.clock
+        self._reproducible = settings.reduction == "reproducible"
         self._names, self._seed = tuple(settings.metric_names), settings.seed
         self._double = settings.precision == "float64"
         self._layout: Layout | None = None
@@ -129,6 +127,10 @@ class CoupledWindows:
         layout, mine = self._own_rows()
         with self._clock.wait:
             rows = self._group.all_gather(mine, window.samples_per_rank or None, in_window=True)
+            if window.order is not None:  # the loss sees samples in the order of positions
+                rows = torch.empty_like(rows).index_copy_(
+                    0, torch.tensor(window.order, device=rows.device), rows
+                )
         with self._clock.compute:
             loss, gradient = self._loss(layout, rows.requires_grad_(), window)
         for number, (batch, micro_batch, before) in enumerate(self._kept, start=1):
@@ -141,14 +143,13 @@ class CoupledWindows:
                         "only, and must not change the model"
                     )
                 # 0, with a graph that sends this micro-batch's part of `gradient` back.
-                part = gradient[micro_batch.start : micro_batch.start + len(again)]
+                part = gradient[list(micro_batch.positions)]
                 total = ((again - again.detach()) * part).sum()
             step = Loss(total, 0.0, dict.fromkeys(self._names, 0.0))
             if micro_batch.start == 0:
                 step = Loss(loss.total + total, loss.weight, loss.metrics)
-            self._accumulator.backward(
-                step, last=number == len(self._kept), leaf=self._leaves.leaf_of(micro_batch)
-            )
+            leaf = micro_batch.number if self._reproducible else None
+            self._accumulator.backward(step, last=number == len(self._kept), leaf=leaf)
         self._kept.clear()
 
     def _embed(self, batch: Any, micro_batch: MicroBatch) -> tuple[Layout, Tensor]:
@@ -168,7 +169,9 @@ class CoupledWindows:
         if self._layout is None:
             with torch.no_grad(), in_evaluation(self._model):  # one sample has no variance
                 one = collate_of(self._job)([dataset_of(self._job)[0]])
-                self._layout, _ = self._embed(one, MicroBatch(update=0, start=0, indices=(0,)))
+                self._layout, _ = self._embed(
+                    one, MicroBatch(update=0, positions=(0,), indices=(0,))
+                )
         if self._kept:
             return self._layout, torch.cat([rows for _, _, rows in self._kept])
         columns = sum(shape.numel() for shape in self._layout.shapes)

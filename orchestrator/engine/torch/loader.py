@@ -50,8 +50,8 @@ class _Samples(Dataset[Any]):
         update, start = micro_batch.update, micro_batch.start
         if self.augments:
             samples: list[Any] = []
-            for place, index in enumerate(micro_batch.indices, start):
-                seed_everything(derived_seed("sample", self.seed, update, place))
+            for position, index in zip(micro_batch.positions, micro_batch.indices, strict=True):
+                seed_everything(derived_seed("sample", self.seed, update, position))
                 samples.append(self.dataset[index])
             return samples
         seed_everything(derived_seed("data", self.seed, update, start))

@@ -21,7 +21,7 @@ from itertools import accumulate, pairwise
 
 from torch import Tensor
 
-from orchestrator.engine.api import Counters, MicroBatch
+from orchestrator.engine.api import Counters
 from orchestrator.engine.common.boundary import WIDE, Trailer
 from orchestrator.engine.torch.buffers import GradientBuffers
 from orchestrator.engine.torch.group import BaseGroup, gather_numbers
@@ -93,24 +93,6 @@ def gap_in(owned: Sequence[Range], leaves: int) -> str:
             return f"leaf {first} belongs to two ranks"
         reached = last
     return "" if reached == leaves else f"leaf {min(reached, leaves)} belongs to no rank"
-
-
-# ------------------------------------------------------------------ Numbers of leaves
-
-
-@dataclass(frozen=True, slots=True)
-class Leaves:
-    """Leaves of `size` samples each; None where there are none."""
-
-    size: int | None
-
-    def of_update(self, samples: int) -> int | None:
-        """Return the number of leaves of an update."""
-        return None if self.size is None else -(-samples // self.size)
-
-    def leaf_of(self, micro_batch: MicroBatch) -> int | None:
-        """Return the number of the leaf that a micro-batch is."""
-        return None if self.size is None else micro_batch.start // self.size
 
 
 # ------------------------------------------------------------------ Reduction

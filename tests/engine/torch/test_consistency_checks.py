@@ -133,7 +133,7 @@ def test_broadcast_gives_all_ranks_rank_0s_numbers_of_every_type():
 WAYS = {
     "fast": {},
     "sharded": {"shard_optimizer": True},
-    "reproducible": {"reduction": "reproducible", "leaf_size": 2},
+    "reproducible": {"reduction": "reproducible"},
     "float16": {"precision": "float16"},
     "float64": {"precision": "float64"},
 }

@@ -51,9 +51,7 @@ def test_reproducible_mode_gives_one_digest_with_dropout():
     results = set()
     for leaves in ([8], [4, 4], [0, 3, 5], [1, 1, 1, 1, 1, 3], [2, 6, 0]):
         split = assign_leaves(leaves, samples=SAMPLES, leaf_size=4)
-        for engine, reports in _train(
-            split, reduction="reproducible", leaf_size=4, optimizer={"name": "adamw"}
-        ):
+        for engine, reports in _train(split, reduction="reproducible", optimizer={"name": "adamw"}):
             figures = [(r.loss, r.weight, r.metrics, r.gradient_norm) for r in reports]
             results.add((engine.weights_sha256(), str(figures)))
     assert len(results) == 1

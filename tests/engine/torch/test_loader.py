@@ -23,9 +23,9 @@ from tests.engine.torch.jobs import Samples
 from tests.helpers import alive, until
 
 WORK = [
-    MicroBatch(update=0, start=0, indices=(4, 1)),
-    MicroBatch(update=0, start=2, indices=(3,)),
-    MicroBatch(update=1, start=0, indices=(0, 2, 5)),
+    MicroBatch(update=0, positions=range(2), indices=(4, 1)),
+    MicroBatch(update=0, positions=range(2, 3), indices=(3,)),
+    MicroBatch(update=1, positions=range(3), indices=(0, 2, 5)),
 ]
 
 
@@ -79,10 +79,10 @@ def test_batches_are_the_plans_in_order_and_their_random_numbers_those_of_any_pr
 
 
 def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_cut():
-    whole = [MicroBatch(update=3, start=0, indices=(5, 4, 3))]
+    whole = [MicroBatch(update=3, positions=range(3), indices=(5, 4, 3))]
     cut = [
-        MicroBatch(update=3, start=0, indices=(5,)),
-        MicroBatch(update=3, start=1, indices=(4, 3)),
+        MicroBatch(update=3, positions=range(1), indices=(5,)),
+        MicroBatch(update=3, positions=range(1, 3), indices=(4, 3)),
     ]
 
     def numbers(work, **more):
@@ -91,12 +91,14 @@ def test_an_augmented_sample_depends_on_its_place_and_not_on_how_the_update_is_c
 
     assert numbers(whole) == numbers(cut)
     assert numbers(whole) != numbers(whole, seed=1)
-    other = [MicroBatch(update=4, start=0, indices=(5, 4, 3))]
+    other = [MicroBatch(update=4, positions=range(3), indices=(5, 4, 3))]
     assert numbers(whole)[1:] != numbers(other)[1:]
 
 
 def _fetch_until_killed(connection):
-    endless = (MicroBatch(update=update, start=0, indices=(0,)) for update in itertools.count())
+    endless = (
+        MicroBatch(update=update, positions=range(1), indices=(0,)) for update in itertools.count()
+    )
     made = loader.batches(endless, dataset=Samples(telling), job=Job(), seed=0, workers=1)
     connection.send(int(next(made)[0]))
     signal.pause()
@@ -152,7 +154,7 @@ def test_a_worker_that_crashed_is_named_with_its_signal():
     ],
 )
 def test_a_loader_worker_that_ends_is_named_with_how(how, message):
-    work = [MicroBatch(update=0, start=n, indices=(n,)) for n in range(4)]
+    work = [MicroBatch(update=0, positions=range(n, n + 1), indices=(n,)) for n in range(4)]
     dataset, said = Samples(partial(doomed, how)), []
     while len(said) < 4:  # on a starved machine torch may find it gone before it hears how it went
         with pytest.raises(RuntimeError) as error:

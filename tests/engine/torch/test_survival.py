@@ -15,7 +15,7 @@ from tests.engine.torch.jobs import Curve, engine_of
 from tests.engine.windows import compute, run, window_of
 
 SETTINGS = {
-    "optimizer": {"name": "adam"}, "reduction": "reproducible", "leaf_size": 4, "survive": True,
+    "optimizer": {"name": "adam"}, "reduction": "reproducible", "survive": True,
 }  # fmt: skip
 
 

@@ -1,0 +1,377 @@
+"""Work by cost: micro-steps formed from the lengths of samples, dealt to ranks by cost and speed.
+
+The samples of an update are sorted by length, the longest first, and cut into micro-steps of at
+most so many padded tokens (samples x the longest length). Their numbering, longest first, is the
+update's; each rank gets a contiguous run of it, as the reproducible fold needs. Runs are cut so
+that the largest cost / speed of a rank is as small as it can be (the linear partition problem, here
+by bisection on that bound; Skiena, "The Algorithm Design Manual", 2008, section 8.5).
+
+What makes an update does not change, only who computes which of its samples beside which others. In
+reproducible mode micro-steps follow from lengths and positions alone, so they are leaves; in fast
+mode they are also formed smaller where ranks could not be balanced otherwise.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.split import Split, even_parts, split_window
+from orchestrator.units import plural
+
+if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed does without it
+    import numpy as np
+    from numpy.typing import NDArray
+
+    from orchestrator.plan.order import DataOrder
+
+MICRO_TOKENS = "accumulation.micro_tokens"
+
+TOLERATED = 1.04
+"""Padded to real tokens, and the busiest rank's time to the mean, that are not worth improving."""
+
+FEWEST, SAMPLES_EACH, PER_RANK = 16, 8, 8
+"""Micro-steps are not formed smaller than the update in the largest of: 16 parts, one for each 8
+samples, and (in fast mode) 8 for each rank."""
+
+SHRINK = 0.75
+"""A try's tokens in a micro-step to those of the try before."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TokenBudget:
+    """The rule that micro-steps are formed by.
+
+    Attributes:
+        micro_tokens: most padded tokens of a micro-step, at least 1. A longer sample is a
+            micro-step of its own.
+        pad_to: lengths are padded to a multiple of it.
+        cost: of a micro-step, from its padded length and its number of samples; None: its padded
+            tokens.
+    """
+
+    micro_tokens: int
+    pad_to: int = 1
+    cost: Callable[[int, int], float] | None = None
+
+    def padded(self, lengths: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the padded lengths of samples that are alone in a micro-step, shape (n,)."""
+        import numpy as np  # late, so that `plan` stays fast
+
+        # A sample of length 0 is still computed.
+        return np.maximum(-(-lengths // self.pad_to), 1) * self.pad_to
+
+    def cost_of(self, length: int, samples: int) -> float:
+        """Return the cost of a micro-step of `samples` samples, padded to `length` tokens.
+
+        Raises:
+            PlanError: it is not finite, or not above 0.
+        """
+        if self.cost is None:
+            return float(length * samples)
+        cost = float(self.cost(length, samples))
+        if not (math.isfinite(cost) and cost > 0):
+            raise PlanError(
+                f"cost({length}, {samples}) must be a number above 0: the cost of {samples} "
+                f"samples of {length} tokens; but it is {cost}"
+            )
+        # Mathematical libraries differ in the last bit; ranks must not.
+        return float(f"{cost:.9g}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class WorkByCost:
+    """How the micro-steps of a training are formed and dealt.
+
+    Attributes:
+        lengths: of the data set's samples, in tokens, shape (N,).
+        budget: the rule.
+        reproducible, in_step: see `split_by_cost`.
+    """
+
+    lengths: NDArray[np.int64]
+    budget: TokenBudget
+    reproducible: bool = False
+    in_step: bool = False
+
+    def split(
+        self, indices: NDArray[np.int64], ranks: int, speeds: Sequence[float] | None = None
+    ) -> Split:
+        """Return the division of an update of these samples, shape (n,), in their order."""
+        return split_by_cost(
+            self.lengths[indices],
+            ranks,
+            self.budget,
+            reproducible=self.reproducible,
+            speeds=speeds,
+            in_step=self.in_step,
+        )
+
+    @property
+    def digest(self) -> str:
+        """Return a digest of the lengths."""
+        return hashlib.sha256(self.lengths.tobytes()).hexdigest()[:12]
+
+    def balance(self, order: DataOrder, ranks: int) -> dict[str, float]:
+        """Return what the first updates gain, by figures' names in plan.json.
+
+        `padded_to_real` tokens; `busiest_to_mean`, the busiest rank's cost to the mean; and
+        `even_to_busiest`, its cost if samples were dealt by number, as they come, in micro-batches
+        that fit into memory as surely.
+        """
+        real = padded = mean = busiest = even = 0.0
+        most = max(1, self.budget.micro_tokens // int(self.budget.padded(self.lengths.max())))
+        # Some, since lengths differ between updates.
+        updates = range(max(1, min(8, 4096 // order.global_batch)))
+        for update in updates:
+            lengths = self.lengths[order.indices(update)]
+            split = self.split(order.indices(update), ranks)
+            tokens, costs = self._of_ranks(lengths, split)
+            real += int(lengths.sum())
+            padded += tokens
+            mean += sum(costs) / ranks
+            busiest += max(costs)
+            even += max(self._of_ranks(lengths, split_window(len(lengths), ranks, cap=most))[1])
+        return {
+            "padded_to_real": round(padded / max(real, 1), 3),
+            "busiest_to_mean": round(busiest / mean, 3),
+            "even_to_busiest": round(even / busiest, 3),
+        }
+
+    def _of_ranks(self, lengths: NDArray[np.int64], split: Split) -> tuple[int, list[float]]:
+        """Return the padded tokens of an update, and each rank's cost."""
+        padded = self.budget.padded(lengths)
+        if split.order is not None:
+            padded = padded[list(split.order)]
+        in_order = padded.tolist()
+        tokens, costs = 0, [0.0] * split.ranks
+        for rank in range(split.ranks):
+            for start, count in split.pieces(rank):
+                longest = max(in_order[start : start + count])
+                tokens += longest * count
+                costs[rank] += self.budget.cost_of(longest, count)
+        return tokens, costs
+
+    def warnings(self) -> Iterator[str]:
+        """Yield a warning if samples exceed the budget of a micro-step."""
+        padded = self.budget.padded(self.lengths)
+        longer = int((padded > self.budget.micro_tokens).sum())
+        if longer:
+            yield (
+                f"{plural(longer, 'sample')} of {len(padded)} are longer than {MICRO_TOKENS}="
+                f"{self.budget.micro_tokens} (up to {int(padded.max())} tokens): each is a "
+                "micro-step of its own, and takes more memory than that"
+            )
+
+
+def lengths_of(values: Any, samples: int) -> NDArray[np.int64]:
+    """Return the lengths of a data set's samples in tokens, shape (samples,).
+
+    Raises:
+        PlanError: they are not that many whole numbers of 0 or more.
+    """
+    import numpy as np  # late, so that `plan` stays fast
+
+    try:
+        lengths = np.asarray(values)
+    except (ValueError, TypeError) as error:
+        raise PlanError(f"lengths must be whole numbers, one for each sample: {error}") from None
+    if lengths.shape != (samples,):
+        raise PlanError(
+            f"lengths must be one whole number for each of the {samples} samples, but have shape "
+            f"{lengths.shape}"
+        )
+    whole = lengths.dtype.kind in "iu"
+    if not whole and not (lengths.dtype.kind == "f" and (lengths == np.floor(lengths)).all()):
+        raise PlanError(
+            f"lengths must be whole numbers, but are of {lengths.dtype}: {lengths[:3].tolist()}"
+        )
+    if lengths.min() < 0:
+        first = int(np.flatnonzero(lengths < 0)[0])
+        raise PlanError(f"lengths must be 0 or more, but sample {first} has {lengths[first]}")
+    return lengths.astype(np.int64)
+
+
+def lengths_in(file: Path, samples: int) -> NDArray[np.int64]:
+    """Return the lengths in a file: .npy, or text with one number in a line.
+
+    Raises:
+        PlanError: it cannot be read, or does not hold that many lengths.
+    """
+    import numpy as np  # late, so that `plan` stays fast
+
+    try:
+        if file.suffix == ".npy":
+            values = np.load(file, allow_pickle=False)
+        else:
+            values = np.loadtxt(file, ndmin=1)
+    except (OSError, ValueError) as error:
+        raise PlanError(f"facts.lengths={file} cannot be read: {error}") from None
+    try:
+        return lengths_of(values, samples)
+    except PlanError as error:
+        raise PlanError(f"facts.lengths={file}: {error}") from None
+
+
+def split_by_cost(
+    lengths: NDArray[np.int64],
+    ranks: int,
+    budget: TokenBudget,
+    *,
+    reproducible: bool = False,
+    speeds: Sequence[float] | None = None,
+    in_step: bool = False,
+) -> Split:
+    """Divide an update whose samples have these lengths.
+
+    >>> import numpy as np
+    >>> split = split_by_cost(np.array([3, 9, 4, 8]), 2, TokenBudget(micro_tokens=18))
+    >>> split.order, split.micro_batches
+    ((1, 3, 0, 2), ((1,), (1, 2)))
+
+    Args:
+        lengths: of the samples in the order of their positions, in tokens, shape (n,).
+        reproducible: micro-steps do not depend on `ranks` and `speeds`.
+        speeds: of ranks, in cost a second or any other unit, above 0; None: all are equal.
+        in_step: ranks compute their micro-steps together, so that equal numbers matter most.
+    """
+    import numpy as np  # late, so that `plan` stays fast
+
+    padded = budget.padded(lengths)
+    by_length = np.argsort(-padded, kind="stable")
+    descending = padded[by_length].tolist()
+    real = int(lengths.sum()) or 1
+    parts = max(FEWEST, len(descending) // SAMPLES_EACH)
+    if not reproducible:
+        parts = max(parts, PER_RANK * ranks)
+    tokens = budget.micro_tokens
+    least = min(tokens, max(descending[0], -(-sum(descending) // parts)))
+    best: tuple[float, list[int], list[float], list[int]] | None = None
+    while True:
+        counts = _filled(descending, tokens)
+        firsts = list(accumulate(counts[:-1], initial=0))
+        lengths_of = [descending[first] for first in firsts]
+        costs = [budget.cost_of(*pair) for pair in zip(lengths_of, counts, strict=True)]
+        share = deal(costs, ranks, speeds, in_step=in_step)
+        busiest = _busiest(costs, share, speeds)
+        excess = sum(map(int.__mul__, lengths_of, counts)) / real
+        judged = excess if reproducible else busiest
+        # More micro-steps take more time than their tokens tell: they have to gain something.
+        if best is None or judged < 0.98 * best[0]:
+            best = judged, counts, costs, share
+        even = busiest <= TOLERATED * sum(costs) / (sum(speeds) if speeds else ranks)
+        if (excess <= TOLERATED and (reproducible or even)) or tokens <= least:
+            break
+        tokens = max(int(SHRINK * tokens), least)
+    _, counts, costs, share = best
+    group = np.repeat(np.arange(len(counts)), counts)
+    order = by_length[np.lexsort((by_length, group))]  # positions ascend within a micro-step
+    micro_batches: list[tuple[int, ...]] = []
+    first = 0
+    for number in share:
+        micro_batches.append(tuple(counts[first : first + number]))
+        first += number
+    return Split.of(micro_batches, order=tuple(order.tolist()))
+
+
+def _filled(descending: Sequence[int], tokens: int) -> list[int]:
+    """Return how many of the samples, from the longest on, each micro-step takes.
+
+    >>> _filled([9, 8, 4, 3, 1], 18)
+    [2, 3]
+    """
+    counts: list[int] = []
+    first, samples = 0, len(descending)
+    while first < samples:
+        count = tokens // descending[first] or 1
+        counts.append(count)
+        first += count
+    counts[-1] -= first - samples
+    return counts
+
+
+def deal(
+    costs: Sequence[float],
+    ranks: int,
+    speeds: Sequence[float] | None = None,
+    *,
+    in_step: bool = False,
+) -> list[int]:
+    """Return how many of the micro-steps, which have these costs, each rank takes, one rank after
+    the other. The largest cost / speed of a rank is as small as it can be, to a thousandth.
+
+    Equal costs and speeds give equal numbers, the larger first.
+
+    >>> deal([1, 1, 1, 1, 1], 3), deal([5, 1, 1, 1, 1], 3), deal([1, 1, 1], 2, [0.5, 1])
+    ([2, 2, 1], [1, 2, 2], [1, 2])
+
+    Raises:
+        PlanError: not one speed above 0 for each rank.
+    """
+    if speeds is not None and (len(speeds) != ranks or not min(speeds) > 0):
+        raise PlanError(f"{ranks} ranks need as many speeds above 0, but they are {list(speeds)}")
+    if in_step or (speeds is None and min(costs, default=1) == max(costs, default=1)):
+        return list(even_parts(len(costs), ranks))
+    rates = [1.0] * ranks if speeds is None else speeds
+    ends = list(accumulate(costs, initial=0.0))
+    low = max(ends[-1] / sum(rates), max(costs) / max(rates))
+    # Enough, since each rank but the last then takes its share of what is left, or more.
+    high = low + max(costs) / min(rates)
+    while high - low > 1e-3 * low:
+        bound = (low + high) / 2
+        if _fits(ends, rates, bound):
+            high = bound
+        else:
+            low = bound
+    # Bounds that differ by rounding alone must not decide.
+    return _spread(ends, rates, high * (1 + 1e-9))
+
+
+def _fits(ends: Sequence[float], speeds: Sequence[float], bound: float) -> bool:
+    """Return whether runs exist of which none takes longer than `bound`."""
+    reached, last = 0, len(ends) - 1
+    for speed in speeds:
+        reached = bisect_right(ends, ends[reached] + bound * speed, reached) - 1
+        if reached == last:
+            return True
+    return False
+
+
+def _spread(ends: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:
+    """Return the lengths of runs, as even as it goes, of which none takes longer than `bound`."""
+    last = len(ends) - 1
+    # How far a rank must get, so that those after it can do the rest.
+    needed = [last]
+    for speed in reversed(speeds[1:]):
+        needed.append(bisect_left(ends, ends[needed[-1]] - bound * speed, 0, needed[-1]))
+    needed.reverse()
+    counts: list[int] = []
+    reached, speed_left = 0, sum(speeds)
+    for speed, least in zip(speeds, needed, strict=True):
+        share = (ends[last] - ends[reached]) * speed / speed_left
+        most = bisect_right(ends, ends[reached] + bound * speed, reached) - 1
+        # Rounding must not leave a rank a micro-step less than its share.
+        fair = bisect_left(ends, ends[reached] + share * (1 - 1e-12), reached)
+        end = max(min(fair, most), least, reached)
+        counts.append(end - reached)
+        reached = end
+        speed_left -= speed
+    return counts
+
+
+def _busiest(costs: Sequence[float], share: Sequence[int], speeds: Sequence[float] | None) -> float:
+    """Return the largest cost / speed of a rank."""
+    ends = list(accumulate(costs, initial=0.0))
+    reached, busiest = 0, 0.0
+    for rank, number in enumerate(share):
+        cost = ends[reached + number] - ends[reached]
+        busiest = max(busiest, cost if speeds is None else cost / speeds[rank])
+        reached += number
+    return busiest
