@@ -187,6 +187,13 @@ def boundary(bench: Bench) -> list[dict[str, Any]]:
     return rows
 
 
+def lengths(bench: Bench) -> list[dict[str, Any]]:
+    """Measure updates of samples that differ in length, dealt in different ways."""
+    from benchmarks.lengths_rank import measure
+
+    return measure(bench.task, bench.group)
+
+
 def _peak_bytes() -> int:
     status = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) * 1024 for line in status if line.startswith("VmHWM:"))
@@ -194,7 +201,13 @@ def _peak_bytes() -> int:
 
 def main() -> None:
     bench = Bench(json.loads(sys.argv[1]))
-    kinds = {"times": times, "losses": losses, "peaks": peaks, "boundary": boundary}
+    kinds = {
+        "times": times,
+        "losses": losses,
+        "peaks": peaks,
+        "boundary": boundary,
+        "lengths": lengths,
+    }
     rows = kinds[bench.task["kind"]](bench)
     if bench.group.rank == 0:
         parameters = sum(parameter.numel() for parameter in built(bench.net).parameters())

@@ -34,15 +34,19 @@ if TYPE_CHECKING:  # numpy is loaded on first use: a plan that is only printed d
 
 MICRO_TOKENS = "accumulation.micro_tokens"
 
-TOLERATED = 1.04
-"""Padded to real tokens, and the busiest rank's time to the mean, that are not worth improving."""
+OVERHEAD = 1 / 64
+"""What every micro-step takes besides its tokens, as a part of a full one: smaller ones pad less
+and balance better, and must gain more than that."""
 
-FEWEST, SAMPLES_EACH, PER_RANK = 16, 8, 8
-"""Micro-steps are not formed smaller than the update in the largest of: 16 parts, one for each 8
-samples, and (in fast mode) 8 for each rank."""
+FEWEST, PER_RANK = 16, 8
+"""Micro-steps are not formed smaller than the update in 16 parts, or (in fast mode) 8 for each
+rank."""
 
-SHRINK = 0.75
+SHRINK = 0.8
 """A try's tokens in a micro-step to those of the try before."""
+
+TRIES_IN_VAIN = 5
+"""Smaller tries that gain nothing before the search ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -247,30 +251,21 @@ def split_by_cost(
     padded = budget.padded(lengths)
     by_length = np.argsort(-padded, kind="stable")
     descending = padded[by_length].tolist()
-    real = int(lengths.sum()) or 1
-    parts = max(FEWEST, len(descending) // SAMPLES_EACH)
-    if not reproducible:
-        parts = max(parts, PER_RANK * ranks)
+    parts = FEWEST if reproducible else max(FEWEST, PER_RANK * ranks)
     tokens = budget.micro_tokens
     least = min(tokens, max(descending[0], -(-sum(descending) // parts)))
-    best: tuple[float, list[int], list[float], list[int]] | None = None
+    tries: list[_Try] = []
     while True:
         counts = _filled(descending, tokens)
-        firsts = list(accumulate(counts[:-1], initial=0))
-        lengths_of = [descending[first] for first in firsts]
-        costs = [budget.cost_of(*pair) for pair in zip(lengths_of, counts, strict=True)]
-        share = deal(costs, ranks, speeds, in_step=in_step)
-        busiest = _busiest(costs, share, speeds)
-        excess = sum(map(int.__mul__, lengths_of, counts)) / real
-        judged = excess if reproducible else busiest
-        # More micro-steps take more time than their tokens tell: they have to gain something.
-        if best is None or judged < 0.98 * best[0]:
-            best = judged, counts, costs, share
-        even = busiest <= TOLERATED * sum(costs) / (sum(speeds) if speeds else ranks)
-        if (excess <= TOLERATED and (reproducible or even)) or tokens <= least:
+        costs = _costs(budget, descending, counts)
+        share = [] if reproducible else deal(costs, ranks, speeds, in_step=in_step)
+        tries.append(_Try(_busiest(costs, share or [len(costs)], speeds), counts, costs, share))
+        best = min(tries, key=lambda one: one.seconds)
+        if tokens <= least or len(tries) - tries.index(best) > TRIES_IN_VAIN:
             break
         tokens = max(int(SHRINK * tokens), least)
-    _, counts, costs, share = best
+    counts = best.counts
+    share = best.share or deal(best.costs, ranks, speeds, in_step=in_step)
     group = np.repeat(np.arange(len(counts)), counts)
     order = by_length[np.lexsort((by_length, group))]  # positions ascend within a micro-step
     micro_batches: list[tuple[int, ...]] = []
@@ -279,6 +274,35 @@ def split_by_cost(
         micro_batches.append(tuple(counts[first : first + number]))
         first += number
     return Split.of(micro_batches, order=tuple(order.tolist()))
+
+
+@dataclass(frozen=True, slots=True)
+class _Try:
+    """One way to form micro-steps: what it takes, their samples and costs, and those of ranks."""
+
+    seconds: float
+    counts: list[int]
+    costs: list[float]
+    share: list[int]
+
+
+def _costs(budget: TokenBudget, descending: Sequence[int], counts: Sequence[int]) -> list[float]:
+    """Return the cost of each micro-step, with what it takes besides its tokens."""
+    costs: list[float] = []
+    first = 0
+    if budget.cost is None:
+        constant = OVERHEAD * budget.micro_tokens
+        for count in counts:
+            costs.append(descending[first] * count + constant)
+            first += count
+        return costs
+    tokens = 0
+    for count in counts:
+        costs.append(budget.cost_of(descending[first], count))
+        tokens += descending[first] * count
+        first += count
+    constant = OVERHEAD * budget.micro_tokens * sum(costs) / tokens
+    return [cost + constant for cost in costs]
 
 
 def _filled(descending: Sequence[int], tokens: int) -> list[int]:
