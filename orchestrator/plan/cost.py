@@ -339,7 +339,7 @@ def deal(
     Raises:
         PlanError: not one speed above 0 for each rank.
     """
-    if speeds is not None and (len(speeds) != ranks or not min(speeds) > 0):
+    if speeds is not None and (len(speeds) != ranks or not all(speed > 0 for speed in speeds)):
         raise PlanError(f"{ranks} ranks need as many speeds above 0, but they are {list(speeds)}")
     if in_step or (speeds is None and min(costs, default=1) == max(costs, default=1)):
         return list(even_parts(len(costs), ranks))

@@ -1,0 +1,231 @@
+"""One rank of `benchmarks.lengths`: the same update, its samples dealt in different ways."""
+
+from __future__ import annotations
+
+import math
+import time
+from functools import cached_property
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.measure import rows_of, turns
+from jobs.language_model import LanguageModel, Transformer
+from orchestrator.client.loop import RankWindows
+from orchestrator.config.schema import Config
+from orchestrator.engine.api import EngineSettings
+from orchestrator.engine.torch import TorchGroup
+from orchestrator.engine.torch.engine import TorchEngine
+from orchestrator.plan.cost import deal
+from orchestrator.plan.parts import JobFacts
+from orchestrator.plan.plan import Plan
+
+LONGEST, WIDTH, LAYERS, HEADS = 256, 192, 3, 6
+SAMPLES_EACH = 8
+"""Samples of a micro-batch that is cut by number; as many of the longest fit into memory."""
+
+RATE = 1e-3
+
+
+class DrawnText:
+    """`count` sequences of 8 to 256 bytes, their lengths lognormal.
+
+    Attributes:
+        lengths: of all, in bytes.
+    """
+
+    def __init__(self, count: int, sigma: float) -> None:
+        draw = torch.Generator().manual_seed(1)
+        lengths = (torch.randn(count, generator=draw) * sigma + math.log(64)).exp()
+        self.lengths = [int(length) for length in lengths.clamp(8, LONGEST)]
+        self._bytes = torch.randint(1, 256, (count, LONGEST), generator=draw, dtype=torch.uint8)
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self._bytes[index, : self.lengths[index]]
+
+
+class DrawnTextModel(LanguageModel):
+    """The language model of the examples on drawn text, with the cost of its attention."""
+
+    def __init__(self, data: DrawnText) -> None:
+        super().__init__(WIDTH, LAYERS, HEADS, LONGEST, dropout=0.0)
+        self._data = data
+
+    def dataset(self) -> Any:
+        return self._data
+
+    def cost(self, length: int, samples: int) -> float:
+        """Return the multiplications of a forward; a micro-step's own costs count as tokens do."""
+        a_token = 12 * WIDTH**2 * LAYERS + WIDTH * 256
+        return samples * length * a_token + 2 * samples * length**2 * WIDTH * LAYERS
+
+
+class Ours:
+    """A job class with `accumulation.micro_tokens`, or without: cut by number."""
+
+    def __init__(self, job: DrawnTextModel, group: Any, global_batch: int, **batch: Any) -> None:
+        settings = EngineSettings(optimizer={"name": "adamw"}, metric_names=job.metric_names)
+        self._engine = TorchEngine(job, settings, group)
+        config = Config()
+        config.cluster.nodes, config.cluster.ranks_per_node = 1, group.size
+        config.train.updates, config.schedule.base_lr = 10**6, RATE
+        config.accumulation.global_batch = global_batch
+        for name, value in batch.items():
+            setattr(config.accumulation, name, value)
+        lengths = torch.tensor(job.dataset().lengths).numpy()
+        facts = JobFacts(dataset_samples=len(lengths), lengths=lengths, cost=job.cost)
+        self.plan = Plan.of(config, facts)
+        self._windows = RankWindows(self.plan, group.rank)
+        self._batches = self._engine.batches(
+            micro_batch
+            for update in range(10**6)
+            for micro_batch in self._windows.window(update).micro_batches
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        return self._engine.model
+
+    def update(self, number: int) -> None:
+        window = self._windows.window(number)
+        self._engine.begin_window(window)
+        for micro_batch in window.micro_batches:
+            self._engine.micro_step(next(self._batches), micro_batch)
+        self._engine.boundary()
+
+
+class Ddp:
+    """DDP with no_sync: the mean over all tokens of an update by one more all-reduce."""
+
+    def __init__(self, job: DrawnTextModel, group: Any, plan: Plan) -> None:
+        torch.manual_seed(0)
+        self.job, self.rank, self.ranks, self.plan = job, group.rank, group.size, plan
+        self.model = Transformer(WIDTH, LAYERS, HEADS, LONGEST, 0.0)
+        self._ddp = DistributedDataParallel(self.model)
+        self._optimizer = torch.optim.AdamW(self._ddp.parameters(), lr=RATE)
+
+    def samples(self, number: int) -> list[int]:
+        """Return the update's samples."""
+        return self.plan.order.indices(number).tolist()
+
+    def micro_batches(self, number: int) -> list[list[int]]:
+        """Return this rank's: its samples as they come, in micro-batches of equal size."""
+        own = self.samples(number)[self.rank :: self.ranks]
+        return [own[at : at + SAMPLES_EACH] for at in range(0, len(own), SAMPLES_EACH)]
+
+    def update(self, number: int) -> None:
+        data = self.job.dataset()
+        own = self.micro_batches(number)
+        tokens = torch.tensor(float(sum(data.lengths[i] for part in own for i in part)))
+        dist.all_reduce(tokens)
+        self._optimizer.zero_grad()
+        for step, part in enumerate(own, start=1):
+            batch = self.job.collate([data[index] for index in part])
+            self._ddp.require_backward_grad_sync = step == len(own)
+            loss = self.job.loss(self._ddp, batch).total
+            (loss * (self.ranks / tokens)).backward()
+        self._optimizer.step()
+
+
+class DdpEqual(Ddp):
+    """The same samples: sorted by length, in equal numbers of micro-steps on all ranks, which cost
+    as nearly the same as that allows.
+    """
+
+    def micro_batches(self, number: int) -> list[list[int]]:
+        lengths, tokens = self.job.dataset().lengths, LONGEST * SAMPLES_EACH
+        by_length = sorted(self.samples(number), key=lambda index: -lengths[index])
+        padded = sum(lengths[index] for index in by_length)
+        steps = max(2, -(-padded * 5 // 4 // tokens // self.ranks)) * self.ranks
+        while True:  # the fewest that fit
+            costs = [self.job.cost(lengths[index], 1) for index in by_length]
+            counts = deal(costs, steps)
+            firsts = [sum(counts[:step]) for step in range(steps)]
+            pairs = zip(firsts, counts, strict=True)
+            if all(lengths[by_length[first]] * count <= tokens for first, count in pairs if count):
+                break
+            steps += self.ranks
+        parts = [by_length[f : f + c] for f, c in zip(firsts, counts, strict=True)]
+        # Snake-wise, so that each rank has long and short ones.
+        turn = [*range(self.ranks), *reversed(range(self.ranks))]
+        return [
+            part for step, part in enumerate(parts) if turn[step % len(turn)] == self.rank and part
+        ]
+
+
+class DdpGrouped(Ddp):
+    """Other updates: samples grouped by length over all of them, as a loader does."""
+
+    @cached_property
+    def _groups(self) -> list[list[int]]:
+        lengths = self.job.dataset().lengths
+        whole = sorted(range(len(lengths)), key=lambda index: lengths[index])
+        groups = [whole[at : at + SAMPLES_EACH] for at in range(0, len(whole), SAMPLES_EACH)]
+        order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(0))
+        return [groups[index] for index in order.tolist()]
+
+    def micro_batches(self, number: int) -> list[list[int]]:
+        count = self.plan.batch.global_batch // SAMPLES_EACH
+        own = self._groups[number * count : (number + 1) * count]
+        lengths = self.job.dataset().lengths
+        # Dealt by length, so that ranks cost nearly the same.
+        own = sorted(own, key=lambda group: -max(lengths[index] for index in group))
+        turn = [*range(self.ranks), *reversed(range(self.ranks))]
+        return [part for at, part in enumerate(own) if turn[at % len(turn)] == self.rank]
+
+
+NAMES = (
+    "DDP + no_sync", "cut by number", "DDP, equal micro-steps", "micro_tokens",
+    "DDP, grouped (other updates)",
+)  # fmt: skip
+
+
+def measure(task: dict[str, Any], group: TorchGroup) -> list[dict[str, Any]]:
+    """Return a row for each contender: seconds of an update, and padded to real tokens."""
+    size, updates = task["global_batch"], task["updates"]
+    job = DrawnTextModel(DrawnText(size * (updates + 2), task["sigma"]))
+    by_number = {"micro_batch": SAMPLES_EACH}
+    by_tokens = Ours(job, group, size, micro_tokens=LONGEST * SAMPLES_EACH)
+    contenders: dict[str, Any] = dict(
+        zip(
+            NAMES,
+            (
+                Ddp(job, group, by_tokens.plan),
+                Ours(job, group, size, **by_number),
+                DdpEqual(job, group, by_tokens.plan),
+                by_tokens,
+                DdpGrouped(job, group, by_tokens.plan),
+            ),
+            strict=True,
+        )
+    )
+    for contender in contenders.values():
+        contender.model.load_state_dict(by_tokens.model.state_dict())
+    seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    cpu_seconds: dict[str, list[float]] = {name: [] for name in NAMES}
+    for number, turn in enumerate(turns(NAMES, updates + 2)):
+        for name in turn:
+            dist.barrier()
+            began, cpu_began = time.perf_counter(), time.process_time()
+            contenders[name].update(number)
+            busiest = torch.tensor(time.process_time() - cpu_began)
+            dist.all_reduce(busiest, dist.ReduceOp.MAX)
+            if number >= 2:  # DDP arranges its buckets anew in the second
+                seconds[name].append(time.perf_counter() - began)
+                cpu_seconds[name].append(float(busiest))
+    first, second = (contenders[name].model for name in (NAMES[0], NAMES[3]))
+    pairs = zip(first.parameters(), second.parameters(), strict=True)
+    difference = max(float((one - other).abs().max()) for one, other in pairs)
+    total = {name: [sum(spent)] for name, spent in seconds.items()}
+    rows = rows_of(total, NAMES[0])
+    for row in rows:
+        row["median_ms"] = 1000 * sorted(seconds[row["name"]])[len(seconds[row["name"]]) // 2]
+        row["difference"] = difference
+        row["cpu_ratio"] = sum(cpu_seconds[row["name"]]) / sum(cpu_seconds[NAMES[0]])
+    return rows

@@ -1,0 +1,161 @@
+"""Work by cost: every sample once, within the budget, and as even as contiguous runs can be."""
+
+from dataclasses import replace
+from itertools import combinations_with_replacement, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from orchestrator.errors import PlanError
+from orchestrator.plan.cost import TokenBudget, deal, lengths_of, split_by_cost
+from orchestrator.plan.split import even_parts, split_leaves
+from orchestrator.plan.window import planner_of
+from tests.plan.stated import make_plan
+
+LENGTHS = st.lists(st.integers(0, 60), min_size=1, max_size=60)
+SPEED = st.floats(0.1, 8)
+
+
+def micro_steps(split):
+    """Return the positions of each micro-step, rank after rank."""
+    starts = [piece for rank in range(split.ranks) for piece in split.pieces(rank)]
+    return [split.order[start : start + count] for start, count in starts]
+
+
+@given(steps=st.integers(1, 60), ranks=st.integers(1, 20), cost=st.floats(0.1, 1e6))
+def test_equal_costs_and_speeds_give_the_even_division(steps, ranks, cost):
+    even = list(even_parts(steps, ranks))
+    assert deal([cost] * steps, ranks) == even
+    assert deal([cost] * steps, ranks, [3.0] * ranks) == even
+    assert deal([cost, *[1.0] * (steps - 1)], ranks, in_step=True) == even
+
+
+@given(
+    costs=st.lists(st.integers(1, 50), min_size=1, max_size=8),
+    speeds=st.lists(SPEED, min_size=1, max_size=4),
+)
+def test_no_other_runs_are_done_sooner(costs, speeds):
+    def seconds(edges):
+        return max(
+            sum(costs[first:last]) / speed
+            for (first, last), speed in zip(pairwise(edges), speeds, strict=True)
+        )
+
+    counts = deal(costs, len(speeds), speeds)
+    assert sum(counts) == len(costs)
+    edges = [sum(counts[:rank]) for rank in range(len(speeds) + 1)]
+    inner = combinations_with_replacement(range(len(costs) + 1), len(speeds) - 1)
+    best = min(seconds([0, *cuts, len(costs)]) for cuts in inner)
+    assert seconds(edges) <= best * 1.002
+
+
+@given(
+    lengths=LENGTHS,
+    ranks=st.integers(1, 9),
+    tokens=st.integers(1, 300),
+    pad_to=st.sampled_from([1, 8]),
+    reproducible=st.booleans(),
+    data=st.data(),
+)
+def test_every_sample_is_computed_once_within_the_budget(
+    lengths, ranks, tokens, pad_to, reproducible, data
+):
+    speeds = data.draw(st.one_of(st.none(), st.lists(SPEED, min_size=ranks, max_size=ranks)))
+    budget = TokenBudget(micro_tokens=tokens, pad_to=pad_to)
+    given_lengths = np.array(lengths)
+    split = split_by_cost(given_lengths, ranks, budget, reproducible=reproducible, speeds=speeds)
+    steps = micro_steps(split)
+    assert sorted(position for step in steps for position in step) == list(range(len(lengths)))
+    assert split.samples == len(lengths)
+    for step in steps:
+        assert list(step) == sorted(step)
+        padded = -(-max(1, *(lengths[position] for position in step), 0) // pad_to) * pad_to
+        assert padded * len(step) <= tokens or len(step) == 1
+    if reproducible:  # leaves: on any ranks, at any speeds
+        alone = split_by_cost(given_lengths, 1, budget, reproducible=True)
+        assert micro_steps(alone) == steps
+
+
+@given(
+    samples=st.integers(1, 200), length=st.integers(1, 50), each=st.integers(1, 30),
+    ranks=st.integers(1, 9),
+)  # fmt: skip
+def test_equal_lengths_give_leaves_as_they_come(samples, length, each, ranks):
+    budget = TokenBudget(micro_tokens=each * length)
+    lengths = np.full(samples, length)
+    split = split_by_cost(lengths, ranks, budget, reproducible=True)
+    sizes = {size for steps in split.micro_batches for size in steps}
+    by_number = split_leaves(samples, ranks, max(sizes))
+    assert split.order == tuple(range(samples))
+    assert sum(split.micro_batches, ()) == sum(by_number.micro_batches, ())
+    if len(sizes) == 1:  # else the last is shorter, which costs less
+        assert split == replace(by_number, order=split.order)
+
+
+def test_a_cost_decides_where_it_is_given():
+    lengths = np.array([100, *[10] * 40])
+    by_tokens = split_by_cost(lengths, 2, TokenBudget(micro_tokens=100))
+    squared = TokenBudget(micro_tokens=100, cost=lambda length, samples: samples * length**2)
+    by_squares = split_by_cost(lengths, 2, squared)
+    assert by_tokens.samples_per_rank[0] > 10
+    assert by_squares.samples_per_rank == (1, 40)
+
+
+@pytest.mark.parametrize("cost", [lambda *_: 0, lambda *_: float("inf"), lambda *_: -1.0])
+def test_a_cost_that_is_no_cost_is_refused(cost):
+    with pytest.raises(PlanError, match=r"cost\(9, 1\) must be a number above 0"):
+        split_by_cost(np.array([9]), 1, TokenBudget(micro_tokens=9, cost=cost))
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ([1, 2], "one whole number for each of the 3 samples, but have shape"),
+        ([1, -2, 3], "0 or more, but sample 1 has -2"),
+        ([1, 2.5, 3], "whole numbers, but are of float64"),
+        (["1", "2", "x"], "whole numbers, but are of"),
+        ([[1], [2, 3], [4]], "whole numbers"),
+        ([1, float("nan"), 3], "whole numbers"),
+    ],
+)
+def test_lengths_that_are_none_are_refused(values, message):
+    with pytest.raises(PlanError, match=message):
+        lengths_of(values, 3)
+
+
+@pytest.mark.parametrize("speeds", [[1.0], [1.0, 0.0], [1.0, float("nan")]])
+def test_speeds_that_are_none_are_refused(speeds):
+    with pytest.raises(PlanError, match="2 ranks need as many speeds above 0"):
+        deal([1.0, 2.0], 2, speeds)
+
+
+def test_windows_have_the_samples_of_their_update_in_numbered_micro_steps():
+    lengths = np.arange(50) % 17 + 1
+    values = {"ranks_per_node": 3, "dataset_samples": 50, "global_batch": 16, "nodes": 1}
+    planner = planner_of(make_plan(**values, micro_tokens=40, lengths=lengths))
+    windows = [planner.window(3, rank) for rank in range(3)]
+    steps = [micro_batch for window in windows for micro_batch in window.micro_batches]
+    assert [step.number for step in steps] == list(range(windows[0].micro_step_count))
+    indices = planner.order.indices(3).tolist()
+    for step in steps:
+        assert list(step.indices) == [indices[position] for position in step.positions]
+        assert step.start == min(step.positions)
+    assert sorted(p for step in steps for p in step.positions) == list(range(len(indices)))
+
+
+def test_a_plan_without_lengths_says_what_it_does_not_know():
+    figures = make_plan(nodes=1, ranks_per_node=2, global_batch=16, micro_tokens=64).figures()
+    unknown = ("micro_steps", "samples_per_rank", "micro_batches", "steps", "micro_batch")
+    assert [figures[name] for name in unknown] == [None] * len(unknown)
+    assert figures["micro_tokens"] == 64
+
+
+def test_a_budget_below_every_length_is_refused_and_one_below_some_is_warned_of():
+    values = {"nodes": 1, "ranks_per_node": 2, "dataset_samples": 8, "global_batch": 4}
+    lengths = np.array([9, 9, 9, 9, 9, 9, 9, 30])
+    with pytest.raises(PlanError, match=r"micro_tokens=8 is less than the shortest .* 9 tokens"):
+        make_plan(**values, micro_tokens=8, lengths=lengths)
+    plan = make_plan(**values, micro_tokens=20, lengths=lengths)
+    assert "1 sample of 8 are longer than accumulation.micro_tokens=20" in " ".join(plan.warnings)
