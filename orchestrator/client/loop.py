@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, Protocol
 
+from orchestrator.client.balance import MeasuredSpeeds
 from orchestrator.engine.api import BoundaryReport
 from orchestrator.engine.common.waiting import declared
 from orchestrator.plan.plan import Plan
@@ -75,6 +76,7 @@ class RankWindows:
             it might not fit into memory.
         shard_ranks: the ranks that hold one copy of the model together with this one, if it is in
             shards. They get equally many micro-batches, since these are collective among them.
+        speeds: of the ranks; None: equal.
     """
 
     def __init__(
@@ -85,8 +87,9 @@ class RankWindows:
         *,
         ranks: int | None = None,
         shard_ranks: Sequence[int] = (),
+        speeds: MeasuredSpeeds | None = None,
     ) -> None:
-        self._planner = planner_of(plan)
+        self._planner, self.speeds = planner_of(plan), speeds
         if ranks is not None and ranks != plan.ranks:
             largest = max(size for sizes in plan.split.micro_batches for size in sizes)
             cap = plan.batch.micro_batch_cap or largest
@@ -96,16 +99,23 @@ class RankWindows:
         self.window = lru_cache(maxsize=4)(self._window)
 
     def _window(self, update: int) -> Window:
-        split = self._planner.assignment(update)
+        speeds = None if self.speeds is None else self.speeds.at(update)
+        split = self._planner.assignment(update, speeds)
         window = self._planner.window(update, self._rank, split)
         of_ranks = split.micro_batches
         longest = max(self._shard_ranks, key=lambda rank: len(of_ranks[rank]), default=self._rank)
+        if self.speeds is not None:
+            window = replace(window, speeds=self.speeds.began_at(update))
         own = len(window.micro_batches)
         if padding := len(of_ranks[longest]) - own:
             others = self._planner.window(update, longest, split).micro_batches[own:]
             micro_batches = (*window.micro_batches, *others)
             window = replace(window, micro_batches=micro_batches, padding=padding)
         return replace(window, learning_rate=self._rates(update)) if self._rates else window
+
+    def cost(self, window: Window) -> float:
+        """Return the cost of this rank's window."""
+        return self._planner.cost(window)
 
     def epoch_of(self, update: int) -> int:
         return self._planner.order.epoch_of(update)
@@ -190,6 +200,7 @@ class TrainingLoop:
     evaluate: Callable[[], dict[str, float]] | None = None
     _window: Window | None = None
     _began: float = 0.0
+    _work: tuple[float, float] = (0.0, 0.0)
 
     def __iter__(self) -> Iterator[Window]:
         """Yield windows until all updates are done, or all ranks agree to stop, or to let newcomers
@@ -213,6 +224,9 @@ class TrainingLoop:
                 progress.newcomers = True
                 self._record(done)
                 return
+            if self.windows.speeds is not None:
+                seconds, cost = self._work
+                self.windows.speeds.add(window.update, seconds=seconds, cost=cost)
             self._follow_up(done, soon=self.checkpoint_soon)
             self.checkpoint_soon = False
 
@@ -239,6 +253,10 @@ class TrainingLoop:
         if learning_rate is not None:
             window = replace(window, learning_rate=learning_rate)
         self.progress.add(CompletedUpdate(window, report, seconds))
+        if self.windows.speeds is not None:
+            # Reading data is work, too: a node may be slow for its disk.
+            others = report.wait_s + report.optimizer_s + report.compile_s
+            self._work = seconds - others, self.windows.cost(window)
 
     def _before_record(self) -> None:
         for callback in self.callbacks:
@@ -333,4 +351,5 @@ def update_line(done: CompletedUpdate, peak_memory_bytes: int) -> dict[str, Any]
         "samples": window.samples,
         "micro_steps": window.steps,
         "peak_memory_bytes": peak_memory_bytes,
+        **({"speeds": window.speeds} if window.speeds else {}),
     }

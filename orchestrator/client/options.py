@@ -44,6 +44,7 @@ class WindowOptions:
         pad_to: you pad a micro-batch to a multiple of it.
         cost: of a micro-batch, from its padded length and its number of samples, in any unit;
             without it, its padded tokens.
+        balance: "even", or "measured": by the speeds that ranks are seen to have.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
         shards: of a data set that is read shard after shard (`orchestrator.Shards`).
@@ -65,6 +66,7 @@ class WindowOptions:
     lengths: Any = None
     pad_to: int = 1
     cost: Callable[[int, int], float] | None = None
+    balance: str = "even"
     updates: int | None = None
     epochs: float | None = None
     ragged: str = "update"
@@ -136,11 +138,19 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
-    for name in ("global_batch", "steps", "micro_batch", "micro_tokens", "pad_to", "ragged"):
+    for name in (
+        "global_batch",
+        "steps",
+        "micro_batch",
+        "micro_tokens",
+        "pad_to",
+        "balance",
+        "ragged",
+    ):
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
-    keys = ("accumulation.ragged", "train.epochs")
+    keys = ("accumulation.ragged", "accumulation.balance", "train.epochs")
     single = [BOUNDS[key].refusal(key, value_of(config, key)) for key in keys]
     problems = accumulation_problems(config.accumulation)
     if refused := [*beyond(plain(config)), *filter(None, single), *problems]:

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn import Module, ModuleList
 from torch.utils.data import default_collate
 
+from orchestrator.client.balance import MeasuredSpeeds
 from orchestrator.client.checkpoints import Checkpoints
 from orchestrator.client.loop import (
     Callback,
@@ -62,6 +63,9 @@ from orchestrator.plan.window import Window
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.warnings import warn, warn_into
 from orchestrator.units import plural
+
+READ_AHEAD = 16
+"""Windows that a user's loader may ask for ahead of their turn, with balance="measured"."""
 
 
 class UserWindow:
@@ -176,8 +180,19 @@ class Windows:
         copies = {one.fully_sharded.shard_ranks for one in accumulators if one.fully_sharded}
         if len(copies) > 1:
             raise ConfigError("models that share windows must be sharded over the same ranks")
+        speeds = None
+        if options.balance == "measured" and accumulators[0].group.size > 1:
+            if copies:
+                raise ConfigError(
+                    "balance='measured' is not available with a model that fully_shard() has "
+                    "sharded: ranks of a copy compute in step; leave it out"
+                )
+            group = accumulators[0].group
+            speeds = MeasuredSpeeds(
+                self.first, READ_AHEAD, lambda numbers: gather_numbers(group, numbers)
+            )
         self._loop = TrainingLoop(
-            windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ())),
+            windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),
             updates=self.updates,
             checkpoints=checkpoints,
             callbacks=[*record, *options.callbacks],

@@ -41,6 +41,7 @@ KINDS: dict[str, Kind] = {
     "accumulation.steps": Kind.PLANNED,
     "accumulation.micro_batch": Kind.PLANNED,
     "accumulation.micro_tokens": Kind.PLANNED,
+    "accumulation.balance": Kind.ROUNDING,
     "accumulation.reduction": Kind.ROUNDING,
     "schedule": Kind.PLANNED,
     "train": Kind.NUMBERS,

@@ -224,6 +224,7 @@ LIMITS = {
         Limit("accumulation.reduction", ("fast",), FSDP, "FSDP has an order of its own"),
         Limit("engine.shard_optimizer", (False,), FSDP, "it shards the state already"),
         Limit("accumulation.reduction", ("fast",), SHARDS),
+        Limit("accumulation.balance", ("even",), FSDP, "ranks of a copy compute in step"),
     ),
     "mindspore": (
         Limit("transport", ("auto", "mccl", "nccl", "hccl")),
@@ -242,6 +243,7 @@ LIMITS = {
         Limit("train.precision", ("float32",), STYLE),
         Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
         Limit("train.on_non_finite", ("stop",), STYLE),
+        Limit("accumulation.balance", ("even",), STYLE, "it needs windows of equal size"),
         Limit("accumulation.micro_tokens", (None,), STYLE, "it needs equal micro-batches"),
     ),
 }

@@ -105,6 +105,14 @@ class WorkByCost:
     reproducible: bool = False
     in_step: bool = False
 
+    def cost(self, micro_batches: Sequence[Sequence[int]]) -> float:
+        """Return the cost of micro-steps of these samples of the data set."""
+        cost = OVERHEAD * self.budget.micro_tokens * len(micro_batches)
+        for indices in micro_batches:
+            longest = int(self.budget.padded(self.lengths[list(indices)]).max())
+            cost += self.budget.cost_of(longest, len(indices))
+        return cost
+
     def split(
         self, indices: NDArray[np.int64], ranks: int, speeds: Sequence[float] | None = None
     ) -> Split:
@@ -329,7 +337,8 @@ def deal(
     in_step: bool = False,
 ) -> list[int]:
     """Return how many of the micro-steps, which have these costs, each rank takes, one rank after
-    the other. The largest cost / speed of a rank is as small as it can be, to a thousandth.
+    the other. The largest cost / speed of a rank is as small as it can be, to a thousandth; with
+    stated speeds, as small as it can be where every rank has some work.
 
     Equal costs and speeds give equal numbers, the larger first.
 
@@ -355,7 +364,23 @@ def deal(
         else:
             low = bound
     # Bounds that differ by rounding alone must not decide.
-    return _spread(ends, rates, high * (1 + 1e-9))
+    counts = _spread(ends, rates, high * (1 + 1e-9))
+    return counts if speeds is None else _some_for_each(counts)
+
+
+def _some_for_each(counts: list[int]) -> list[int]:
+    """Return the counts with 1 in the place of each 0, as long as the largest can spare them: a
+    rank without work cannot be seen to recover.
+
+    >>> _some_for_each([5, 0, 2]), _some_for_each([1, 0])
+    ([4, 1, 2], [1, 0])
+    """
+    for rank, count in enumerate(counts):
+        largest = max(range(len(counts)), key=counts.__getitem__)
+        if count == 0 and counts[largest] > 1:
+            counts[largest] -= 1
+            counts[rank] = 1
+    return counts
 
 
 def _fits(ends: Sequence[float], speeds: Sequence[float], bound: float) -> bool:
@@ -366,6 +391,21 @@ def _fits(ends: Sequence[float], speeds: Sequence[float], bound: float) -> bool:
         if reached == last:
             return True
     return False
+
+
+def split_by_speed(samples: int, speeds: Sequence[float], cap: int) -> Split:
+    """Divide an update whose samples cost the same by the ranks' speeds, contiguously, in
+    micro-batches of at most `cap` samples.
+
+    >>> split_by_speed(12, [2.0, 1.0], 3).micro_batches
+    ((3, 3, 2), (2, 2))
+    """
+    total = sum(speeds)
+    ends = [round(samples * end / total) for end in accumulate(speeds)]
+    ends[-1] = samples
+    sizes = [last - first for first, last in zip([0, *ends], ends, strict=False)]
+    sizes = _some_for_each(sizes)
+    return Split.of([even_parts(size, -(-size // cap)) if size else () for size in sizes])
 
 
 def _spread(ends: Sequence[float], speeds: Sequence[float], bound: float) -> list[int]:

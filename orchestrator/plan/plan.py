@@ -85,6 +85,12 @@ class Plan:
             split = split_for(size, ranks, batch=batch, reduction=reduction)
         else:
             split = work.split(order.indices(0), nodes * per_node)
+        if config.accumulation.balance == "measured" and split.idle_ranks and samples is not None:
+            raise PlanError(
+                f"accumulation.balance=measured needs work for every rank, but an update has "
+                f"{plural(split.micro_step_count, 'micro-step')} for {split.ranks} ranks: smaller "
+                f"ones, or a larger {GLOBAL_BATCH}, would do, or accumulation.balance=even"
+            )
         length = _length(order, config.train, samples)
         return cls(
             nodes=nodes,

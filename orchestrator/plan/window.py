@@ -12,11 +12,11 @@ from functools import lru_cache
 
 from orchestrator.errors import PlanError
 from orchestrator.plan.batch import Batch
-from orchestrator.plan.cost import WorkByCost
+from orchestrator.plan.cost import WorkByCost, deal, split_by_speed
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.schedule import Schedule
-from orchestrator.plan.split import Split, split_for
+from orchestrator.plan.split import Split, assign_leaves, split_for
 
 _split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: full and ragged
 
@@ -62,6 +62,7 @@ class Window:
         micro_step_count: of the update over all ranks; in reproducible mode the number of leaves.
         order: the update's positions, micro-step after micro-step, rank after rank; None: as they
             are.
+        speeds: of ranks, by which this update is the first to be dealt; None: as the one before.
         padding: how many of the last micro-batches count nothing: they only keep ranks in step that
             hold one copy of a model together.
     """
@@ -75,6 +76,7 @@ class Window:
     samples_per_rank: tuple[int, ...] = ()
     micro_step_count: int = 0
     order: tuple[int, ...] | None = None
+    speeds: tuple[float, ...] | None = None
     padding: int = 0
 
 
@@ -93,14 +95,33 @@ class WindowPlanner:
     reduction: str = "fast"
     work: WorkByCost | None = None
 
-    def assignment(self, update: int) -> Split:
-        """Return the division of this update: by cost where lengths are known, else an even one
-        (of whole leaves in reproducible mode).
+    def assignment(self, update: int, speeds: tuple[float, ...] | None = None) -> Split:
+        """Return the division of this update: by cost where lengths are known, else by number (of
+        whole leaves in reproducible mode).
+
+        Args:
+            speeds: of ranks, above 0 in any unit; None: equal.
         """
         if self.work is not None:
-            return self.work.split(self.order.indices(update), self.ranks)
+            return self.work.split(self.order.indices(update), self.ranks, speeds)
         samples = self.order.samples_of(update)
+        if speeds is not None:
+            cap = self.batch.micro_batch_cap
+            if self.reduction == "reproducible" and cap is not None:
+                leaves = deal([1.0] * -(-samples // cap), self.ranks, speeds)
+                return assign_leaves(leaves, samples=samples, leaf_size=cap)
+            # What all ranks have in their memory at equal speeds.
+            steps = self.batch.steps or 1
+            cap = cap or -(-self.batch.global_batch // (self.ranks * steps))
+            return split_by_speed(samples, speeds, cap)
         return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
+
+    def cost(self, window: Window) -> float:
+        """Return the cost of a rank's window, padding included."""
+        micro_batches = [micro_batch.indices for micro_batch in window.micro_batches]
+        if self.work is not None:
+            return self.work.cost(micro_batches)
+        return float(sum(map(len, micro_batches)))
 
     def window(self, update: int, rank: int, assignment: Split | None = None) -> Window:
         """Return the work of `rank` in `update`, by `assignment` or else by the usual division.

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from orchestrator.agent.processes import this_process_alone
 from orchestrator.audit import FOLDER
+from orchestrator.client.balance import SPARE_WINDOWS, MeasuredSpeeds
 from orchestrator.client.loop import Callback, RankWindows, TrainingLoop
 from orchestrator.client.run import current_run
 from orchestrator.engine.api import Engine
@@ -116,6 +117,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 training.rates,
                 ranks=group.size,
                 shard_ranks=engine.shard_ranks,
+                speeds=_speeds(training, group.size),
             ),
             updates=training.updates,
             checkpoints=training.checkpoints,
@@ -149,6 +151,16 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
             except PeerLost:
                 _save_last_boundary(worker, training)
                 raise
+
+
+def _speeds(training: Training, ranks: int) -> MeasuredSpeeds | None:
+    """Return what deals work by speed in a new group, in which no speed is known yet."""
+    config = training.config
+    if config.accumulation.balance != "measured" or ranks == 1:
+        return None
+    # Each loader worker has two micro-batches waiting; a window of the fewest has one.
+    ahead = 2 * config.train.loader_workers + SPARE_WINDOWS
+    return MeasuredSpeeds(training.progress.updates, ahead, training.engine.gather)
 
 
 def _save_last_boundary(worker: WorkerProcess, training: Training) -> None:

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from orchestrator import Job, Loss
+from orchestrator.client.balance import MeasuredSpeeds
 from orchestrator.client.loop import RankWindows
 from orchestrator.testing.threads import run_in_threads
 from tests.engine.torch.jobs import engine_of
@@ -63,7 +64,18 @@ class PerToken(Job):
         return Loss((errors * real).sum(), float(tokens), {"tokens": float(tokens)})
 
 
-def train(job, ranks, *, precision="float64", **batch):
+class Stated(MeasuredSpeeds):
+    """Speeds that were stated, other ones for each update."""
+
+    def __init__(self, ranks):
+        super().__init__(0, UPDATES, lambda _: [])
+        self.ranks = ranks
+
+    def at(self, update):
+        return tuple(1.0 + (3 * rank + update) % 5 for rank in range(self.ranks))
+
+
+def train(job, ranks, *, precision="float64", own_speeds=False, **batch):
     """Return each rank's (weights, losses) after some updates."""
     lengths = np.array(job.dataset().lengths)
     values = {
@@ -75,7 +87,7 @@ def train(job, ranks, *, precision="float64", **batch):
     def be(group):
         reduction = batch.get("reduction", "fast")
         engine = engine_of(copy.copy(job), group, precision=precision, reduction=reduction)
-        windows = RankWindows(plan, group.rank)
+        windows = RankWindows(plan, group.rank, speeds=Stated(ranks) if own_speeds else None)
         reports = run(engine, map(windows.window, range(UPDATES)))
         weights = torch.cat([p.detach().reshape(-1) for p in engine.model.parameters()])
         return weights, [(report.loss, report.metrics) for report in reports]
@@ -101,6 +113,28 @@ def test_reproducible_bits_do_not_depend_on_the_ranks_with_dropout_and_augmentat
     (weights, losses), *_ = train(job, 1, precision="float32", **batch)
     for ranks in (2, 3, 5):
         for own, own_losses in train(job, ranks, precision="float32", **batch):
+            assert torch.equal(own, weights)
+            assert own_losses == losses
+
+
+CUTS = [{"steps": 2}, {"micro_batch": 2}, {"micro_tokens": 12}]
+
+
+@pytest.mark.parametrize("batch", CUTS)
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_any_speeds_give_the_update_of_one_big_batch(ranks, batch):
+    (weights, losses), *_ = train(PerToken(), 1, steps=1)
+    for own, own_losses in train(PerToken(), ranks, own_speeds=True, **batch):
+        torch.testing.assert_close(own, weights, rtol=1e-12, atol=1e-12)
+        assert [loss for loss, _ in own_losses] == pytest.approx([loss for loss, _ in losses])
+
+
+@pytest.mark.parametrize("batch", CUTS[1:])
+def test_reproducible_bits_do_not_depend_on_speeds(batch):
+    job, batch = PerToken(random=True), {"reduction": "reproducible", **batch}
+    (weights, losses), *_ = train(job, 1, **batch)
+    for ranks in (2, 3, 5):
+        for own, own_losses in train(job, ranks, own_speeds=True, **batch):
             assert torch.equal(own, weights)
             assert own_losses == losses
 

@@ -1,0 +1,119 @@
+"""`accumulation.balance=measured`: work is dealt by the speeds that ranks were seen to have.
+
+Every few updates the ranks exchange how long they worked, and on how much. All of them derive the
+same speeds from that. New ones apply some updates later, so that loaders which read ahead know in
+time, and only where the busiest rank would gain by them. No update changes: any division is the
+same big batch, and in reproducible mode it has the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from orchestrator.errors import JobError
+
+INTERVAL = 4
+"""Updates between two exchanges."""
+
+WORTH = 1.05
+"""The busiest rank's time to the mean from which on new speeds apply."""
+
+SLOWEST = 1 / 64
+"""The least speed of a rank, to the mean: it keeps some work, so that it can be seen to recover."""
+
+PROBE = 1.5
+"""Growth of the speed of a rank that had no work, until it has some to be measured by."""
+
+SPARE_WINDOWS = 4
+"""Windows that are asked for beyond those of a loader's workers: ones without work for a rank."""
+
+Gather = Callable[[Sequence[float]], list[list[float]]]
+"""Every rank's numbers, a row for each rank; collective."""
+
+
+@dataclass(slots=True)
+class MeasuredSpeeds:
+    """Speeds of the ranks of a group, the same on all of them.
+
+    Attributes:
+        first: update that the group begins with.
+        ahead: windows that loaders ask for before it is their turn.
+        gather: collective.
+        changes: (update, speeds) from which speeds apply, to a mean of 1.
+    """
+
+    first: int
+    ahead: int
+    gather: Gather
+    changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
+    _known: int = 0
+    _seconds: float = 0.0
+    _cost: float = 0.0
+
+    def __post_init__(self) -> None:
+        self._known = self.first + INTERVAL + self.ahead
+
+    def at(self, update: int) -> tuple[float, ...] | None:
+        """Return the speeds for an update; None while all count as equal.
+
+        Raises:
+            JobError: nobody knows yet, since a loader reads too far ahead.
+        """
+        if update >= self._known:
+            raise JobError(
+                f"the samples of update {update} were asked for before update "
+                f"{self._known - self.ahead} was done, but who computes them depends on how fast "
+                f"ranks are until then (accumulation.balance=measured, {self.ahead} updates "
+                "ahead): let loaders read less ahead, or use balance=even"
+            )
+        for first, speeds in reversed(self.changes):
+            if first <= update:
+                return speeds
+        return None
+
+    def began_at(self, update: int) -> tuple[float, ...] | None:
+        """Return the speeds that apply from this update on; None if there is no change."""
+        return next((speeds for first, speeds in self.changes if first == update), None)
+
+    def add(self, update: int, *, seconds: float, cost: float) -> None:
+        """Add this rank's work of an update; exchange it where that is due, which is collective."""
+        if cost > 0:
+            self._seconds += max(seconds, 0.0)
+            self._cost += cost
+        done = update + 1
+        if (done - self.first) % INTERVAL:
+            return
+        rows = self.gather([self._seconds, self._cost])
+        self._seconds = self._cost = 0.0
+        self._known = done + INTERVAL + self.ahead
+        before = self.at(done + self.ahead) or (1.0,) * len(rows)
+        speeds = speeds_of(rows, before)
+        times = [old / new for old, new in zip(before, speeds, strict=True)]
+        if max(times) > WORTH * sum(before) / sum(speeds):
+            self.changes.append((done + self.ahead, speeds))
+
+
+def speeds_of(rows: Sequence[Sequence[float]], before: Sequence[float]) -> tuple[float, ...]:
+    """Return the ranks' speeds, to a mean of 1.
+
+    Args:
+        rows: each rank's seconds and the cost of what it computed in them.
+        before: speeds to a mean of 1, which those without work are derived from.
+
+    >>> speeds_of([[1.0, 4.0], [2.0, 4.0]], [1.0, 1.0])
+    (1.3333333333333333, 0.6666666666666666)
+    """
+    measured = [cost / seconds if seconds > 0 and cost > 0 else None for seconds, cost in rows]
+    seen = [(speed, old) for speed, old in zip(measured, before, strict=True) if speed is not None]
+    if not seen:
+        return tuple(before)
+    unit = sum(speed for speed, _ in seen) / sum(old for _, old in seen)
+    speeds = [
+        min(1.0, PROBE * old) * unit if speed is None else speed
+        for speed, old in zip(measured, before, strict=True)
+    ]
+    least = SLOWEST * sum(speeds) / len(speeds)
+    speeds = [max(speed, least) for speed in speeds]
+    mean = sum(speeds) / len(speeds)
+    return tuple(speed / mean for speed in speeds)

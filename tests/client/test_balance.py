@@ -1,0 +1,91 @@
+"""`balance=measured`: all ranks agree on speeds that follow what they were seen to do."""
+
+import threading
+
+import pytest
+
+from orchestrator.client.balance import INTERVAL, MeasuredSpeeds, speeds_of
+from orchestrator.errors import JobError
+from orchestrator.plan.window import planner_of
+from tests.plan.stated import make_plan
+
+AHEAD = 3
+PLAN = {"nodes": 1, "dataset_samples": 960, "global_batch": 48, "steps": 4, "updates": 80}
+
+
+class Ranks:
+    """Ranks in threads, of which each takes as long as its true speed says."""
+
+    def __init__(self, true_speeds):
+        self.true, self.rows, self.exchanges = list(true_speeds), {}, 0
+        self.planner = planner_of(make_plan(**PLAN, ranks_per_node=len(self.true)))
+        self.barrier = threading.Barrier(len(self.true))
+        self.all = [
+            MeasuredSpeeds(0, AHEAD, lambda numbers, rank=rank: self.gather(rank, numbers))
+            for rank in range(len(self.true))
+        ]
+
+    def gather(self, rank, numbers):
+        self.rows[rank] = list(numbers)
+        self.barrier.wait()
+        rows = [self.rows[other] for other in range(len(self.true))]
+        self.barrier.wait()
+        self.exchanges += rank == 0
+        return rows
+
+    def update(self, number):
+        """Compute an update; return what the busiest rank takes to what it would take at best."""
+        split = self.planner.assignment(number, self.all[0].at(number))
+        sizes = split.samples_per_rank
+        seconds = [size / speed for size, speed in zip(sizes, self.true, strict=True)]
+
+        def be(rank):
+            self.all[rank].add(number, seconds=seconds[rank], cost=float(sizes[rank]))
+
+        threads = [threading.Thread(target=be, args=[rank]) for rank in range(len(self.true))]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len({speeds.at(number + AHEAD) for speeds in self.all}) == 1
+        return max(seconds) / (split.samples / sum(self.true))
+
+
+def test_work_follows_a_rank_that_is_slow_and_one_that_recovers():
+    ranks = Ranks([1.0, 0.5, 1.0])
+    first = [ranks.update(number) for number in range(20)]
+    delay = INTERVAL + AHEAD
+    assert min(first[:delay]) > 1.6
+    assert max(first[delay:]) < 1.1
+    ranks.true = [1.0, 1.0, 0.25]
+    then = [ranks.update(number) for number in range(20, 40)]
+    assert max(then[2 * INTERVAL + AHEAD :]) < 1.1
+    assert ranks.exchanges == 40 // INTERVAL
+    assert len(ranks.all[0].changes) <= 4
+
+
+def test_equal_ranks_keep_the_even_division():
+    ranks = Ranks([1.0, 1.02, 0.99])
+    assert [ranks.update(number) for number in range(12)][-1] < 1.04
+    assert ranks.all[0].changes == []
+
+
+def test_a_rank_that_nearly_stands_still_has_work_and_is_seen_to_recover():
+    ranks = Ranks([1.0, 1e-6, 1.0])
+    for number in range(12):
+        ranks.update(number)
+    assert ranks.planner.assignment(12, ranks.all[0].at(12)).samples_per_rank[1] == 1
+    ranks.true = [1.0, 1.0, 1.0]
+    assert [ranks.update(number) for number in range(12, 40)][-1] < 1.05
+
+
+def test_a_rank_without_work_gets_more_until_it_is_measured():
+    assert speeds_of([[1.0, 4.0], [0.0, 0.0]], [1.9, 0.1])[1] == pytest.approx(0.1, abs=0.06)
+    assert speeds_of([[0.0, 0.0], [0.0, 0.0]], [1.5, 0.5]) == (1.5, 0.5)
+
+
+def test_a_loader_that_reads_too_far_ahead_is_told():
+    speeds = MeasuredSpeeds(10, AHEAD, lambda _: [])
+    assert speeds.at(10 + INTERVAL + AHEAD - 1) is None
+    with pytest.raises(JobError, match="balance=measured, 3 updates ahead"):
+        speeds.at(10 + INTERVAL + AHEAD)
