@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from orchestrator.errors import JobError
+from orchestrator.rundir.warnings import warn
 
 INTERVAL = 4
 """Updates between two exchanges."""
@@ -21,6 +22,9 @@ WORTH = 1.05
 
 SLOWEST = 1 / 64
 """The least speed of a rank, to the mean: it keeps some work, so that it can be seen to recover."""
+
+SLOW, PERSISTENT = 0.8, 4
+"""A rank below this speed, to the mean, in so many exchanges in a row is warned of."""
 
 PROBE = 1.5
 """Growth of the speed of a rank that had no work, until it has some to be measured by."""
@@ -37,17 +41,20 @@ class MeasuredSpeeds:
     """Speeds of the ranks of a group, the same on all of them.
 
     Attributes:
+        rank: this one.
         first: update that the group begins with.
         ahead: windows that loaders ask for before it is their turn.
         gather: collective.
         changes: (update, speeds) from which speeds apply, to a mean of 1.
     """
 
+    rank: int
     first: int
     ahead: int
     gather: Gather
     changes: list[tuple[int, tuple[float, ...]]] = field(default_factory=list)
     _known: int = 0
+    _slow: int = 0
     _seconds: float = 0.0
     _cost: float = 0.0
 
@@ -90,6 +97,13 @@ class MeasuredSpeeds:
         before = self.at(done + self.ahead) or (1.0,) * len(rows)
         speeds = speeds_of(rows, before)
         times = [old / new for old, new in zip(before, speeds, strict=True)]
+        self._slow = self._slow + 1 if speeds[self.rank] < SLOW else 0
+        if self._slow == PERSISTENT:
+            warn(
+                f"it works at {speeds[self.rank]:.2f} of the ranks' mean speed, and is given less "
+                "to do (accumulation.balance=measured); its node may be throttled or shared",
+                kind="a slow rank",
+            )
         if max(times) > WORTH * sum(before) / sum(speeds):
             self.changes.append((done + self.ahead, speeds))
 

@@ -189,7 +189,7 @@ class Windows:
                 )
             group = accumulators[0].group
             speeds = MeasuredSpeeds(
-                self.first, READ_AHEAD, lambda numbers: gather_numbers(group, numbers)
+                rank, self.first, READ_AHEAD, lambda numbers: gather_numbers(group, numbers)
             )
         self._loop = TrainingLoop(
             windows=RankWindows(plan, rank, shard_ranks=next(iter(copies), ()), speeds=speeds),

@@ -42,6 +42,7 @@ SHOWN_SIZES = 4
 
 TREE = "reproducible"
 _NO_DATA = "the data set is not looked at here"
+_NO_LENGTHS = "lengths are not looked at here; facts.lengths=FILE has them"
 _NO_MODEL = "the model is not built here"
 
 
@@ -105,6 +106,7 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [
         ("where", ranks),
         ("global batch", batch),
+        *_balance(plan),
         ("updates", f"{_known(plan, 'updates', _NO_DATA)}{epochs}"),
         ("updates per epoch", _known(plan, "updates_per_epoch", _NO_DATA)),
         ("samples in the data set", _known(plan, "dataset_samples", _NO_DATA)),
@@ -116,6 +118,13 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _micro_steps(plan: Mapping[str, Any]) -> str:
+    if tokens := plan.get("micro_tokens"):
+        most = f"at most {plural(tokens, 'padded token')}"
+        return (
+            f"micro-steps of {most}, up to {format_count(plan['micro_steps'])} a rank"
+            if (plan.get("micro_steps"))
+            else f"micro-steps of {most} (how many is unknown: {_NO_LENGTHS})"
+        )
     text = plural(plan.get("micro_steps"), "micro-step")
     steps = plan.get("steps")
     if steps is not None and steps != plan.get("micro_steps"):
@@ -124,6 +133,22 @@ def _micro_steps(plan: Mapping[str, Any]) -> str:
     if cap is not None:
         text += f" of at most {plural(cap, 'sample')}"
     return text
+
+
+def _balance(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """Return the row about work by cost, if it is known."""
+    if plan.get("padded_to_real") is None:
+        return []
+    return [("work by length", balance_text(plan))]
+
+
+def balance_text(plan: Mapping[str, Any]) -> str:
+    """Describe what forming and dealing work by length gains in a plan's first updates."""
+    return (
+        f"padded to real tokens {plan['padded_to_real']:.2f}, busiest rank to the mean "
+        f"{plan['busiest_to_mean']:.2f}; dealt by number, as they come, the busiest would have "
+        f"{plan['even_to_busiest']:.2f} times as much"
+    )
 
 
 def _learning_rate(plan: Mapping[str, Any]) -> str:
@@ -294,6 +319,7 @@ def _rows(
     rows += [
         ("time", format_seconds(summary.seconds), ""),
         ("speed", format_rate(summary.samples_per_second), ""),
+        *((label, text, "") for label, text in _balance(plan)),
     ]
     if summary.time_shares:
         shares = (f"{name} {format_percent(share)}" for name, share in summary.time_shares.items())

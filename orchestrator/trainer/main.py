@@ -117,7 +117,7 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 training.rates,
                 ranks=group.size,
                 shard_ranks=engine.shard_ranks,
-                speeds=_speeds(training, group.size),
+                speeds=_speeds(training, group.rank, group.size),
             ),
             updates=training.updates,
             checkpoints=training.checkpoints,
@@ -153,14 +153,14 @@ def _train_in_groups(worker: WorkerProcess, training: Training) -> dict[str, Any
                 raise
 
 
-def _speeds(training: Training, ranks: int) -> MeasuredSpeeds | None:
+def _speeds(training: Training, rank: int, ranks: int) -> MeasuredSpeeds | None:
     """Return what deals work by speed in a new group, in which no speed is known yet."""
     config = training.config
     if config.accumulation.balance != "measured" or ranks == 1:
         return None
     # Each loader worker has two micro-batches waiting; a window of the fewest has one.
     ahead = 2 * config.train.loader_workers + SPARE_WINDOWS
-    return MeasuredSpeeds(training.progress.updates, ahead, training.engine.gather)
+    return MeasuredSpeeds(rank, training.progress.updates, ahead, training.engine.gather)
 
 
 def _save_last_boundary(worker: WorkerProcess, training: Training) -> None:

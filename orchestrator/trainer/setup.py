@@ -35,6 +35,7 @@ from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
+from orchestrator.report.run_tables import balance_text
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.files import write_json
 from orchestrator.rundir.folder import RunDir
@@ -356,7 +357,10 @@ def _set_up(worker: WorkerProcess) -> Training:
         for sentence in (*engine.warnings(micro_batches), *changed, *planned.warnings, *unread):
             warn(sentence)
         write_json(run.environment, environment)
-        write_json(run.plan, planned.to_json())
+        figures = planned.to_json()
+        if planned.work is not None:
+            print(f"work by length: {balance_text(figures)}", flush=True)  # to its log
+        write_json(run.plan, figures)
         training.record()
     if training.membership is not None:
         training.membership.begin(job, group)

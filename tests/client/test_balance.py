@@ -9,6 +9,8 @@ from orchestrator.errors import JobError
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
 
+pytestmark = pytest.mark.filterwarnings("ignore:it works at")  # in threads
+
 AHEAD = 3
 PLAN = {"nodes": 1, "dataset_samples": 960, "global_batch": 48, "steps": 4, "updates": 80}
 
@@ -21,7 +23,7 @@ class Ranks:
         self.planner = planner_of(make_plan(**PLAN, ranks_per_node=len(self.true)))
         self.barrier = threading.Barrier(len(self.true))
         self.all = [
-            MeasuredSpeeds(0, AHEAD, lambda numbers, rank=rank: self.gather(rank, numbers))
+            MeasuredSpeeds(rank, 0, AHEAD, lambda numbers, rank=rank: self.gather(rank, numbers))
             for rank in range(len(self.true))
         ]
 
@@ -85,7 +87,7 @@ def test_a_rank_without_work_gets_more_until_it_is_measured():
 
 
 def test_a_loader_that_reads_too_far_ahead_is_told():
-    speeds = MeasuredSpeeds(10, AHEAD, lambda _: [])
+    speeds = MeasuredSpeeds(0, 10, AHEAD, lambda _: [])
     assert speeds.at(10 + INTERVAL + AHEAD - 1) is None
     with pytest.raises(JobError, match="balance=measured, 3 updates ahead"):
         speeds.at(10 + INTERVAL + AHEAD)

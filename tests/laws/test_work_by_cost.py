@@ -68,7 +68,7 @@ class Stated(MeasuredSpeeds):
     """Speeds that were stated, other ones for each update."""
 
     def __init__(self, ranks):
-        super().__init__(0, UPDATES, lambda _: [])
+        super().__init__(0, 0, UPDATES, lambda _: [])
         self.ranks = ranks
 
     def at(self, update):
