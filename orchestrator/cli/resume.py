@@ -18,7 +18,13 @@ from omegaconf import OmegaConf
 from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
-from orchestrator.config.command_line import CommandLine, check_overrides, key_of, to_hydra
+from orchestrator.config.command_line import (
+    LENGTHS,
+    CommandLine,
+    check_overrides,
+    key_of,
+    to_hydra,
+)
 from orchestrator.config.composer import Composer, resolve
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
@@ -205,6 +211,15 @@ def refuse_another_plan(
             f"leaf, which was {leaf_before} so far; another one is another sum\n{instead}"
         )
     common = min(old.updates or 0, new.updates or 0)  # 0: one of them is not known yet
+    starts = {update for plan in (old, new) for update, _ in plan.order.batch_schedule}
+    for update in sorted(starts):
+        batches = [plan.order.batch_of(update) for plan in (old, new)]
+        if update < max(common, done) and len({*batches}) > 1:
+            raise ConfigError(
+                f"from update {update} on an update would be of {batches[1]} samples, but was to "
+                f"be of {batches[0]}: accumulation.batch_schedule can change after update "
+                f"{max(common, done) - 1} only\n{instead}"
+            )
     step = max(1, common // MOST_UPDATES)
     for update in sorted({*range(0, common, step), *range(common)[-1:]}):
         rates = [plan.rates.schedule.learning_rate(update)
@@ -376,8 +391,10 @@ def _with_overrides(
             values[key] = chosen[key]
             if key == "cluster" and "transport" not in stated and chosen["transport"] != "auto":
                 values.transport = chosen["transport"]
-        if "train.epochs" in stated and "train.updates" not in stated:
-            values.train.updates = None  # it would win, and what was typed would mean nothing
+        if lengths := stated & {*LENGTHS}:
+            # They would win, and what was typed would mean nothing.
+            for key in {"train.updates", "train.samples"} - lengths:
+                OmegaConf.update(values, key, None)
         plain = resolve(values)
     if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))

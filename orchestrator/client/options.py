@@ -12,7 +12,7 @@ from typing import Any
 from orchestrator.client.loop import Callback
 from orchestrator.client.record import whole_number
 from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
-from orchestrator.errors import ConfigError, PlanError, did_you_mean
+from orchestrator.errors import ConfigError, UsageError, did_you_mean
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
 from orchestrator.plan.plan import Plan
@@ -35,6 +35,7 @@ class WindowOptions:
 
     Attributes:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
+        batch_schedule: other global batches from given updates on: [[1000, 512], [5000, 3072]].
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
         ragged: treatment of an epoch's last samples: "update", "drop" or "carry".
         seed: of the order of samples, and of the random numbers of every micro-step.
@@ -53,6 +54,7 @@ class WindowOptions:
     global_batch: int | None = None
     steps: int | None = None
     micro_batch: int | None = None
+    batch_schedule: Sequence[Sequence[int]] = ()
     updates: int | None = None
     epochs: float | None = None
     ragged: str = "update"
@@ -124,7 +126,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config = Config()
     config.cluster.nodes, config.cluster.ranks_per_node = 1, ranks
     config.accumulation.reduction = reduction
-    for name in ("global_batch", "steps", "micro_batch", "ragged"):
+    for name in ("global_batch", "steps", "micro_batch", "ragged", "batch_schedule"):
         setattr(config.accumulation, name, getattr(options, name))
     for name in ("updates", "epochs", "seed"):
         setattr(config.train, name, getattr(options, name))
@@ -134,7 +136,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
         raise ConfigError(f"run.windows(): {as_options(refused[0])}")
     try:
         return Plan.of(config, JobFacts(dataset_samples=samples, shards=options.shards))
-    except PlanError as error:
+    except UsageError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 
 
@@ -154,6 +156,7 @@ def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, An
     return {
         "samples": samples,
         "global_batch": plan.batch.global_batch,
+        "batch_schedule": [list(stage) for stage in plan.order.batch_schedule],
         "ragged": options.ragged,
         "seed": options.seed,
         "shards": list(shards.lengths) if shards else None,

@@ -15,6 +15,7 @@ from orchestrator.config.schema import (
     Config,
     ScheduleConfig,
     SweepConfig,
+    batch_stages,
     beyond,
     gpu_count,
     node_range,
@@ -238,6 +239,7 @@ LIMITS = {
         Limit("engine.mode", ("graph", "jit"), STYLE),
         Limit("train.clip_norm", (None,), STYLE),
         Limit("accumulation.ragged", ("drop",), STYLE, "it needs windows of equal size"),
+        Limit("accumulation.batch_schedule", ([],), STYLE, "it needs windows of equal size"),
         Limit("train.precision", ("float32",), STYLE),
         Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
         Limit("train.on_non_finite", ("stop",), STYLE),
@@ -308,6 +310,12 @@ def _any_job(config: Config) -> Iterator[str]:
             f"possible"
         )
     gpu_count(config.cluster.gpus_per_node)
+    batch_stages(config.accumulation.batch_schedule)
+    if config.train.samples is not None and config.train.updates is not None:
+        yield (
+            f"train.updates={config.train.updates} and train.samples={config.train.samples} are "
+            f"two lengths of the run; leave one of them out, or set it to null"
+        )
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:

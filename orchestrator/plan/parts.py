@@ -43,16 +43,18 @@ class Length:
     """The length of the run.
 
     Attributes:
-        updates: of the whole run; None when only epochs are stated and the data set is not known.
+        updates: of the whole run; None when the data set is not known and they are not stated.
         epochs: stated, or what `updates` amount to; None when not known.
         updates_per_epoch: see `DataOrder`; None when the data set is not known.
         dataset_samples: of the data set; None when not known.
+        samples: that the run is to reach, if its length is stated so.
     """
 
     updates: int | None
     epochs: float | None
     updates_per_epoch: int | None
     dataset_samples: int | None
+    samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

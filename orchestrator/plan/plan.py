@@ -10,9 +10,22 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
+from orchestrator.config.schema import (
+    DEFAULT_BASE_LR,
+    Config,
+    TrainConfig,
+    batch_stages,
+    node_range,
+)
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch, resolve_batch
+from orchestrator.plan.batch import (
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    STEPS,
+    Batch,
+    later_batch,
+    resolve_batch,
+)
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
@@ -66,13 +79,18 @@ class Plan:
         samples = known.dataset_samples
         if samples is None:
             samples = config.facts.dataset_samples
+        stages = batch_stages(config.accumulation.batch_schedule)
+        for _, later in stages:
+            later_batch(batch, later, nodes * per_node)  # refuses windows that are too large
+        largest = max(size for _, size in ((0, batch.global_batch), *stages))
         order = DataOrder(
             # Without the data set the same checks run for one that is just large enough.
-            dataset_samples=batch.global_batch if samples is None else samples,
+            dataset_samples=largest if samples is None else samples,
             global_batch=batch.global_batch,
             ragged=config.accumulation.ragged,
             seed=config.train.seed,
             shards=known.shards,
+            batch_schedule=stages,
         )
         reduction = config.accumulation.reduction
         split = split_for(order.samples_of(0), nodes * per_node, batch=batch, reduction=reduction)
@@ -85,7 +103,7 @@ class Plan:
             split=split,
             reduction=reduction,
             length=length,
-            rates=_rates(config, known, batch, length),
+            rates=_rates(config, known, order, length),
             traffic=_traffic(config, known, split),
             of_cluster=tuple(idle_gpus(config)),
         )
@@ -117,6 +135,9 @@ class Plan:
         batch, split, length, rates = self.batch, self.split, self.length, self.rates
         rate_known = rates.source != "optimizer" or rates.first is not None
         shards = self.order.shards
+        schedule = asdict(rates.schedule) if rates.schedule and rate_known else None
+        if schedule and not schedule["batch_schedule"]:
+            del schedule["batch_schedule"]
         return {
             "ranks": self.ranks,
             "nodes": self.nodes,
@@ -137,7 +158,7 @@ class Plan:
             "learning_rate_first": rates.first,
             "learning_rate_peak": rates.peak,
             "learning_rate_last": rates.last,
-            "schedule": asdict(rates.schedule) if rates.schedule and rate_known else None,
+            "schedule": schedule,
             "collectives_per_update": self.traffic.collectives,
             "bytes_on_wire_per_update": self.traffic.bytes_on_wire,
             "ragged": self.order.ragged,
@@ -145,8 +166,26 @@ class Plan:
             "seed": self.order.seed,
             "shards": shards and {"lengths": shards.lengths, "lanes": shards.lanes},
             "gathers_per_update": self.traffic.gathers,
+            **({"samples": length.samples} if length.samples is not None else {}),
+            **({"batch_schedule": self.stages()} if self.order.batch_schedule else {}),
             "warnings": self.warnings,
         }
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Return the later stages of a batch schedule: the first `update` of each, its batch, the
+        micro-steps of the busiest rank, and the peak of the learning rate, None if not known.
+        """
+        schedule = None if self.rates.peak is None else self.rates.schedule
+        stages: list[dict[str, Any]] = []
+        for update, global_batch in self.order.batch_schedule:
+            steps = later_batch(self.batch, global_batch, self.ranks).steps
+            stages.append({
+                "update": update,
+                "global_batch": global_batch,
+                "micro_steps": min(steps, -(-global_batch // self.ranks)),
+                "learning_rate_peak": schedule and schedule.peak_at(update),
+            })  # fmt: skip
+        return stages
 
     def to_json(self) -> dict[str, Any]:
         """Return `figures` as JSON types: dicts, lists, numbers, strings, None."""
@@ -193,26 +232,28 @@ def _largest(config: Config) -> tuple[int, Batch]:
 
 
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:
-    """Return the run's length: `train.updates`, else `train.epochs`, else one epoch."""
+    """Return the run's length: `train.updates` or `.samples`, else `.epochs`, else one epoch."""
     known = samples is not None
     updates, epochs = train.updates, train.epochs
-    if updates is None:
+    if updates is None and train.samples is not None:
+        updates = order.updates_for_samples(train.samples) if known else None
+        epochs = order.epochs_of(updates) if updates is not None else None
+    elif updates is None:
         epochs = DEFAULT_EPOCHS if epochs is None else epochs
         total = order.updates_for(epochs)
         updates = total if known else None
     else:
-        epochs = updates / order.updates_per_epoch if known else None
-        if known and order.ragged == "carry":
-            epochs = updates * order.global_batch / order.dataset_samples
+        epochs = order.epochs_of(updates) if known else None
     return Length(
         updates=updates,
         epochs=epochs,
         updates_per_epoch=order.updates_per_epoch if known else None,
         dataset_samples=samples,
+        samples=train.samples,
     )
 
 
-def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rates:
+def _rates(config: Config, known: JobFacts, order: DataOrder, length: Length) -> Rates:
     given, total = config.schedule, length.updates
     base = known.base_rate if given.base_lr is None else given.base_lr
     of_optimizer = not config.optimizer and given.base_lr is None
@@ -222,7 +263,8 @@ def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rat
     unknown = total is None and given.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=DEFAULT_BASE_LR if base is None else base,
-        global_batch=batch.global_batch,
+        global_batch=order.global_batch,
+        batch_schedule=order.batch_schedule,
         base_batch=given.base_batch,
         scaling=given.scaling,
         warmup_updates=given.warmup_updates,

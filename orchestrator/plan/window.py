@@ -10,13 +10,14 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import Batch
+from orchestrator.plan.batch import Batch, later_batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, split_for
 
-_split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: full and ragged
+# A stage of the batch has two sizes of window, full and ragged, and a loader reads ahead.
+_split_for = lru_cache(maxsize=4)(split_for)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +61,9 @@ class Window:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WindowPlanner:
-    """Every update of a run, for every rank: a pure function of these five values."""
+    """Every update of a run, for every rank: a pure function of these five values. `batch` has the
+    numbers of the first stage of a batch schedule.
+    """
 
     order: DataOrder
     schedule: Schedule
@@ -71,7 +74,8 @@ class WindowPlanner:
     def assignment(self, update: int) -> Split:
         """Return the even division of this update (whole leaves in reproducible mode)."""
         samples = self.order.samples_of(update)
-        return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
+        batch = later_batch(self.batch, self.order.batch_of(update), self.ranks)
+        return _split_for(samples, self.ranks, batch=batch, reduction=self.reduction)
 
     def window(self, update: int, rank: int, assignment: Split | None = None) -> Window:
         """Return the work of `rank` in `update`, by `assignment` or else by the even division.

@@ -39,6 +39,23 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "more than --at-most 1e-05" in done.stderr
 
 
+def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path):
+    growing = (
+        "job=line", "accumulation.global_batch=100", "train.samples=2000", "tracker=none",
+        "accumulation.batch_schedule=[[3,150],[8,333]]", "schedule.scaling=linear",
+        "cluster.nodes=1",
+    )  # fmt: skip
+    for ranks, steps in ((1, 1), (2, 3)):
+        more = (f"cluster.ranks_per_node={ranks}", f"accumulation.steps={steps}")
+        helpers.call(*growing, *more, f"run.dir={tmp_path / str(ranks)}", timeout=390, code=0)
+    sizes = [100, 100, 100, 150, 150, 150, 150, 124, 333, 333, 333]  # epochs of 1,024
+    lines = helpers.records(tmp_path / "2")
+    assert [line["samples"] for line in lines] == sizes
+    assert lines[-1]["learning_rate"] == pytest.approx(3.33 * lines[0]["learning_rate"])
+    found = helpers.compare(tmp_path / "2", tmp_path / "1")
+    assert found["max_relative_difference"] <= 1e-5
+
+
 TRAIN = """\
 import json, os, sys
 import mindspore as ms, numpy as np
