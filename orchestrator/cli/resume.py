@@ -31,7 +31,7 @@ from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
-from orchestrator.plan.parts import JobFacts
+from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.rundir.checkpoints import (
@@ -317,7 +317,7 @@ def resumption(
     saved = list_checkpoints(run.checkpoints)
     done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
     known = run.read_plan()
-    old = plan = _plan(config, known)
+    old = plan = plan_of_run(config, known)
     refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
     warning: str | None = None
@@ -330,7 +330,7 @@ def resumption(
         program = isinstance(old, ProgramPlan)
         own = not program and not before["optimizer"]
         refuse_other_numbers(made, str(run.path), done, program=program, own_optimizer=own)
-        plan = _plan(config, known)
+        plan = plan_of_run(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path), made)
             warning = rounding_warning(made, old, plan, config)
@@ -348,7 +348,12 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+    """Return the plan of a run, or of one that it would become.
+
+    Args:
+        known: its plan.json, which has what the ranks found out.
+    """
     if is_program(config.job):
         return plan_of_program(config)
     try:
@@ -356,6 +361,7 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
             dataset_samples=known.get("dataset_samples"),
             parameters=known.get("parameters"),
             base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
+            branch=branch_in(known),
         )
         return Plan.of(config, facts)
     except PlanError as error:
@@ -416,7 +422,11 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     if not resumed.done and not is_program(resumed.config.job):
         return []
     before = run.read_submission().get(INPUTS) or {}
-    moved = {"train.initial_weights", *(change.key for change in resumed.changes)}
+    moved = {
+        "train.initial_weights",
+        "train.initial_state",
+        *(change.key for change in resumed.changes),
+    }
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
     return differences(run, {**before, "data": data}, resumed.config)
 

@@ -316,6 +316,11 @@ def _any_job(config: Config) -> Iterator[str]:
             f"train.updates={config.train.updates} and train.samples={config.train.samples} are "
             f"two lengths of the run; leave one of them out, or set it to null"
         )
+    if config.train.initial_weights is not None and config.train.initial_state is not None:
+        yield (
+            "train.initial_weights and train.initial_state both say where the weights begin; "
+            "initial_state has the optimizer and the place in the data, too: leave one out"
+        )
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     if config.accumulation.reduction == "reproducible" and config.accumulation.micro_batch is None:

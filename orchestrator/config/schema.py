@@ -226,6 +226,7 @@ class TrainConfig:
     loader_workers: int = number(0, least=0, most=4096)
     on_non_finite: str = choice("stop", "skip")
     initial_weights: str | None = None
+    initial_state: str | None = None
 
 
 @dataclass

@@ -35,6 +35,7 @@ from orchestrator.errors import PlanError
 from orchestrator.plan.batch import BATCH_SCHEDULE, GLOBAL_BATCH, BatchSchedule
 
 ROUNDS = 8
+INITIAL_STATE = "train.initial_state"
 BLOCK = 1 << 16
 """Positions that are computed together: one at a time would cost more than the update."""
 
@@ -100,6 +101,27 @@ class Shards:
         return first[shard] + along - (ends - lengths[order])[nth]
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A checkpoint of another run, where a run's state and its place in the data begin.
+
+    Attributes:
+        run: folder of the other run.
+        updates: that it had done there.
+        epoch, position: the place of its next sample.
+        global_batch: of its updates in that epoch.
+        seed, dataset_samples: of its order.
+    """
+
+    run: str
+    updates: int
+    epoch: int
+    position: int
+    global_batch: int
+    seed: int
+    dataset_samples: int
+
+
 class Stage(NamedTuple):
     """Updates with one global batch, from `update` on.
 
@@ -134,10 +156,13 @@ class DataOrder:
         shards: of a data set that is read along them; None: samples come in any order.
         batch_schedule: other values of G, from given updates on. An epoch goes on with the next G;
             under `drop` it ends where fewer samples remain than the next update needs.
+        branch: update 0 takes the samples after it. Its epoch keeps its number, and what remains of
+            it counts as the first epoch of this order.
 
     Raises:
         PlanError: a data set without samples, `drop` with G > N, shards of another number of
-            samples, or shards with a G that changes within an epoch.
+            samples, or shards with a G that changes within an epoch; a branch from another data
+            set.
     """
 
     dataset_samples: int
@@ -146,6 +171,7 @@ class DataOrder:
     seed: int = 0
     shards: Shards | None = None
     batch_schedule: BatchSchedule = ()
+    branch: Branch | None = None
     _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -159,7 +185,10 @@ class DataOrder:
                 f"the data set has {self.dataset_samples} samples; it must have at least 1"
             )
         self._refuse_dropping_all(self.global_batch, GLOBAL_BATCH)
-        object.__setattr__(self, "_stages", (self._stage_at(0, self.global_batch, 0, 0, 0),))
+        if self.branch:
+            self._refuse_branch(self.branch)
+        place = (self.branch.epoch, self.branch.position) if self.branch else (0, 0)
+        object.__setattr__(self, "_stages", (self._stage_at(0, self.global_batch, *place, 0),))
         for update, batch in self.batch_schedule:
             self._refuse_dropping_all(batch, f"{BATCH_SCHEDULE} from update {update} on: G")
             if self.shards:
@@ -192,6 +221,21 @@ class DataOrder:
             f"that works is {nearest}"
         )
 
+    def _refuse_branch(self, branch: Branch) -> None:
+        where = f"{branch.run} after update {branch.updates}"
+        if branch.dataset_samples != self.dataset_samples:
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} had a place in a data set of {branch.dataset_samples} "
+                f"samples, but this one has {self.dataset_samples}; to begin with the weights "
+                f"alone, use train.initial_weights={branch.run}"
+            )
+        if self.shards and branch.position and branch.global_batch != self.global_batch:
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} is within an epoch of data that is read in shards, "
+                f"where the batch cannot change; use {GLOBAL_BATCH}={branch.global_batch} (and "
+                f"{BATCH_SCHEDULE} from the epoch's end on), or a checkpoint at the end of an epoch"
+            )
+
     def _stage_at(self, update: int, batch: int, epoch: int, position: int, samples: int) -> Stage:
         if not self._updates_in(self.dataset_samples - position, batch):
             epoch, position = epoch + 1, 0
@@ -207,8 +251,10 @@ class DataOrder:
 
     @property
     def updates_per_epoch(self) -> int:
-        """Return the first epoch's updates; others may differ with `carry` or a batch schedule."""
-        return self.updates_before_epoch(1)
+        """Return the first epoch's updates; others may differ with `carry`, a batch schedule or a
+        branch.
+        """
+        return self.updates_before_epoch(self._stages[0].epoch + 1)
 
     def updates_before_epoch(self, epoch: int) -> int:
         """Return the first update whose first sample lies in this epoch, from 0, or after it."""
@@ -236,9 +282,12 @@ class DataOrder:
         [6, 4, 5]
         """
         exact = Fraction(str(epochs))  # as written: 0.7 epochs of 10 updates are 7, not 8
+        begin, size = self._stages[0], self.dataset_samples
         if self.ragged == "carry":
-            return self.updates_for_samples(exact * self.dataset_samples)
+            samples = exact * size - begin.position
+            return self.updates_for_samples(samples if exact >= 1 else exact * self._first_samples)
         whole, part = divmod(exact, 1)
+        whole += begin.epoch
         first, end = (self.updates_before_epoch(whole + number) for number in (0, 1))
         return first + math.ceil(part * (end - first))
 
@@ -262,18 +311,29 @@ class DataOrder:
 
     def epochs_of(self, updates: int) -> float:
         """Return how many epochs so many updates make; of the last one the share of its updates."""
+        begin, samples = self._stages[0], self.samples_before(updates)
+        if self.ragged == "carry" and samples < self._first_samples:
+            return samples / self._first_samples
         if self.ragged == "carry":
-            return self.samples_before(updates) / self.dataset_samples
+            return (samples + begin.position) / self.dataset_samples
         epoch = self.epoch_of(updates)
         first, end = (self.updates_before_epoch(epoch + number) for number in (0, 1))
-        return float(epoch + Fraction(updates - first, end - first))
+        return float(epoch - begin.epoch + Fraction(updates - first, end - first))
+
+    @property
+    def _first_samples(self) -> int:
+        """Return the samples of the first epoch, of which a branch leaves the rest."""
+        return self.dataset_samples - self._stages[0].position
 
     def batch_of(self, update: int) -> int:
         """Return the global batch of the update's stage: its samples, unless it is ragged."""
         return self._stage_of(update).batch
 
     def epoch_of(self, update: int) -> int:
-        """Return the epoch, from 0, that contains the update's first sample."""
+        """Return the epoch, from 0, that contains the update's first sample.
+
+        A branch's epochs continue those of the run that it is from.
+        """
         return self.place(update)[0]
 
     def samples_of(self, update: int) -> int:

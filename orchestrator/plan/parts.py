@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
-from orchestrator.plan.order import Shards
+from orchestrator.plan.order import Branch, Shards
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.wire import Wire
 
@@ -24,6 +26,7 @@ class JobFacts:
         own_rate: the job gives the learning rates itself.
         base_rate: of the job's own optimizer, or the stated one; None when not known.
         shards: of a data set that is read along them.
+        branch: of another run, where this one begins.
     """
 
     nodes: int | None = None
@@ -36,6 +39,12 @@ class JobFacts:
     own_rate: bool = False
     base_rate: float | None = None
     shards: Shards | None = None
+    branch: Branch | None = None
+
+
+def branch_in(plan: Mapping[str, Any]) -> Branch | None:
+    """Return the branch in a run's plan.json; None if the run began anew."""
+    return Branch(**plan["branch"]) if plan.get("branch") else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -26,7 +26,7 @@ from orchestrator.plan.batch import (
     later_batch,
     resolve_batch,
 )
-from orchestrator.plan.order import DataOrder
+from orchestrator.plan.order import Branch, DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
 from orchestrator.plan.schedule import Schedule
@@ -48,7 +48,7 @@ class Plan:
         order: of the samples; without the data set, for one that is just large enough.
         split: of a full window, the first one.
         reduction: of gradients, as configured.
-        length, rates, traffic: see each.
+        length, rates, traffic, branch: see each.
         of_cluster: warnings about the cluster's resources.
     """
 
@@ -61,6 +61,7 @@ class Plan:
     length: Length
     rates: Rates
     traffic: Traffic
+    branch: Branch | None = None
     of_cluster: tuple[str, ...] = ()
 
     @classmethod
@@ -91,6 +92,8 @@ class Plan:
             seed=config.train.seed,
             shards=known.shards,
             batch_schedule=stages,
+            # Without the data set it is checked by the ranks.
+            branch=None if samples is None else known.branch,
         )
         reduction = config.accumulation.reduction
         split = split_for(order.samples_of(0), nodes * per_node, batch=batch, reduction=reduction)
@@ -105,6 +108,7 @@ class Plan:
             length=length,
             rates=_rates(config, known, order, length),
             traffic=_traffic(config, known, split),
+            branch=known.branch,
             of_cluster=tuple(idle_gpus(config)),
         )
 
@@ -168,6 +172,7 @@ class Plan:
             "gathers_per_update": self.traffic.gathers,
             **({"samples": length.samples} if length.samples is not None else {}),
             **({"batch_schedule": self.stages()} if self.order.batch_schedule else {}),
+            **({"branch": asdict(self.branch)} if self.branch else {}),
             "warnings": self.warnings,
         }
 

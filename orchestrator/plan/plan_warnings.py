@@ -22,6 +22,7 @@ def warnings_of(
         *_empty_steps(split, batch),
         *(_uneven_leaves(split, batch, order, length) if reduction == "reproducible" else ()),
         *_data(order, length, rates),
+        *_branch(order),
         *_unreached_stages(order, length),
         *_warm_up(length, rates),
     )
@@ -138,6 +139,14 @@ def _larger_than_data(
         yield (
             f"{key}={size} is more than the {total} samples of the data set: an update "
             "holds some samples more than once"
+        )
+
+
+def _branch(order: DataOrder) -> Iterator[str]:
+    if (branch := order.branch) and branch.position and branch.seed != order.seed:
+        yield (
+            f"train.seed={order.seed} is not that of {branch.run} ({branch.seed}): the rest of "
+            f"epoch {branch.epoch} comes in another order, with samples that were used already"
         )
 
 

@@ -104,9 +104,13 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     lengths = [("epoch", plan.get("epochs")), ("sample", plan.get("samples"))]
     known = ", ".join(plural(count, unit) for unit, count in lengths if count is not None)
     length = f" ({known})" if known else ""
-    per_epoch = "updates in epoch 0" if plan.get("batch_schedule") else "updates per epoch"
+    branch = plan.get("branch") or {}
+    per_epoch = f"updates in epoch {branch.get('epoch', 0)}"
+    if not (branch or plan.get("batch_schedule")):
+        per_epoch = "updates per epoch"
     return [
         ("where", ranks),
+        *_branch_rows(plan),
         ("global batch", batch),
         *_stage_rows(plan),
         ("updates", f"{_known(plan, 'updates', _NO_DATA)}{length}"),
@@ -117,6 +121,15 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("collectives per update", _known(plan, "collectives_per_update", no_talk)),
         ("bytes on the wire", wire),
     ]
+
+
+def _branch_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row on where a branch of another run begins."""
+    if branch := plan.get("branch"):
+        place = f"epoch {branch['epoch']}"
+        if branch["position"]:
+            place += f", {format_count(branch['position'])} samples into it"
+        yield "begins with", f"{branch['run']} after update {branch['updates']} ({place})"
 
 
 def _stage_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
