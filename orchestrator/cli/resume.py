@@ -178,7 +178,8 @@ def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
         )
     return (
         f"to go on from these weights with other settings, start a new run: "
-        f"train.initial_weights={run}"
+        f"train.initial_weights={run}, or train.initial_state={run} with its optimizer's state "
+        f"and place in the data"
     )
 
 

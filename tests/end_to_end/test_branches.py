@@ -7,7 +7,7 @@ import signal
 
 import pytest
 
-from tests.helpers import TINY, await_exit, call, rank_pid, records, result, verb
+from tests.helpers import TINY, await_exit, call, compare, rank_pid, records, result, verb
 from tests.hold import begin_held
 
 LEAVES = (
@@ -97,6 +97,32 @@ def test_a_branch_of_a_branch_is_at_its_own_place(trunk, tmp_path):
     started(two, *SMALL, f"train.initial_state={one}", "train.updates=1")
     assert json.loads((two / "plan.json").read_text())["branch"]["position"] == 2 * 48
     assert json.loads((two / "plan.json").read_text())["branch"]["epoch"] == 1
+
+
+def test_a_state_in_shards_is_taken_on_any_ranks_whole_or_in_shards(tmp_path):
+    double = (
+        TINY, "tracker=none", "train.precision=float64", "train.clip_norm=0.5",
+        "train.evaluate_every=0", "accumulation.global_batch=22", "accumulation.micro_batch=4",
+        "run.survive=false", "cluster.nodes=1",
+    )  # fmt: skip
+    whole, trunk = tmp_path / "whole", tmp_path / "trunk"
+    call(*double, "cluster.ranks_per_node=1", "train.updates=6", f"run.dir={whole}", code=0)
+    shards = ("engine.shard_model=all", "cluster.ranks_per_node=2", "train.updates=4")
+    call(*double, *shards, f"run.dir={trunk}", code=0)
+    for name, words in {
+        "other ranks": ("engine.shard_model=all", "cluster.ranks_per_node=3"),
+        "unsharded": ("cluster.ranks_per_node=1",),
+        "optimizer": ("engine.shard_optimizer=true", "cluster.ranks_per_node=2"),
+    }.items():
+        run = tmp_path / name
+        more = (*words, "train.updates=2", f"train.initial_state={trunk}", f"run.dir={run}")
+        call(*double, *more, code=0)
+        assert compare(run, whole)["max_relative_difference"] <= 1e-10
+    own = tmp_path / "own"
+    more = ("optimizer.weight_decay=0.3", *more[:-1], f"run.dir={own}")
+    call(*double, *more, code=0)
+    assert result(own)["optimizer"]["groups"][0]["weight_decay"] == 0.3
+    assert compare(own, whole)["max_relative_difference"] > 1e-6
 
 
 @pytest.mark.parametrize(

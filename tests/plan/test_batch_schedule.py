@@ -2,6 +2,7 @@
 
 import re
 from collections import Counter
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from orchestrator.config.schema import batch_stages
 from orchestrator.errors import ConfigError, PlanError
 from orchestrator.plan.batch import batch_at
-from orchestrator.plan.order import DataOrder, Shards
+from orchestrator.plan.order import Branch, DataOrder, Shards
 from orchestrator.plan.window import planner_of
 from tests.plan.stated import make_plan
 
@@ -22,6 +23,17 @@ MANY = 10**6
 schedules = st.dictionaries(st.integers(1, 60), st.integers(1, 90), max_size=5).map(
     lambda stages: tuple(sorted(stages.items()))
 )
+
+
+def branch_at(order: DataOrder, updates: int) -> Branch:
+    epoch, position = order.place(updates)
+    return Branch(
+        run="runs/a", updates=updates, epoch=epoch, position=position, seed=order.seed,
+        global_batch=order.batch_of(order.updates_before_epoch(epoch)),
+        dataset_samples=order.dataset_samples,
+    )  # fmt: skip
+
+
 fields = {
     "dataset_samples": st.integers(1, 90),
     "global_batch": st.integers(1, 90),
@@ -41,7 +53,8 @@ def order_of(**values) -> DataOrder:
 
 def walk(order: DataOrder, updates: int):
     """Yield (epoch, position, samples) of one update after the other, by the definition."""
-    epoch = position = 0
+    branch = order.branch
+    epoch, position = (branch.epoch, branch.position) if branch else (0, 0)
     for update in range(updates):
         batch = batch_at(update, order.global_batch, order.batch_schedule)
         remaining = order.dataset_samples - position
@@ -206,6 +219,73 @@ def test_a_length_in_samples_is_the_least_number_of_updates(ragged, samples, upd
     plan = make_plan(global_batch=10, samples=samples, dataset_samples=1000, ragged=ragged)
     assert plan.updates == updates
     assert make_plan(global_batch=10, samples=samples).updates is None
+
+
+@given(st.builds(order_of, **fields), st.integers(0, 40), st.builds(order_of, **fields))
+def test_a_branch_is_the_walk_from_its_place(trunk, updates, own):
+    """With another batch, schedule and treatment of an epoch's end, all in closed form."""
+    own = replace(
+        own, dataset_samples=(size := trunk.dataset_samples), ragged="carry", batch_schedule=(),
+        global_batch=min(own.global_batch, size),
+    )  # fmt: skip
+    for ragged in RAGGED:
+        order = replace(own, ragged=ragged, branch=branch_at(trunk, updates))
+        order = replace(order, batch_schedule=((3, min(5, size)), (9, size)))
+        samples = 0
+        for update, (epoch, position, count) in enumerate(walk(order, 60)):
+            assert (order.place(update), order.samples_of(update)) == ((epoch, position), count)
+            assert order.samples_before(update) == samples
+            samples += count
+            assert order.updates_for_samples(samples) == update + 1
+
+
+@given(st.builds(order_of, **fields), st.integers(0, 40), st.integers(1, 60))
+def test_a_branch_with_the_same_batch_is_the_run_that_it_is_from(trunk, updates, global_batch):
+    """With another batch it takes the same samples in the same order, each once."""
+    after = trunk.batch_of(updates)
+    stages = tuple((n - updates, size) for n, size in trunk.batch_schedule if n > updates)
+    branch = branch_at(trunk, updates)
+    same = replace(trunk, global_batch=after, batch_schedule=stages, branch=branch)
+    for update in range(12):
+        assert same.indices(update).tolist() == trunk.indices(updates + update).tolist()
+        assert same.epoch_of(update) == trunk.epoch_of(updates + update)
+    if trunk.ragged == "drop":
+        return
+    other = replace(same, global_batch=global_batch, batch_schedule=())
+    whole = [index for n in range(updates) for index in trunk.indices(n).tolist()]
+    whole += [i for n in range(other.updates_for(2)) for i in other.indices(n).tolist()]
+    size = trunk.dataset_samples
+    for epoch in range(branch.epoch + 2):  # the rest of its epoch is the branch's first
+        assert sorted(whole[epoch * size : (epoch + 1) * size]) == list(range(size))
+
+
+def test_the_epochs_of_a_branch_are_counted_from_its_place():
+    trunk = DataOrder(dataset_samples=100, global_batch=10)
+    values = {"dataset_samples": 100, "global_batch": 20, "branch": branch_at(trunk, 13)}
+    order = DataOrder(**values)
+    assert [order.updates_for(epochs) for epochs in (0.5, 1, 2, 2.2)] == [2, 4, 9, 10]
+    assert [order.epochs_of(updates) for updates in (2, 4, 9, 10)] == [0.5, 1, 2, 2.2]
+    assert [order.samples_of(update) for update in range(5)] == [20, 20, 20, 10, 20]
+    assert order.updates_per_epoch == 4
+    carried = DataOrder(**values, ragged="carry")
+    assert [carried.updates_for(epochs) for epochs in (0.5, 1, 2)] == [2, 4, 9]
+    assert carried.epochs_of(2) == 40 / 70
+
+
+def test_a_branch_that_has_no_place_is_refused():
+    trunk = DataOrder(dataset_samples=100, global_batch=10)
+    with pytest.raises(PlanError, match="had a place in a data set of 100 samples, but this one"):
+        DataOrder(dataset_samples=90, global_batch=10, branch=branch_at(trunk, 3))
+    sharded = {"dataset_samples": 100, "shards": Shards((30, 70), 4)}
+    with pytest.raises(PlanError, match=r"use accumulation.global_batch=10 \(and"):
+        DataOrder(**sharded, global_batch=20, branch=branch_at(trunk, 3))
+    whole = DataOrder(**sharded, global_batch=10)
+    grown = DataOrder(
+        **sharded, global_batch=10, branch=branch_at(whole, 3), batch_schedule=((7, 25),)
+    )
+    assert grown.indices(6).tolist() == whole.indices(9).tolist()
+    assert grown.samples_of(7) == 25
+    DataOrder(**sharded, global_batch=20, branch=branch_at(whole, 10))
 
 
 SHARDS = Shards((30, 25, 45), lanes=4)  # 100 samples: with G = 8, epochs of 13 or 12 updates
