@@ -38,6 +38,7 @@ from orchestrator.audit.scratch import link_entries
 from orchestrator.cli.follow import OutputOptions, start_run
 from orchestrator.cli.start import prepare, prepared_run
 from orchestrator.config.command_line import (
+    LENGTHS,
     key_of,
     literally,
     program_overrides,
@@ -162,8 +163,8 @@ def _run(
         line += program_overrides(argv, before=line)
     else:
         line += added
-        if not given & {"train.updates", "train.epochs"}:
-            line.append(f"train.updates={updates or JOB_UPDATES}")
+        if not given & {*LENGTHS}:
+            line += [f"train.updates={updates or JOB_UPDATES}", "train.samples=null"]
     config = compose(line)
     if config.cluster.kind != "local":
         raise ConfigError(

@@ -30,7 +30,7 @@ from orchestrator.config.job_source import (
 )
 from orchestrator.config.program import ProgramConfig, is_program, program_of, target_of
 from orchestrator.config.schema import Config
-from orchestrator.rundir.checkpoints import file_sha256
+from orchestrator.rundir.checkpoints import file_sha256, folder_of, split_reference
 from orchestrator.rundir.files import names_in
 from orchestrator.rundir.folder import RunDir
 from orchestrator.snapshot import PACKAGE, is_in_interpreter, is_installed, python_files
@@ -43,7 +43,8 @@ DYNAMIC_IMPORTS = frozenset({
 """Calls that import what the source does not name."""
 PACKAGES = ("cluster-orchestrator", "torch", "mindspore", "numpy")
 MOST_FILES = 10_000
-KEYS = ("job.", "train.initial_weights")  # that name data; a command's arguments may be paths
+# Of keys that name data; a command's arguments may be paths.
+KEYS = ("job.", "train.initial_weights", "train.initial_state")
 NO_NAMES = ("", ".", "..")
 
 
@@ -277,6 +278,11 @@ def _data(config: Config) -> Iterator[tuple[str, Path]]:
     for path in _existing([config.train.initial_weights]):
         saved = RunDir(path).checkpoints
         yield "train.initial_weights", saved if saved.is_dir() else path
+    if config.train.initial_state is not None:
+        folder, updates = split_reference(config.train.initial_state)
+        for path in _existing([folder]):
+            saved = RunDir(path).checkpoints
+            yield "train.initial_state", saved if updates is None else folder_of(saved, updates)
 
 
 def _constructor_defaults(target: str) -> dict[str, Any]:

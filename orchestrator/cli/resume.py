@@ -18,14 +18,20 @@ from omegaconf import OmegaConf
 from orchestrator.cli.inputs import INPUTS, accepted, differences
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.changes import OTHER_FOLDER, Change, Kind, changes
-from orchestrator.config.command_line import CommandLine, check_overrides, key_of, to_hydra
+from orchestrator.config.command_line import (
+    LENGTHS,
+    CommandLine,
+    check_overrides,
+    key_of,
+    to_hydra,
+)
 from orchestrator.config.composer import Composer, resolve
 from orchestrator.config.messages import config_errors
 from orchestrator.config.program import is_program
 from orchestrator.config.reading import literal_container, read_config, to_yaml, unknown_keys
 from orchestrator.config.schema import Config
 from orchestrator.errors import ConfigError, PlanError, RunFolderError, UsageError, expand_user
-from orchestrator.plan.parts import JobFacts
+from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, plan_of_program
 from orchestrator.rundir.checkpoints import (
@@ -172,7 +178,8 @@ def advise_new_run(run: str, done: int, given: str = "these settings") -> str:
         )
     return (
         f"to go on from these weights with other settings, start a new run: "
-        f"train.initial_weights={run}"
+        f"train.initial_weights={run}, or train.initial_state={run} with its optimizer's state "
+        f"and place in the data"
     )
 
 
@@ -211,6 +218,15 @@ def refuse_another_plan(
             f"leaf, which was {leaf_before} so far; another one is another sum\n{instead}"
         )
     common = min(old.updates or 0, new.updates or 0)  # 0: one of them is not known yet
+    starts = {update for plan in (old, new) for update, _ in plan.order.batch_schedule}
+    for update in sorted(starts):
+        batches = [plan.order.batch_of(update) for plan in (old, new)]
+        if update < max(common, done) and len({*batches}) > 1:
+            raise ConfigError(
+                f"from update {update} on an update would be of {batches[1]} samples, but was to "
+                f"be of {batches[0]}: accumulation.batch_schedule can change after update "
+                f"{max(common, done) - 1} only\n{instead}"
+            )
     step = max(1, common // MOST_UPDATES)
     for update in sorted({*range(0, common, step), *range(common)[-1:]}):
         rates = [plan.rates.schedule.learning_rate(update)
@@ -308,7 +324,7 @@ def resumption(
     saved = list_checkpoints(run.checkpoints)
     done = int(saved[-1].name.removeprefix(PREFIX)) if saved else 0
     known = run.read_plan()
-    old = plan = _plan(config, known)
+    old = plan = plan_of_run(config, known)
     refuse_beyond(run, done, plan.updates)
     made: list[Change] = []
     warning: str | None = None
@@ -321,7 +337,7 @@ def resumption(
         program = isinstance(old, ProgramPlan)
         own = not program and not before["optimizer"]
         refuse_other_numbers(made, str(run.path), done, program=program, own_optimizer=own)
-        plan = _plan(config, known)
+        plan = plan_of_run(config, known)
         if isinstance(old, Plan) and isinstance(plan, Plan):
             refuse_another_plan(old, plan, done, str(run.path), made)
             warning = rounding_warning(made, old, plan, config)
@@ -339,7 +355,12 @@ def _shown(value: Any) -> str:
     return "null" if value is None else str(value)
 
 
-def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+def plan_of_run(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
+    """Return the plan of a run, or of one that it would become.
+
+    Args:
+        known: its plan.json, which has what the ranks found out.
+    """
     if is_program(config.job):
         return plan_of_program(config)
     try:
@@ -347,6 +368,7 @@ def _plan(config: Config, known: Mapping[str, Any]) -> Plan | ProgramPlan:
             dataset_samples=known.get("dataset_samples"),
             parameters=known.get("parameters"),
             base_rate=None if config.optimizer else (known.get("schedule") or {}).get("base_lr"),
+            branch=branch_in(known),
         )
         return Plan.of(config, facts)
     except PlanError as error:
@@ -382,8 +404,10 @@ def _with_overrides(
             values[key] = chosen[key]
             if key == "cluster" and "transport" not in stated and chosen["transport"] != "auto":
                 values.transport = chosen["transport"]
-        if "train.epochs" in stated and "train.updates" not in stated:
-            values.train.updates = None  # it would win, and what was typed would mean nothing
+        if lengths := stated & {*LENGTHS}:
+            # They would win, and what was typed would mean nothing.
+            for key in {"train.updates", "train.samples"} - lengths:
+                OmegaConf.update(values, key, None)
         plain = resolve(values)
     if sentences := unknown_keys(plain):
         raise ConfigError("\n".join(sentences))
@@ -405,7 +429,11 @@ def changed_inputs(run: RunDir, resumed: Resumption) -> list[str]:
     if not resumed.done and not is_program(resumed.config.job):
         return []
     before = run.read_submission().get(INPUTS) or {}
-    moved = {"train.initial_weights", *(change.key for change in resumed.changes)}
+    moved = {
+        "train.initial_weights",
+        "train.initial_state",
+        *(change.key for change in resumed.changes),
+    }
     data = {key: stamp for key, stamp in (before.get("data") or {}).items() if key not in moved}
     return differences(run, {**before, "data": data}, resumed.config)
 

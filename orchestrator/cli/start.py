@@ -12,6 +12,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+from orchestrator.cli.branch import branch_of, keep_initial_state
 from orchestrator.cli.follow import OutputOptions, PreparedRun, handle_of, interrupts
 from orchestrator.cli.inputs import INPUTS, inputs_of
 from orchestrator.cli.resume import (
@@ -46,7 +47,12 @@ from orchestrator.plan.plan import Plan
 from orchestrator.plan.program import ProgramPlan, notes_of_program, plan_of_program
 from orchestrator.plugins import CLUSTERS, TRACKERS
 from orchestrator.report.terminal import command, say
-from orchestrator.rundir.checkpoints import check_initial, newest, read_newest_attempt
+from orchestrator.rundir.checkpoints import (
+    check_initial,
+    initial_state,
+    newest,
+    read_newest_attempt,
+)
 from orchestrator.rundir.files import FULL_ERRORS, write_json
 from orchestrator.rundir.folder import RunDir
 from orchestrator.rundir.lock import locked
@@ -94,6 +100,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         options_of(schema, config.tracker.options, "tracker.options")
     if new:
         initial_weights(config)
+    branch = branch_of(config) if new else None
     facts = check_target(config.job["_target_"])
     check_constructor(config.job["_target_"], [key for key in config.job if key != "_target_"])
     refuse_unsupported(config, facts.framework, coupled=facts.coupled)
@@ -105,6 +112,7 @@ def prepare(config: Config, *, new: bool = True) -> Plan | ProgramPlan:
         metric_count=facts.metric_count or 0,
         framework=facts.framework,
         coupled=facts.coupled,
+        branch=branch,
     )
     plan = Plan.of(config, known)
     cluster_of(config).refuse(facts.framework)
@@ -220,6 +228,9 @@ def prepared_run(
                 run.write_config(to_yaml(config))
                 write_json(run.plan, plan.to_json())
                 digest = keep_initial_weights(config, run)
+                digest |= keep_initial_state(
+                    None if isinstance(plan, ProgramPlan) else plan.branch, run
+                )
                 submission = {
                     "time": time.time(), "command": sys.argv, "overrides": list(overrides),
                     "flags": list(flags), "folder": str(Path.cwd()), **cluster.placed,
@@ -281,6 +292,8 @@ def prepared_resume(
             found, passed_over = newest(run.checkpoints, run.identity, contents=cluster.attended)
             if found is None and cluster.attended and config.train.initial_weights is not None:
                 check_initial(run)
+            if found is None and cluster.attended and config.train.initial_state is not None:
+                initial_state(run)
             if found is None and run.attempts_made():
                 notes.append(f"{run.path} has no checkpoint yet: it begins again at update 0")
             notes += passed_over

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 from orchestrator.client.loop import Callback, CompletedUpdate, TrainingProgress
 from orchestrator.engine.api import CopiesState
 from orchestrator.engine.common.waiting import declared
-from orchestrator.errors import ConfigError
+from orchestrator.errors import ConfigError, RunFolderError
 from orchestrator.rundir import checkpoints as checkpoint
 from orchestrator.rundir.checkpoints import Saves
 from orchestrator.rundir.warnings import warn
@@ -166,6 +166,16 @@ class Checkpoints(Callback):
             return None
         self._state.load_state(found.folder, found.extra)
         return found.updates, found.samples
+
+    def check(self, found: checkpoint.Checkpoint, rank: int) -> None:
+        """Check a checkpoint's files, each rank a share of them. Collective.
+
+        Raises:
+            RunFolderError: one is damaged; on rank 0, and on those that read it.
+        """
+        self.rank = rank
+        if damage := self._damage_in_share(found, len(self._state.gather([rank]))):
+            raise RunFolderError(damage)
 
     def _damage(self, found: checkpoint.Checkpoint) -> str | None:
         """Have all ranks check a checkpoint's files; return what is wrong with them, on rank 0."""

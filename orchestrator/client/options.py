@@ -13,7 +13,7 @@ from orchestrator.client.loop import Callback
 from orchestrator.client.record import whole_number
 from orchestrator.config.rules import accumulation_problems
 from orchestrator.config.schema import BOUNDS, Config, beyond, plain, value_of
-from orchestrator.errors import ConfigError, PlanError, did_you_mean
+from orchestrator.errors import ConfigError, PlanError, UsageError, did_you_mean
 from orchestrator.plan.cost import lengths_of
 from orchestrator.plan.order import Shards
 from orchestrator.plan.parts import JobFacts
@@ -37,6 +37,7 @@ class WindowOptions:
 
     Attributes:
         global_batch, steps, micro_batch: any two give the third, as everywhere here.
+        batch_schedule: other global batches from given updates on: [[1000, 512], [5000, 3072]].
         updates, epochs: length, over all starts; `updates` wins; by default one epoch.
         micro_tokens: most padded tokens of a micro-batch, in the place of `steps` and
             `micro_batch`; it needs `lengths`.
@@ -67,6 +68,7 @@ class WindowOptions:
     pad_to: int = 1
     cost: Callable[[int, int], float] | None = None
     balance: str = "even"
+    batch_schedule: Sequence[Sequence[int]] = ()
     updates: int | None = None
     epochs: float | None = None
     ragged: str = "update"
@@ -140,6 +142,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
     config.accumulation.reduction = reduction
     for name in (
         "global_batch",
+        "batch_schedule",
         "steps",
         "micro_batch",
         "micro_tokens",
@@ -163,7 +166,7 @@ def plan_of(samples: int, options: WindowOptions, *, ranks: int, reduction: str)
             cost=options.cost,
         )
         return Plan.of(config, known)
-    except PlanError as error:
+    except UsageError as error:
         raise ConfigError(f"run.windows(): {as_options(str(error))}") from None
 
 
@@ -198,6 +201,7 @@ def decided_by(samples: int, options: WindowOptions, plan: Plan) -> dict[str, An
     return {
         "samples": samples,
         "global_batch": plan.batch.global_batch,
+        "batch_schedule": [list(stage) for stage in plan.order.batch_schedule],
         "ragged": options.ragged,
         "seed": options.seed,
         "shards": list(shards.lengths) if shards else None,

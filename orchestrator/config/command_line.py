@@ -122,7 +122,7 @@ def read_command_line(arguments: Sequence[str]) -> CommandLine:
     return line
 
 
-LENGTHS = ("train.updates", "train.epochs")
+LENGTHS = ("train.updates", "train.epochs", "train.samples")
 
 
 def check_overrides(

@@ -16,6 +16,7 @@ from orchestrator.config.schema import (
     Config,
     ScheduleConfig,
     SweepConfig,
+    batch_stages,
     beyond,
     gpu_count,
     node_range,
@@ -240,6 +241,7 @@ LIMITS = {
         Limit("engine.mode", ("graph", "jit"), STYLE),
         Limit("train.clip_norm", (None,), STYLE),
         Limit("accumulation.ragged", ("drop",), STYLE, "it needs windows of equal size"),
+        Limit("accumulation.batch_schedule", ([],), STYLE, "it needs windows of equal size"),
         Limit("train.precision", ("float32",), STYLE),
         Limit("optimizer", ("sgd", None), STYLE, "its Adam and AdamW are not the papers'"),
         Limit("train.on_non_finite", ("stop",), STYLE),
@@ -312,6 +314,17 @@ def _any_job(config: Config) -> Iterator[str]:
             f"possible"
         )
     gpu_count(config.cluster.gpus_per_node)
+    batch_stages(config.accumulation.batch_schedule)
+    if config.train.samples is not None and config.train.updates is not None:
+        yield (
+            f"train.updates={config.train.updates} and train.samples={config.train.samples} are "
+            f"two lengths of the run; leave one of them out, or set it to null"
+        )
+    if config.train.initial_weights is not None and config.train.initial_state is not None:
+        yield (
+            "train.initial_weights and train.initial_state both say where the weights begin; "
+            "initial_state has the optimizer and the place in the data, too: leave one out"
+        )
     at_once(config.sweep.parallel)
     yield from search_problems(config.sweep)
     yield from accumulation_problems(config.accumulation)

@@ -183,11 +183,12 @@ SLURM_ONLY = (
 
 @dataclass
 class AccumulationConfig:
-    """Split of the samples of one update. Any two of the first three give the third; micro_tokens
-    takes the place of steps and micro_batch.
+    """Split of the samples of one update. Any two of the first three numbers give the third;
+    micro_tokens takes the place of steps and micro_batch.
     """
 
     global_batch: int | None = number(None, least=1)
+    batch_schedule: list[Any] = field(default_factory=list[Any])
     steps: int | None = number(None, least=1)
     micro_batch: int | None = number(None, least=1)
     micro_tokens: int | None = number(None, least=1)
@@ -202,7 +203,9 @@ DEFAULT_BASE_LR = 1e-3
 
 @dataclass
 class ScheduleConfig:
-    """Learning rate in updates: base_lr x scaling(G / base_batch) x warm-up and decay."""
+    """Learning rate in updates: base_lr x scaling(G / base_batch) x warm-up and decay, where G is
+    that of the update.
+    """
 
     base_lr: float | None = number(None, above=0)
     base_batch: int = number(256, least=1)
@@ -217,6 +220,7 @@ class TrainConfig:
 
     updates: int | None = number(None, least=1)
     epochs: float | None = number(None, above=0, most=1e12)
+    samples: int | None = number(None, least=1)
     seed: int = number(0, least=0)
     clip_norm: float | None = number(None, above=0)
     precision: str = choice("float32", "bfloat16", "float16", "float64")
@@ -227,6 +231,7 @@ class TrainConfig:
     loader_workers: int = number(0, least=0, most=4096)
     on_non_finite: str = choice("stop", "skip")
     initial_weights: str | None = None
+    initial_state: str | None = None
 
 
 @dataclass
@@ -343,6 +348,45 @@ def node_range(nodes: Any) -> tuple[int, int]:
             f"cluster.nodes must be at least 1, but is {nodes!r}; try cluster.nodes=1"
         )
     return least, most
+
+
+def batch_stages(schedule: Any) -> tuple[tuple[int, int], ...]:
+    """Return the stages of `accumulation.batch_schedule`: (update, global batch) pairs.
+
+    >>> batch_stages([[1000, 512], [5000, 3072]])
+    ((1000, 512), (5000, 3072))
+
+    Raises:
+        ConfigError: no such pairs, batches of 0, or updates that do not increase from 1 on.
+    """
+    key, example = "accumulation.batch_schedule", "[[1000,512],[5000,3072]]"
+    rows: list[Any] = list(schedule) if isinstance(schedule, list | tuple) else [schedule]
+    stages: list[tuple[int, int]] = []
+    for row in rows:
+        pair: list[Any] = list(row) if isinstance(row, list | tuple) else []
+        if len(pair) != 2 or not all(type(number) is int for number in pair):
+            raise ConfigError(
+                f"{key} must be a list of [update, global batch] pairs of whole numbers, as in "
+                f"{example}, but holds {shortened(repr(row))}"
+            )
+        update, batch = pair
+        if update < 1:
+            raise ConfigError(
+                f"{key}: [{update}, {batch}] is no later update; the batch from update 0 on is "
+                f"accumulation.global_batch"
+            )
+        if batch < 1:
+            raise ConfigError(
+                f"{key}: the batch from update {update} on must be at least 1 sample, but is "
+                f"{batch}"
+            )
+        if stages and update <= stages[-1][0]:
+            raise ConfigError(
+                f"{key} must increase in updates, but {update} follows {stages[-1][0]}; try "
+                f"{key}={sorted([*stages, (update, batch)])}".replace("(", "[").replace(")", "]")
+            )
+        stages.append((update, batch))
+    return tuple(stages)
 
 
 def notice_s(signal_ahead_s: int, limit_s: float | None) -> int:

@@ -413,6 +413,12 @@ class Engine(Protocol):
         """Load what `save_state` wrote: the same bits afterwards. Not collective."""
         ...
 
+    def load_initial_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        """Load what another run's `save_state` wrote, but keep this optimizer's own options. Before
+        the first window. Not collective.
+        """
+        self.load_state(folder, extra)
+
     def load_weights(self, path: Path) -> None:
         """Set the weights to a safetensors file's, and nothing else. Before the first window.
 

@@ -45,6 +45,7 @@ RESTARTS = "run.max_restarts=1000"
 # Set unless the command line sets them.
 DEFAULTS = (
     "train.updates=60",
+    "train.samples=null",
     "train.checkpoint_every=5",
     "cluster.heartbeat_timeout_s=4",
     "tracker=none",

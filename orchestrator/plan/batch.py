@@ -19,11 +19,17 @@ Stated values always win: a default fills in only what they leave open.
 
 K may exceed the samples of a rank (K = 5 for 3 samples): the micro-batches that would be empty are
 left out, so such a rank takes 3 micro-steps. It is allowed, and the plan warns of it.
+
+A batch schedule replaces G from given updates on. The numbers above are those of its first stage;
+in later stages no micro-batch is larger than in the first one, so memory stays and K grows with G.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from bisect import bisect_right
+from dataclasses import dataclass, field, replace
+from operator import itemgetter
+from typing import TypeAlias
 
 from orchestrator.errors import PlanError
 
@@ -35,6 +41,10 @@ MOST_MICRO_BATCHES = 2**22  # of one window, over all ranks: its table is kept i
 GLOBAL_BATCH = "accumulation.global_batch"
 STEPS = "accumulation.steps"
 MICRO_BATCH = "accumulation.micro_batch"
+BATCH_SCHEDULE = "accumulation.batch_schedule"
+
+BatchSchedule: TypeAlias = tuple[tuple[int, int], ...]
+"""(update, G) pairs, increasing in updates, none of them 0: G samples from that update on."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,7 +63,7 @@ class Batch:
     global_batch: int
     steps: int | None
     micro_batch_cap: int | None
-    micro_tokens: int | None = None
+    micro_tokens: int | None = field(default=None, repr=False)
 
 
 def steps_for(global_batch: int, micro_batch: int, ranks: int) -> int:
@@ -99,14 +109,59 @@ def resolve_batch(
         if steps is not None and steps != needed:
             raise PlanError(_disagreement(global_batch, steps, micro_batch, ranks, needed))
         steps = needed
-    pieces = ranks * min(steps, -(-global_batch // ranks))
+    return _bounded(
+        Batch(global_batch=global_batch, steps=steps, micro_batch_cap=micro_batch), ranks
+    )
+
+
+def later_batch(batch: Batch, global_batch: int, ranks: int) -> Batch:
+    """Return the batch numbers of a later stage of a batch schedule.
+
+    No micro-batch is larger than the largest of the first stage, which is known to fit into memory.
+
+    Args:
+        batch: of the first stage.
+        global_batch: of the later one.
+
+    >>> first = resolve_batch(global_batch=256, steps=4, micro_batch=None, ranks=2)
+    >>> later_batch(first, 1000, ranks=2)
+    Batch(global_batch=1000, steps=16, micro_batch_cap=None)
+
+    Raises:
+        PlanError: a window has too many micro-batches.
+    """
+    if global_batch == batch.global_batch:
+        return batch
+    if batch.steps is None:
+        return replace(batch, global_batch=global_batch)
+    if (cap := batch.micro_batch_cap) is not None:
+        steps = steps_for(global_batch, cap, ranks)
+    else:
+        largest = -(-batch.global_batch // (ranks * batch.steps))
+        steps = max(batch.steps, steps_for(global_batch, largest, ranks))
+    return _bounded(replace(batch, global_batch=global_batch, steps=steps), ranks)
+
+
+def batch_at(update: int, global_batch: int, batch_schedule: BatchSchedule) -> int:
+    """Return the samples of a full update, from 0, under a batch schedule.
+
+    >>> [batch_at(update, 256, ((1000, 512),)) for update in (0, 999, 1000, 10**6)]
+    [256, 256, 512, 512]
+    """
+    stage = bisect_right(batch_schedule, update, key=itemgetter(0))
+    return batch_schedule[stage - 1][1] if stage else global_batch
+
+
+def _bounded(batch: Batch, ranks: int) -> Batch:
+    block = -(-batch.global_batch // ranks)
+    pieces = ranks * (block if batch.steps is None else min(batch.steps, block))
     if pieces > MOST_MICRO_BATCHES:
         raise PlanError(
-            f"{GLOBAL_BATCH}={global_batch} in {steps} micro-steps on {ranks} ranks is a window of "
-            f"{pieces} micro-batches; at most {MOST_MICRO_BATCHES} can be planned: fewer {STEPS} "
-            f"or a larger {MICRO_BATCH} would do"
+            f"{GLOBAL_BATCH}={batch.global_batch} in {batch.steps} micro-steps on {ranks} ranks is "
+            f"a window of {pieces} micro-batches; at most {MOST_MICRO_BATCHES} can be planned: "
+            f"fewer {STEPS} or a larger {MICRO_BATCH} would do"
         )
-    return Batch(global_batch=global_batch, steps=steps, micro_batch_cap=micro_batch)
+    return batch
 
 
 def _disagreement(global_batch: int, steps: int, micro_batch: int, ranks: int, needed: int) -> str:

@@ -16,20 +16,26 @@ arithmetic on integers, fixed by these algorithms: it depends on no version of n
 
 A data set of shards (`Shards`) is read along its shards: the cipher permutes the shards alone, and
 each is read from its first sample to its last.
+
+The place of an update in this order is a closed form of its number, within each stage of a batch
+schedule: of a million updates none is counted one by one.
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from operator import attrgetter
+from typing import TYPE_CHECKING, NamedTuple
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import GLOBAL_BATCH
+from orchestrator.plan.batch import BATCH_SCHEDULE, GLOBAL_BATCH, BatchSchedule
 
 ROUNDS = 8
+INITIAL_STATE = "train.initial_state"
 BLOCK = 1 << 16
 """Positions that are computed together: one at a time would cost more than the update."""
 
@@ -96,6 +102,44 @@ class Shards:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Branch:
+    """A checkpoint of another run, where a run's state and its place in the data begin.
+
+    Attributes:
+        run: folder of the other run.
+        updates: that it had done there.
+        epoch, position: the place of its next sample.
+        global_batch: of its updates in that epoch.
+        seed, dataset_samples: of its order.
+    """
+
+    run: str
+    updates: int
+    epoch: int
+    position: int
+    global_batch: int
+    seed: int
+    dataset_samples: int
+
+
+class Stage(NamedTuple):
+    """Updates with one global batch, from `update` on.
+
+    Attributes:
+        update: the first of them.
+        batch: samples of a full update.
+        epoch, position: the place of its first sample.
+        samples: of all updates before, since update 0.
+    """
+
+    update: int
+    batch: int
+    epoch: int
+    position: int
+    samples: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class DataOrder:
     """The order of a run's samples. N is `dataset_samples`, G is `global_batch`.
 
@@ -110,10 +154,15 @@ class DataOrder:
             with G > N an update spans epochs and holds some samples more than once.
         seed: 0 up to 2**63 - 1.
         shards: of a data set that is read along them; None: samples come in any order.
+        batch_schedule: other values of G, from given updates on. An epoch goes on with the next G;
+            under `drop` it ends where fewer samples remain than the next update needs.
+        branch: update 0 takes the samples after it. Its epoch keeps its number, and what remains of
+            it counts as the first epoch of this order.
 
     Raises:
-        PlanError: a data set without samples, `drop` with G > N, or shards of another number of
-            samples.
+        PlanError: a data set without samples, `drop` with G > N, shards of another number of
+            samples, or shards with a G that changes within an epoch; a branch from another data
+            set.
     """
 
     dataset_samples: int
@@ -121,6 +170,9 @@ class DataOrder:
     ragged: str = "update"
     seed: int = 0
     shards: Shards | None = None
+    batch_schedule: BatchSchedule = ()
+    branch: Branch | None = None
+    _stages: tuple[Stage, ...] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if self.shards and sum(self.shards.lengths) != self.dataset_samples:
@@ -132,19 +184,93 @@ class DataOrder:
             raise PlanError(
                 f"the data set has {self.dataset_samples} samples; it must have at least 1"
             )
-        if self.ragged == "drop" and self.global_batch > self.dataset_samples:
+        self._refuse_dropping_all(self.global_batch, GLOBAL_BATCH)
+        if self.branch:
+            self._refuse_branch(self.branch)
+        place = (self.branch.epoch, self.branch.position) if self.branch else (0, 0)
+        object.__setattr__(self, "_stages", (self._stage_at(0, self.global_batch, *place, 0),))
+        for update, batch in self.batch_schedule:
+            self._refuse_dropping_all(batch, f"{BATCH_SCHEDULE} from update {update} on: G")
+            if self.shards:
+                self._refuse_within_epoch(update)
+            place, samples = self.place(update), self.samples_before(update)
+            stages = (*self._stages, self._stage_at(update, batch, *place, samples))
+            object.__setattr__(self, "_stages", stages)
+
+    def _refuse_dropping_all(self, batch: int, key: str) -> None:
+        if self.ragged == "drop" and batch > self.dataset_samples:
             raise PlanError(
-                f"accumulation.ragged=drop with {GLOBAL_BATCH}={self.global_batch} leaves nothing "
-                f"of a data set of {self.dataset_samples} samples. Set {GLOBAL_BATCH}="
+                f"accumulation.ragged=drop with {key}={batch} leaves nothing "
+                f"of a data set of {self.dataset_samples} samples. Set {key}="
                 f"{self.dataset_samples} or less, or accumulation.ragged=update or carry"
             )
 
+    def _refuse_within_epoch(self, update: int) -> None:
+        """Refuse another G within an epoch: the lanes in which shards are read follow from it."""
+        epoch = self.epoch_of(update)
+        if self.epoch_of(update - 1) != epoch:
+            return
+        ends = [self.updates_before_epoch(epoch + number) for number in (0, 1)]
+        nearest = min(
+            (end for end in ends if end > self._stages[-1].update),
+            key=lambda end: abs(end - update),
+        )
+        raise PlanError(
+            f"{BATCH_SCHEDULE} changes the batch at update {update}, within epoch {epoch}; of data "
+            f"that is read in shards it can change at the end of an epoch only. The nearest update "
+            f"that works is {nearest}"
+        )
+
+    def _refuse_branch(self, branch: Branch) -> None:
+        where = f"{branch.run} after update {branch.updates}"
+        if branch.dataset_samples != self.dataset_samples:
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} had a place in a data set of {branch.dataset_samples} "
+                f"samples, but this one has {self.dataset_samples}; to begin with the weights "
+                f"alone, use train.initial_weights={branch.run}"
+            )
+        if self.shards and branch.position and branch.global_batch != self.global_batch:
+            raise PlanError(
+                f"{INITIAL_STATE}: {where} is within an epoch of data that is read in shards, "
+                f"where the batch cannot change; use {GLOBAL_BATCH}={branch.global_batch} (and "
+                f"{BATCH_SCHEDULE} from the epoch's end on), or a checkpoint at the end of an epoch"
+            )
+
+    def _stage_at(self, update: int, batch: int, epoch: int, position: int, samples: int) -> Stage:
+        if not self._updates_in(self.dataset_samples - position, batch):
+            epoch, position = epoch + 1, 0
+        return Stage(update, batch, epoch, position, samples)
+
+    def _updates_in(self, samples: int, batch: int) -> int:
+        """Return the updates that so many samples up to the end of an epoch make."""
+        return samples // batch if self.ragged == "drop" else -(-samples // batch)
+
+    def _stage_of(self, update: int) -> Stage:
+        stages = self._stages
+        return stages[bisect_right(stages, update, key=attrgetter("update")) - 1]
+
     @property
     def updates_per_epoch(self) -> int:
-        """Return one epoch's updates; with `carry`, the first's (later ones may have one less)."""
-        if self.ragged == "drop":
-            return self.dataset_samples // self.global_batch
-        return -(-self.dataset_samples // self.global_batch)
+        """Return the first epoch's updates; others may differ with `carry`, a batch schedule or a
+        branch.
+        """
+        return self.updates_before_epoch(self._stages[0].epoch + 1)
+
+    def updates_before_epoch(self, epoch: int) -> int:
+        """Return the first update whose first sample lies in this epoch, from 0, or after it."""
+        samples, stages = self.dataset_samples, self._stages
+        number = bisect_left(stages, epoch, key=attrgetter("epoch"))
+        if not number:
+            return 0
+        stage = stages[number - 1]
+        epochs, remaining = epoch - stage.epoch - 1, samples - stage.position
+        if self.ragged == "carry":
+            return stage.update + self._updates_in(remaining + epochs * samples, stage.batch)
+        updates = self._updates_in(remaining, stage.batch)
+        updates += epochs * self._updates_in(samples, stage.batch)
+        first = stage.update + updates
+        # A larger batch leaves out a rest of the epoch that smaller updates would use.
+        return min(first, stages[number].update) if number < len(stages) else first
 
     def updates_for(self, epochs: float) -> int:
         """Return the updates that `epochs` epochs take, rounded up to a whole number.
@@ -156,20 +282,75 @@ class DataOrder:
         [6, 4, 5]
         """
         exact = Fraction(str(epochs))  # as written: 0.7 epochs of 10 updates are 7, not 8
+        begin, size = self._stages[0], self.dataset_samples
         if self.ragged == "carry":
-            return math.ceil(exact * self.dataset_samples / self.global_batch)
-        return math.ceil(exact * self.updates_per_epoch)
+            samples = exact * size - begin.position
+            return self.updates_for_samples(samples if exact >= 1 else exact * self._first_samples)
+        whole, part = divmod(exact, 1)
+        whole += begin.epoch
+        first, end = (self.updates_before_epoch(whole + number) for number in (0, 1))
+        return first + math.ceil(part * (end - first))
+
+    def updates_for_samples(self, samples: int | Fraction) -> int:
+        """Return the least number of updates that have so many samples, more than 0, in all.
+
+        >>> ragged = ("update", "drop", "carry")
+        >>> orders = [DataOrder(dataset_samples=10, global_batch=4, ragged=r) for r in ragged]
+        >>> [order.updates_for_samples(12) for order in orders]
+        [4, 3, 3]
+        """
+        stage = self._stages[bisect_left(self._stages, samples, key=attrgetter("samples")) - 1]
+        missing = math.ceil(samples - stage.samples)
+        first = self.dataset_samples - stage.position  # samples of the stage's first epoch
+        if self.ragged != "update" or missing <= first:
+            return stage.update - (-missing // stage.batch)
+        epochs, missing = divmod(missing - first, self.dataset_samples)
+        updates = self._updates_in(first, stage.batch)
+        updates += epochs * self._updates_in(self.dataset_samples, stage.batch)
+        return stage.update + updates + self._updates_in(missing, stage.batch)
+
+    def epochs_of(self, updates: int) -> float:
+        """Return how many epochs so many updates make; of the last one the share of its updates."""
+        begin, samples = self._stages[0], self.samples_before(updates)
+        if self.ragged == "carry" and samples < self._first_samples:
+            return samples / self._first_samples
+        if self.ragged == "carry":
+            return (samples + begin.position) / self.dataset_samples
+        epoch = self.epoch_of(updates)
+        first, end = (self.updates_before_epoch(epoch + number) for number in (0, 1))
+        return float(epoch - begin.epoch + Fraction(updates - first, end - first))
+
+    @property
+    def _first_samples(self) -> int:
+        """Return the samples of the first epoch, of which a branch leaves the rest."""
+        return self.dataset_samples - self._stages[0].position
+
+    def batch_of(self, update: int) -> int:
+        """Return the global batch of the update's stage: its samples, unless it is ragged."""
+        return self._stage_of(update).batch
 
     def epoch_of(self, update: int) -> int:
-        """Return the epoch, from 0, that contains the update's first sample."""
-        return self._first(update)[0]
+        """Return the epoch, from 0, that contains the update's first sample.
+
+        A branch's epochs continue those of the run that it is from.
+        """
+        return self.place(update)[0]
 
     def samples_of(self, update: int) -> int:
         """Return how many samples the update has, without computing which."""
-        _, position = self._first(update)
+        batch = self.batch_of(update)
         if self.ragged == "carry":
-            return self.global_batch
-        return min(self.global_batch, self.dataset_samples - position)
+            return batch
+        return min(batch, self.dataset_samples - self.place(update)[1])
+
+    def samples_before(self, update: int) -> int:
+        """Return how many samples all updates before this one have."""
+        stage = self._stage_of(update)
+        if self.ragged != "update":  # each update is full
+            return stage.samples + (update - stage.update) * stage.batch
+        epoch, position = self.place(update)  # no sample is left out
+        epochs = (epoch - stage.epoch) * self.dataset_samples
+        return stage.samples + epochs + position - stage.position
 
     def indices(self, update: int, start: int = 0, count: int | None = None) -> NDArray[np.int64]:
         """Return the dataset's samples in the update's order: int64, (samples,), read-only.
@@ -181,7 +362,7 @@ class DataOrder:
         """
         import numpy as np  # late, so that `plan` stays fast
 
-        epoch, position = self._first(update)
+        epoch, position = self.place(update)
         missing = self.samples_of(update) - start if count is None else count
         epochs, position = divmod(position + start, self.dataset_samples)
         epoch += epochs
@@ -201,12 +382,18 @@ class DataOrder:
         joined.flags.writeable = False
         return joined
 
-    def _first(self, update: int) -> tuple[int, int]:
+    def place(self, update: int) -> tuple[int, int]:
         """Return the epoch of the update's first sample, and its position in that epoch's order."""
+        stage, samples = self._stage_of(update), self.dataset_samples
+        number, position = update - stage.update, stage.position
         if self.ragged == "carry":
-            return divmod(update * self.global_batch, self.dataset_samples)
-        epoch, window = divmod(update, self.updates_per_epoch)
-        return epoch, window * self.global_batch
+            epochs, position = divmod(position + number * stage.batch, samples)
+            return stage.epoch + epochs, position
+        number -= (first := self._updates_in(samples - position, stage.batch))
+        if number < 0:
+            return stage.epoch, position + (first + number) * stage.batch
+        epochs, window = divmod(number, self._updates_in(samples, stage.batch))
+        return stage.epoch + 1 + epochs, window * stage.batch
 
 
 @lru_cache(maxsize=2)
@@ -217,7 +404,8 @@ def _block(order: DataOrder, epoch: int, number: int) -> NDArray[np.int64]:
     first, samples = number * BLOCK, order.dataset_samples
     positions = np.arange(first, min(first + BLOCK, samples))
     if order.shards:
-        found = order.shards.samples_at(positions, order.global_batch, order.seed, epoch)
+        batch = order.batch_of(order.updates_before_epoch(epoch))
+        found = order.shards.samples_at(positions, batch, order.seed, epoch)
     else:
         found = permuted(positions.astype(np.uint64), samples, order.seed, epoch).astype(np.int64)
     found.flags.writeable = False

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from orchestrator.plan.order import Shards
+from orchestrator.plan.order import Branch, Shards
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.wire import Wire
 
@@ -32,6 +32,7 @@ class JobFacts:
         shards: of a data set that is read along them.
         lengths: of the data set's samples, in tokens, shape (N,); None: not known, or not needed.
         cost: see `TokenBudget`.
+        branch: of another run, where this one begins.
     """
 
     nodes: int | None = None
@@ -46,6 +47,12 @@ class JobFacts:
     shards: Shards | None = None
     lengths: NDArray[np.int64] | None = field(default=None, compare=False, repr=False)
     cost: Callable[[int, int], float] | None = None
+    branch: Branch | None = None
+
+
+def branch_in(plan: Mapping[str, Any]) -> Branch | None:
+    """Return the branch in a run's plan.json; None if the run began anew."""
+    return Branch(**plan["branch"]) if plan.get("branch") else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -53,16 +60,18 @@ class Length:
     """The length of the run.
 
     Attributes:
-        updates: of the whole run; None when only epochs are stated and the data set is not known.
+        updates: of the whole run; None when the data set is not known and they are not stated.
         epochs: stated, or what `updates` amount to; None when not known.
         updates_per_epoch: see `DataOrder`; None when the data set is not known.
         dataset_samples: of the data set; None when not known.
+        samples: that the run is to reach, if its length is stated so.
     """
 
     updates: int | None
     epochs: float | None
     updates_per_epoch: int | None
     dataset_samples: int | None
+    samples: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

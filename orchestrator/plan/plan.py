@@ -11,11 +11,24 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from orchestrator.config.schema import DEFAULT_BASE_LR, Config, TrainConfig, node_range
+from orchestrator.config.schema import (
+    DEFAULT_BASE_LR,
+    Config,
+    TrainConfig,
+    batch_stages,
+    node_range,
+)
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch, resolve_batch
+from orchestrator.plan.batch import (
+    GLOBAL_BATCH,
+    MICRO_BATCH,
+    STEPS,
+    Batch,
+    later_batch,
+    resolve_batch,
+)
 from orchestrator.plan.cost import MICRO_TOKENS, TokenBudget, WorkByCost, lengths_in
-from orchestrator.plan.order import DataOrder
+from orchestrator.plan.order import Branch, DataOrder
 from orchestrator.plan.parts import JobFacts, Length, Rates, Traffic
 from orchestrator.plan.plan_warnings import idle_gpus, warnings_of
 from orchestrator.plan.schedule import Schedule
@@ -37,7 +50,7 @@ class Plan:
         order: of the samples; without the data set, for one that is just large enough.
         split: of a full window, the first one.
         reduction: of gradients, as configured.
-        length, rates, traffic: see each.
+        length, rates, traffic, branch: see each.
         work: how micro-steps are formed by lengths; None: by numbers of samples.
         of_cluster: warnings about the cluster's resources.
     """
@@ -51,6 +64,7 @@ class Plan:
     length: Length
     rates: Rates
     traffic: Traffic
+    branch: Branch | None = None
     of_cluster: tuple[str, ...] = ()
     work: WorkByCost | None = None
 
@@ -70,13 +84,20 @@ class Plan:
         samples = known.dataset_samples
         if samples is None:
             samples = config.facts.dataset_samples
+        stages = batch_stages(config.accumulation.batch_schedule)
+        for _, later in stages:
+            later_batch(batch, later, nodes * per_node)  # refuses windows that are too large
+        largest = max(size for _, size in ((0, batch.global_batch), *stages))
         order = DataOrder(
             # Without the data set the same checks run for one that is just large enough.
-            dataset_samples=batch.global_batch if samples is None else samples,
+            dataset_samples=largest if samples is None else samples,
             global_batch=batch.global_batch,
             ragged=config.accumulation.ragged,
             seed=config.train.seed,
             shards=known.shards,
+            batch_schedule=stages,
+            # Without the data set it is checked by the ranks.
+            branch=None if samples is None else known.branch,
         )
         reduction = config.accumulation.reduction
         work = _work(config, known, samples)
@@ -100,8 +121,9 @@ class Plan:
             split=split,
             reduction=reduction,
             length=length,
-            rates=_rates(config, known, batch, length),
+            rates=_rates(config, known, order, length),
             traffic=_traffic(config, known, split),
+            branch=known.branch,
             of_cluster=tuple(idle_gpus(config)),
             work=work,
         )
@@ -136,6 +158,9 @@ class Plan:
         unknown = batch.micro_tokens is not None and self.work is None  # until there are lengths
         rate_known = rates.source != "optimizer" or rates.first is not None
         shards = self.order.shards
+        schedule = asdict(rates.schedule) if rates.schedule and rate_known else None
+        if schedule and not schedule["batch_schedule"]:
+            del schedule["batch_schedule"]
         return {
             "ranks": self.ranks,
             "nodes": self.nodes,
@@ -159,7 +184,7 @@ class Plan:
             "learning_rate_first": rates.first,
             "learning_rate_peak": rates.peak,
             "learning_rate_last": rates.last,
-            "schedule": asdict(rates.schedule) if rates.schedule and rate_known else None,
+            "schedule": schedule,
             "collectives_per_update": self.traffic.collectives,
             "bytes_on_wire_per_update": self.traffic.bytes_on_wire,
             "ragged": self.order.ragged,
@@ -167,8 +192,28 @@ class Plan:
             "seed": self.order.seed,
             "shards": shards and {"lengths": shards.lengths, "lanes": shards.lanes},
             "gathers_per_update": self.traffic.gathers,
+            **({"samples": length.samples} if length.samples is not None else {}),
+            **({"batch_schedule": self.stages()} if self.order.batch_schedule else {}),
+            **({"branch": asdict(self.branch)} if self.branch else {}),
             "warnings": self.warnings,
         }
+
+    def stages(self) -> list[dict[str, Any]]:
+        """Return the later stages of a batch schedule: the first `update` of each, its batch, the
+        micro-steps of the busiest rank (None where lengths decide), and the peak of the learning
+        rate, None if not known.
+        """
+        schedule = None if self.rates.peak is None else self.rates.schedule
+        stages: list[dict[str, Any]] = []
+        for update, global_batch in self.order.batch_schedule:
+            steps = later_batch(self.batch, global_batch, self.ranks).steps
+            stages.append({
+                "update": update,
+                "global_batch": global_batch,
+                "micro_steps": steps and min(steps, -(-global_batch // self.ranks)),
+                "learning_rate_peak": schedule and schedule.peak_at(update),
+            })  # fmt: skip
+        return stages
 
     def to_json(self) -> dict[str, Any]:
         """Return `figures` as JSON types: dicts, lists, numbers, strings, None."""
@@ -248,26 +293,28 @@ def _largest(config: Config) -> tuple[int, Batch]:
 
 
 def _length(order: DataOrder, train: TrainConfig, samples: int | None) -> Length:
-    """Return the run's length: `train.updates`, else `train.epochs`, else one epoch."""
+    """Return the run's length: `train.updates` or `.samples`, else `.epochs`, else one epoch."""
     known = samples is not None
     updates, epochs = train.updates, train.epochs
-    if updates is None:
+    if updates is None and train.samples is not None:
+        updates = order.updates_for_samples(train.samples) if known else None
+        epochs = order.epochs_of(updates) if updates is not None else None
+    elif updates is None:
         epochs = DEFAULT_EPOCHS if epochs is None else epochs
         total = order.updates_for(epochs)
         updates = total if known else None
     else:
-        epochs = updates / order.updates_per_epoch if known else None
-        if known and order.ragged == "carry":
-            epochs = updates * order.global_batch / order.dataset_samples
+        epochs = order.epochs_of(updates) if known else None
     return Length(
         updates=updates,
         epochs=epochs,
         updates_per_epoch=order.updates_per_epoch if known else None,
         dataset_samples=samples,
+        samples=train.samples,
     )
 
 
-def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rates:
+def _rates(config: Config, known: JobFacts, order: DataOrder, length: Length) -> Rates:
     given, total = config.schedule, length.updates
     base = known.base_rate if given.base_lr is None else given.base_lr
     of_optimizer = not config.optimizer and given.base_lr is None
@@ -277,7 +324,8 @@ def _rates(config: Config, known: JobFacts, batch: Batch, length: Length) -> Rat
     unknown = total is None and given.decay in ("cosine", "linear")
     schedule = Schedule(
         base_lr=DEFAULT_BASE_LR if base is None else base,
-        global_batch=batch.global_batch,
+        global_batch=order.global_batch,
+        batch_schedule=order.batch_schedule,
         base_batch=given.base_batch,
         scaling=given.scaling,
         warmup_updates=given.warmup_updates,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from orchestrator.config.program import is_program
 from orchestrator.config.schema import Config, gpu_count
-from orchestrator.plan.batch import GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
+from orchestrator.plan.batch import BATCH_SCHEDULE, GLOBAL_BATCH, MICRO_BATCH, STEPS, Batch
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.parts import Length, Rates
 from orchestrator.plan.split import Split
@@ -21,7 +21,9 @@ def warnings_of(
         *_idle(split, batch, reduction),
         *_empty_steps(split, batch),
         *(_uneven_leaves(split, batch, order, length) if reduction == "reproducible" else ()),
-        *_data(batch, order, length, rates),
+        *_data(order, length, rates),
+        *_branch(order),
+        *_unreached_stages(order, length),
         *_warm_up(length, rates),
     )
 
@@ -97,27 +99,65 @@ def _uneven_leaves(split: Split, batch: Batch, order: DataOrder, length: Length)
         )
 
 
-def _data(batch: Batch, order: DataOrder, length: Length, rates: Rates) -> Iterator[str]:
-    total, size = length.dataset_samples, batch.global_batch
+def _data(order: DataOrder, length: Length, rates: Rates) -> Iterator[str]:
+    total = length.dataset_samples
     if total is None:
         return
+    sizes = {GLOBAL_BATCH: order.global_batch}
+    sizes |= {f"{BATCH_SCHEDULE} from update {u} on: G": size for u, size in order.batch_schedule}
+    for key, size in sizes.items():
+        yield from _larger_than_data(key, size, total, order, rates)
+    remains, updates = total % order.global_batch, length.updates or 0
+    if order.ragged != "drop":
+        return
+    if order.batch_schedule:
+        left_out = order.epoch_of(updates) * total - order.samples_before(updates)
+        left_out += order.place(updates)[1]
+        if left_out > 0:
+            yield (
+                f"accumulation.ragged=drop leaves {left_out} samples out of the ends of "
+                f"{plural(order.epoch_of(updates), 'epoch')} of {total}"
+            )
+    elif remains and (epochs := updates // max(1, total // order.global_batch)):
+        yield (
+            f"accumulation.ragged=drop leaves {remains} of {total} samples out of each epoch"
+            + " (others each time)" * (epochs > 1)
+        )
+
+
+def _larger_than_data(
+    key: str, size: int, total: int, order: DataOrder, rates: Rates
+) -> Iterator[str]:
     if size > total and order.ragged == "update":
         schedule = None if rates.source == "learning_rate" else rates.schedule
         is_scaled = schedule is not None and schedule.scaling != "none"
         yield (
-            f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
+            f"{key}={size} is more than the {total} samples of the data set: an update "
             f"holds {total}" + f", while the learning rate is scaled for {size}" * is_scaled
         )
     if size > total and order.ragged == "carry":
         yield (
-            f"{GLOBAL_BATCH}={size} is more than the {total} samples of the data set: an update "
+            f"{key}={size} is more than the {total} samples of the data set: an update "
             "holds some samples more than once"
         )
-    epochs = (length.updates or 0) // max(1, total // size)
-    if order.ragged == "drop" and total % size and epochs:
+
+
+def _branch(order: DataOrder) -> Iterator[str]:
+    if (branch := order.branch) and branch.position and branch.seed != order.seed:
         yield (
-            f"accumulation.ragged=drop leaves {total % size} of {total} samples out of each epoch"
-            + " (others each time)" * (epochs > 1)
+            f"train.seed={order.seed} is not that of {branch.run} ({branch.seed}): the rest of "
+            f"epoch {branch.epoch} comes in another order, with samples that were used already"
+        )
+
+
+def _unreached_stages(order: DataOrder, length: Length) -> Iterator[str]:
+    if length.updates is None:
+        return
+    unreached = [stage for stage in order.batch_schedule if stage[0] >= length.updates]
+    for update, size in unreached[:1]:
+        yield (
+            f"{BATCH_SCHEDULE}: the run has {plural(length.updates, 'update')}, so it ends before "
+            f"the batch of {size} from update {update} on"
         )
 
 

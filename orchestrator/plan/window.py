@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import Batch
+from orchestrator.plan.batch import Batch, later_batch
 from orchestrator.plan.cost import WorkByCost, deal, split_by_speed
 from orchestrator.plan.order import DataOrder
 from orchestrator.plan.plan import Plan
 from orchestrator.plan.schedule import Schedule
 from orchestrator.plan.split import Split, assign_leaves, split_for
 
-_split_for = lru_cache(maxsize=4)(split_for)  # a run has two sizes of window: full and ragged
+# A stage of the batch has two sizes of window, full and ragged, and a loader reads ahead.
+_split_for = lru_cache(maxsize=4)(split_for)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -85,6 +86,7 @@ class WindowPlanner:
     """Every update of a run, for every rank: a pure function of these values.
 
     Attributes:
+        batch: the numbers of the first stage of a batch schedule.
         work: how micro-steps are formed by lengths; None: by numbers of samples.
     """
 
@@ -105,16 +107,17 @@ class WindowPlanner:
         if self.work is not None:
             return self.work.split(self.order.indices(update), self.ranks, speeds)
         samples = self.order.samples_of(update)
+        batch = later_batch(self.batch, self.order.batch_of(update), self.ranks)
         if speeds is not None:
-            cap = self.batch.micro_batch_cap
+            cap = batch.micro_batch_cap
             if self.reduction == "reproducible" and cap is not None:
                 leaves = deal([1.0] * -(-samples // cap), self.ranks, speeds)
                 return assign_leaves(leaves, samples=samples, leaf_size=cap)
             # What all ranks have in their memory at equal speeds.
-            steps = self.batch.steps or 1
-            cap = cap or -(-self.batch.global_batch // (self.ranks * steps))
+            steps = batch.steps or 1
+            cap = cap or -(-batch.global_batch // (self.ranks * steps))
             return split_by_speed(samples, speeds, cap)
-        return _split_for(samples, self.ranks, batch=self.batch, reduction=self.reduction)
+        return _split_for(samples, self.ranks, batch=batch, reduction=self.reduction)
 
     def cost(self, window: Window) -> float:
         """Return the cost of a rank's window, padding included."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import statistics
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
@@ -102,19 +102,51 @@ def _plan_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     no_talk = "reproducible reductions depend on the leaves" if is_tree else _NO_MODEL
     size = plan.get("bytes_on_wire_per_update")
     wire = f"unknown ({no_talk})" if size is None else f"{format_bytes(size)} per update and rank"
-    epochs = "" if plan.get("epochs") is None else f" ({plural(plan['epochs'], 'epoch')})"
+    lengths = [("epoch", plan.get("epochs")), ("sample", plan.get("samples"))]
+    known = ", ".join(plural(count, unit) for unit, count in lengths if count is not None)
+    length = f" ({known})" if known else ""
+    branch = plan.get("branch") or {}
+    per_epoch = f"updates in epoch {branch.get('epoch', 0)}"
+    if not (branch or plan.get("batch_schedule")):
+        per_epoch = "updates per epoch"
     return [
         ("where", ranks),
+        *_branch_rows(plan),
         ("global batch", batch),
         *_balance(plan),
-        ("updates", f"{_known(plan, 'updates', _NO_DATA)}{epochs}"),
-        ("updates per epoch", _known(plan, "updates_per_epoch", _NO_DATA)),
+        *_stage_rows(plan),
+        ("updates", f"{_known(plan, 'updates', _NO_DATA)}{length}"),
+        (per_epoch, _known(plan, "updates_per_epoch", _NO_DATA)),
         ("samples in the data set", _known(plan, "dataset_samples", _NO_DATA)),
         ("parameters", _known(plan, "parameters", _NO_MODEL)),
         ("learning rate", _learning_rate(plan)),
         ("collectives per update", _known(plan, "collectives_per_update", no_talk)),
         ("bytes on the wire", wire),
     ]
+
+
+def _branch_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row on where a branch of another run begins."""
+    if branch := plan.get("branch"):
+        place = f"epoch {branch['epoch']}"
+        if branch["position"]:
+            place += f", {format_count(branch['position'])} samples into it"
+        yield "begins with", f"{branch['run']} after update {branch['updates']} ({place})"
+
+
+def _stage_rows(plan: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
+    """Yield a row for each later stage of a batch schedule, with the peak of its learning rate."""
+    stages = plan.get("batch_schedule") or []
+    scaling = (plan.get("schedule") or {}).get("scaling")
+    for stage in stages[:SHOWN_GROUPS]:
+        text = plural(stage["global_batch"], "sample")
+        if stage["micro_steps"] is not None:
+            text += f" in {plural(stage['micro_steps'], 'micro-step')}"
+        if (rate := stage["learning_rate_peak"]) is not None:
+            text += f", peak rate {format_learning_rate(rate)} (schedule.scaling={scaling})"
+        yield f"from update {format_count(stage['update'])} on", text
+    if hidden := len(stages[SHOWN_GROUPS:]):
+        yield "", f"and {plural(hidden, 'more stage')} (see --json)"
 
 
 def _micro_steps(plan: Mapping[str, Any]) -> str:

@@ -157,10 +157,48 @@ def _columns(cells: Sequence[SweptRun], console: Console) -> list[Column]:
         add(f"held_out {name}", held_out)
     if not metrics:
         add("final loss", (format_number(f.loss) for f in figures))
+    if samples := _compared_samples(cells):
+        add("samples", (format_count(f.samples) for f in figures))
+        losses = (loss_at(cell, samples) for cell in cells)
+        add(f"loss at {format_count(samples)} samples", map(format_number, losses))
     add_costs("collectives /update", "collectives_per_update", format_count)
     add_costs("bytes /update", "bytes_on_wire_per_update", format_bytes)
     add("weights differ by", differences(cells))
     return found
+
+
+def _compared_samples(cells: Sequence[SweptRun]) -> int | None:
+    """Return the samples that all finished points were to have (`train.samples`), or else have had;
+    None where all had equally many.
+    """
+    done = [cell for cell in cells if cell.finished and cell.summary.samples is not None]
+    if len({cell.summary.samples for cell in done}) < 2:
+        return None
+    stated = {cell.plan.get("samples") for cell in done}
+    if len(stated) == 1 and (samples := stated.pop()):
+        return samples
+    return min(cell.summary.samples or 0 for cell in done)
+
+
+AVERAGED = 0.1
+"""Share of the samples whose losses are averaged: those of single updates vary with the batch."""
+
+
+def loss_at(cell: SweptRun, samples: int) -> float | None:
+    """Return the mean training loss of the last tenth of so many samples; None if the point has not
+    had them, or has not recorded them.
+    """
+    before, total, weight = 0, 0.0, 0
+    for record in read_metrics(RunDir(cell.folder).metrics).updates:
+        size, loss = record.get("samples"), record.get("loss")
+        if size is None or loss is None:
+            return None
+        before += size
+        if before > (1 - AVERAGED) * samples:
+            total, weight = total + size * loss, weight + size
+        if before >= samples:
+            return total / weight
+    return None
 
 
 def _width(columns: Sequence[Column], *, broken: bool = True) -> int:

@@ -36,7 +36,7 @@ from orchestrator.rundir.files import (
     remove,
     write_json,
 )
-from orchestrator.rundir.folder import INITIAL_DIGEST, RunDir
+from orchestrator.rundir.folder import BRANCH, INITIAL_DIGEST, RunDir
 from orchestrator.rundir.program_link import write_number
 from orchestrator.rundir.warnings import warn
 
@@ -232,6 +232,18 @@ def remove_partial(checkpoints: Path) -> None:
             shutil.rmtree(path, ignore_errors=True)
 
 
+def split_reference(text: str) -> tuple[str, int | None]:
+    """Return the run's folder, and the updates, of `RUN` or `RUN@UPDATES`.
+
+    >>> split_reference("runs/a"), split_reference("runs/a@4000")
+    (('runs/a', None), ('runs/a', 4000))
+    """
+    folder, _, updates = text.rpartition("@")
+    if folder and re.fullmatch("[0-9]{1,18}", updates):
+        return folder, int(updates)
+    return text, None
+
+
 def list_checkpoints(checkpoints: Path) -> list[Path]:
     """Return the folders of checkpoints, oldest first. One that lacks a file is damaged."""
     found = [name for name in names_in(checkpoints) if NAME.fullmatch(name)]
@@ -343,6 +355,23 @@ def check_initial(run: RunDir) -> None:
         raise RunFolderError(f"{run.initial_weights} cannot be read: {error.strerror}") from error
     if found != run.read_submission().get(INITIAL_DIGEST):
         raise RunFolderError(f"{run.initial_weights} is damaged: its digest is another one")
+
+
+def initial_state(run: RunDir) -> Checkpoint:
+    """Return a run's copy of the checkpoint that it began with; its files are still to be checked.
+
+    Raises:
+        RunFolderError: it is not the one that the run began with.
+    """
+    begun = run.read_submission().get(BRANCH) or {}
+    state = run.initial_state / STATE
+    try:
+        digest = file_sha256(state)
+    except OSError as error:
+        raise RunFolderError(f"{state} cannot be read: {error.strerror}") from error
+    if digest != begun.get("sha256"):
+        raise RunFolderError(f"{state} is damaged: its digest is another one")
+    return load(run.initial_state, begun.get("identity"), contents=False)
 
 
 def refuse_beyond(run: RunDir, done: int, total: int | None) -> None:

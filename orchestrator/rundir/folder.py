@@ -36,7 +36,8 @@ from orchestrator.rundir.program_link import STOP_AFTER, STOP_REQUESTED
 MISSING_FOLDER_CHECKS = 4
 """One a second; a network file system may deny for a moment that a folder exists."""
 RESUMED = "resumed"  # why an attempt was needed, when a person asked for it
-INITIAL_DIGEST = "initial_weights_sha256"  # key of submission.json
+INITIAL_DIGEST = "initial_weights_sha256"  # keys of submission.json
+BRANCH = "initial_state"
 RESUMES = "resumes"  # key of resumes.json: what each `resume` asked for, the latest last
 JOB_ID = re.compile(r"[0-9]{1,19}(_[0-9]{1,10})?")
 LAST_LINE = re.compile(r"\A(.*\n)# run ([0-9a-f]{32}), sha256 ([0-9a-f]{64})\n\Z", re.DOTALL)
@@ -73,6 +74,7 @@ class RunDir:
     submission = _below("submission.json")
     resumes = _below("resumes.json")  # what people asked for since
     initial_weights = _below("initial_weights.safetensors")
+    initial_state = _below("initial_state")  # a copy of another run's checkpoint
     logs = _below("logs")
     checkpoints = _below("checkpoints")
     tensorboard = _below("tensorboard")

@@ -31,14 +31,15 @@ from orchestrator.errors import (
 )
 from orchestrator.job import REQUIRED_METHODS, Job, dataset_of, has_own_rate, is_coupled
 from orchestrator.plan.order import Shards
-from orchestrator.plan.parts import JobFacts
+from orchestrator.plan.parts import JobFacts, branch_in
 from orchestrator.plan.plan import Plan
 from orchestrator.plugins import FRAMEWORKS
 from orchestrator.report.compare import warnings_of
 from orchestrator.report.run_tables import balance_text
 from orchestrator.rundir import checkpoints as checkpoint
+from orchestrator.rundir.checkpoints import split_reference
 from orchestrator.rundir.files import write_json
-from orchestrator.rundir.folder import RunDir
+from orchestrator.rundir.folder import BRANCH, RunDir
 from orchestrator.rundir.metrics import (
     CHANGES,
     RECENT_BYTES,
@@ -307,7 +308,7 @@ def _set_up(worker: WorkerProcess) -> Training:
         )
     config = with_survival(config, on=True) if alone else agreed_survival(config, job, group)
     engine = framework.build_engine(job, engine_settings(config, job), group)
-    planned = _planned(config, job, engine, topology.nodes)
+    planned = _planned(config, job, engine, topology.nodes, run)
     assert planned.updates is not None  # noqa: S101  # the data set is known here
     checkpoints = Checkpoints(
         run.checkpoints, engine, run=run.identity, keep=config.train.keep_checkpoints,
@@ -331,6 +332,8 @@ def _set_up(worker: WorkerProcess) -> Training:
     if progress.updates:
         _refuse_other_data(run, plan_before, planned)
     checkpoint.refuse_beyond(run, progress.updates, planned.updates)
+    if config.train.initial_state is not None and not progress.updates:
+        _load_initial_state(training, topology.rank)
     if config.train.initial_weights is not None and not progress.updates:
         checkpoint.check_initial(run)
         try:
@@ -384,6 +387,56 @@ def _refuse_other_data(run: RunDir, before: Mapping[str, Any], planned: Plan) ->
         raise JobError(
             f"the samples have other lengths than so far, so it is another data set: {instead}"
         )
+
+
+# Options of optimizers that add to their state, by torch's names.
+STATEFUL = ("amsgrad", "centered", "momentum")
+
+
+def _load_initial_state(training: Training, rank: int) -> None:
+    """Begin with the state of another run, of which this one has a copy. Collective.
+
+    Raises:
+        ConfigError: it is that of another optimizer or model.
+    """
+    run, engine, stated = training.run, training.engine, training.config.train.initial_state
+    found = checkpoint.initial_state(run)
+    training.checkpoints.check(found, rank)
+    begun = run.read_submission().get(BRANCH) or {}
+    why: object = other_optimizer(begun.get("optimizer"), engine.optimizer_used())
+    if why is None:
+        try:
+            engine.load_initial_state(found.folder, found.extra)
+        except (JobError, RunFolderError) as error:
+            why = error
+    if why is not None:
+        raise ConfigError(
+            f"train.initial_state={stated}: {why}. To begin with its weights alone: "
+            f"train.initial_weights={split_reference(str(stated))[0]}"
+        )
+
+
+def other_optimizer(before: Mapping[str, Any] | None, now: Mapping[str, Any]) -> str | None:
+    """Return a sentence if the state of one optimizer is not for another; None if it is.
+
+    Args:
+        before, now: of environment.json; None if it is not known.
+
+    >>> other_optimizer({"class": "a.Adam"}, {"class": "a.SGD"})
+    'its optimizer is a.Adam, whose state a.SGD cannot use'
+    """
+    if before is None:
+        return None
+    if before["class"] != now["class"]:
+        return f"its optimizer is {before['class']}, whose state {now['class']} cannot use"
+    for old, new in zip(before.get("groups") or (), now.get("groups") or (), strict=False):
+        for name in STATEFUL:
+            if bool(old.get(name)) != bool(new.get(name)):
+                return (
+                    f"its optimizer has {name}={old.get(name)}, whose state is not for "
+                    f"{name}={new.get(name)}"
+                )
+    return None
 
 
 def build_job(settings: Mapping[str, Any]) -> Job:
@@ -460,7 +513,7 @@ def engine_settings(config: Config, job: Job) -> EngineSettings:
     return EngineSettings(**same | own)
 
 
-def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
+def _planned(config: Config, job: Job, engine: Engine, nodes: int, run: RunDir) -> Plan:
     """Return the plan for the actual model and data set. Collective.
 
     Raises what `compare_facts` does if they differ from the configured facts.
@@ -469,6 +522,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
 
     dataset = dataset_of(job)
     shards: Shards | None = getattr(dataset, "shards", None)
+    branch = branch_in(run.read_plan())
 
     def plan_with(parameters: int | None, samples: int | None) -> Plan:
         known = JobFacts(
@@ -483,6 +537,7 @@ def _planned(config: Config, job: Job, engine: Engine, nodes: int) -> Plan:
             extra_collectives=engine.extra_collectives(),
             own_rate=has_own_rate(job),
             base_rate=rate,
+            branch=branch,
         )
         return Plan.of(config, known)
 

@@ -80,11 +80,13 @@ class Training:
         self.weights = numbers_of(model)
 
 
-def big_batches(global_batch, updates, ragged):
+def big_batches(global_batch, updates, ragged, stages=()):
     model = net()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
     rate = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.7)
-    order = DataOrder(dataset_samples=SAMPLES, global_batch=global_batch, ragged=ragged)
+    order = DataOrder(
+        dataset_samples=SAMPLES, global_batch=global_batch, ragged=ragged, batch_schedule=stages
+    )
     for update in range(updates):
         these = torch.from_numpy(order.indices(update).copy())
         optimizer.zero_grad()
@@ -105,13 +107,16 @@ def big_batches(global_batch, updates, ragged):
         (3, {"global_batch": 20, "micro_batch": 3}),
         (3, {"steps": 2, "micro_batch": 4}),
         (5, {"global_batch": 3, "micro_batch": 2}),
+        (2, {"global_batch": 11, "steps": 2, "batch_schedule": [[2, 17], [4, 40], [6, 9]]}),
+        (3, {"global_batch": 7, "micro_batch": 3, "batch_schedule": [[1, 8], [5, 53]]}),
     ],
 )
 def test_the_loop_takes_the_big_batchs_steps_on_any_ranks(ranks, batch, ragged):
     found = run_in_threads(
         ranks, lambda group: Training(group, **batch, updates=7, ragged=ragged, seed=0)
     )
-    wanted = big_batches(found[0].windows.plan.batch.global_batch, 7, ragged)
+    stages = tuple(map(tuple, batch.get("batch_schedule", ())))
+    wanted = big_batches(found[0].windows.plan.batch.global_batch, 7, ragged, stages)
     for one in found:
         torch.testing.assert_close(one.weights, wanted, rtol=1e-12, atol=1e-13)
         assert set(one.collectives) == {int(ranks > 1)}
@@ -146,10 +151,11 @@ def test_stopped_at_random_ranks_and_moments_it_ends_with_the_same_bits(
     assert all(one.weights.equal(undisturbed[0].weights) for one in starts)
 
 
-@pytest.mark.filterwarnings("ignore:.*leaves do not divide")
-def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tmp_path):
+@pytest.mark.filterwarnings("ignore:.*leaves do not divide", "ignore:.*so it ends before")
+@pytest.mark.parametrize("schedule", [(), [[5, 22], [7, 9]]])
+def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tmp_path, schedule):
     """With reduction="reproducible" to the same bits, although 3 ranks go on for 1."""
-    how = {"global_batch": 16, "micro_batch": 4, "wobbles": True}
+    how = {"global_batch": 16, "micro_batch": 4, "wobbles": True, "batch_schedule": schedule}
     (undisturbed,) = run_in_threads(1, lambda group: Training(group, **how, updates=9))
     run_in_threads(
         1, lambda g: Training(g, **how, updates=6, checkpoints=tmp_path, checkpoint_every=2)
@@ -165,6 +171,7 @@ def test_killed_anywhere_it_goes_on_from_the_newest_checkpoint_on_other_ranks(tm
     ("other", "named"),
     [
         ({"global_batch": 15}, "global_batch is 15, but this training began with 16"),
+        ({"batch_schedule": [[4, 9]]}, r"batch_schedule is \[\[4, 9\]\], but this training began"),
         ({"seed": 1}, "seed is 1"),
         ({"ragged": "carry"}, "ragged is carry"),
         ({"updates": 2}, "3 updates are done, but updates=2"),
@@ -190,6 +197,7 @@ def test_another_training_than_the_one_that_was_begun_is_refused(tmp_path, other
         ({"shards": [50, 3]}, r"shards must be as in shards=data\.shards, but is \[50, 3\]"),
         ({"checkpoints": ""}, "checkpoints must be a folder, but is ''"),
         ({"ragged": "cary"}, r"run\.windows\(\): ragged must be one of .*; did you mean 'carry'"),
+        ({"batch_schedule": [[0, 9]]}, r"run\.windows\(\): batch_schedule: \[0, 9\] is no later"),
         ({"epochs": 0}, r"run\.windows\(\): epochs must be a number above 0, but is 0"),
         ({"epochs": float("nan")}, "epochs must be a number above 0, but is nan"),
         ({"seed": 2**63}, r"run\.windows\(\): seed must lie between"),

@@ -121,6 +121,14 @@ def test_a_file_in_another_encoding_is_named(tmp_path):
         ({"cluster": {"nodes": 10**9}}, "ranks; at most 1048576"),
         ({"cluster": {"nodes": {"min": 1, "max": 10**9}}}, "ranks; at most 1048576"),
         ({"run": {"name": "x" * 5000}}, "at most 4096 characters"),
+        ({"accumulation": {"batch_schedule": [[0, 8]]}}, "is no later update"),
+        ({"accumulation": {"batch_schedule": [[9, 2**63]]}}, "must lie between"),
+        ({"accumulation": {"batch_schedule": 8}}, "accumulation.batch_schedule"),
+        (
+            {"train": {"updates": 9, "samples": 100}},
+            "train.updates=9 and train.samples=100 are two lengths of the run; leave one",
+        ),
+        ({"train": {"samples": 0}}, "train.samples must be at least 1"),
         ({"job": {"_target_": "a.B", "x": [{"y": "\x1b[0m"}]}}, r"job.x\[0\].y must not contain"),
     ],
 )
@@ -138,6 +146,8 @@ def test_the_home_of_an_unknown_user_is_refused():
 def test_two_lengths_of_a_run_are_refused():
     with pytest.raises(ConfigError, match=r"train.updates=9 and train.epochs=1 are two lengths"):
         check_overrides(["train.updates=9", "train.epochs=1"])
+    with pytest.raises(ConfigError, match=r"train.updates=9 and train.samples=1 are two lengths"):
+        check_overrides(["train.updates=9", "train.samples=1"])
     check_overrides(["train.updates=null", "train.epochs=1"])
 
 

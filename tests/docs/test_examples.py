@@ -15,6 +15,7 @@ from orchestrator.client.options import WindowOptions, plan_of
 from orchestrator.clusters.api import cluster_of
 from orchestrator.config.command_line import CommandLine
 from orchestrator.config.composer import Composer
+from tests.docs.printed import ROOT, blocks, typed
 from tests.docs.scripts import page_text, script
 from tests.helpers import call, result, verb
 
@@ -59,6 +60,25 @@ def test_windows_of_a_loop_take_the_shards():
     options = WindowOptions.of({"global_batch": 10, "steps": 1, "shards": shards})
     plan = plan_of(sum(LENGTHS), options, ranks=2, reduction="fast")
     assert plan.order.shards == shards
+
+
+def test_the_batch_grows_as_the_page_says(tmp_path):
+    grow, branch = (
+        words[words.index("launch") + 1 :]
+        for kind, text in blocks(ROOT / "docs" / "how-to" / "growing-batch.md")
+        for words in (typed(text, tmp_path) if kind == "bash" else ())
+    )
+    small = ("cluster.nodes=1", "cluster.ranks_per_node=1", "tracker=none")
+    run = tmp_path / "runs" / "trunk"
+    more = ("train.checkpoint_every=40", "train.keep_checkpoints=9", f"run.dir={run}")
+    call(*grow, *small, *more, "-q", cwd=tmp_path, code=0)
+    found = result(run)
+    assert 12_000 <= found["samples"] < 12_000 + 160
+    plan = json.loads((run / "plan.json").read_text())
+    assert [stage["update"] for stage in plan["batch_schedule"]] == [20, 50]
+    done = call(*branch, *small, cwd=tmp_path, code=0)
+    assert "3 of 3 points finished" in done.stdout
+    assert "4,000" in done.stdout, "the samples at which losses are compared"
 
 
 SITES = dict(

@@ -14,6 +14,7 @@ from orchestrator.report.sweep_tables import (
     SweptRun,
     accumulation_pairs,
     differences,
+    loss_at,
     print_sweep,
     swept_run,
     timed_concurrently,
@@ -88,6 +89,33 @@ def test_a_row_for_each_point_and_the_cause_of_each_failure(screen, weights):
     assert "1 of 3 points finished" in text
     for part in ("steps", "0.9534", "200 ms", "300 MiB", "reference"):
         assert part in text
+
+
+def test_losses_of_different_batches_are_compared_after_equally_many_samples(tmp_path):
+    def point(size, updates):
+        run = RunDir(tmp_path / str(size))
+        run.path.mkdir()
+        lines = [record(n, samples=size, loss=1 - size * (n + 1) / 1e4) for n in range(updates)]
+        run.metrics.write_text("".join(f"{json.dumps(line)}\n" for line in lines))
+        ended = result(samples=size * updates, updates=updates, metrics={})
+        return SweptRun(
+            overrides={"accumulation.global_batch": size}, folder=run.path, result=ended,
+            summary=summarize(ended, Figures(lines)),
+        )  # fmt: skip
+
+    small, large = point(100, 20), point(150, 30)
+    assert loss_at(small, 2000) == pytest.approx(np.mean([0.81, 0.80]))
+    # The tenth begins within the update that ends at 1,950 samples; 2,100 are the first with 2,000.
+    assert loss_at(large, 2000) == pytest.approx(np.mean([0.805, 0.79]))
+    assert loss_at(small, 2001) is None
+    print_sweep([small, large], screen := Screen(width=200))
+    text = " ".join(screen.text.split())
+    assert "loss at 2,000 samples" in text
+    for part in ("0.8050", "0.7975", "2,000", "4,500"):
+        assert part in text
+    again = Screen()
+    print_sweep([small, small], again)
+    assert "loss at" not in " ".join(again.text.split())
 
 
 @pytest.mark.parametrize("width", [80, 120])

@@ -399,6 +399,17 @@ class TorchEngine(Engine):
         self.accumulator.learning_rate.keep()
         self._incomplete = False
 
+    def load_initial_state(self, folder: Path, extra: Mapping[str, Any]) -> None:
+        optimizer = self.accumulator.optimizer
+        options = [
+            {name: value for name, value in group.items() if name != "params"}
+            for group in optimizer.param_groups
+        ]
+        self.load_state(folder, extra)
+        for group, own in zip(optimizer.param_groups, options, strict=True):
+            group.update(own)
+        self.accumulator.learning_rate.keep()
+
     def load_weights(self, path: Path) -> None:
         load_weights(self.model, path)
 

@@ -569,6 +569,7 @@ FRAMEWORK = (
         ("engine.mode=pynative", "engine.mode=graph"),
         ("train.clip_norm=1.0", "try train.clip_norm=null"),
         ("accumulation.ragged=update", "accumulation.ragged=drop"),
+        ("accumulation.batch_schedule=[[2,256]]", "it needs windows of equal size"),
         ("train.on_non_finite=skip", "train.on_non_finite=stop"),
         ("transport=gloo", "transport=auto"),
         ("optimizer=adam", "optimizer=adam is not available .* try optimizer=sgd"),

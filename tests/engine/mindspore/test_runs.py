@@ -39,6 +39,42 @@ def test_both_engines_agree_from_the_same_start(tmp_path):
     assert "more than --at-most 1e-05" in done.stderr
 
 
+def test_a_batch_that_grows_is_the_same_update_on_one_and_on_two_ranks(tmp_path):
+    growing = (
+        "job=line", "accumulation.global_batch=100", "train.samples=2000", "tracker=none",
+        "accumulation.batch_schedule=[[3,150],[8,333]]", "schedule.scaling=linear",
+        "cluster.nodes=1",
+    )  # fmt: skip
+    for ranks, steps in ((1, 1), (2, 3)):
+        more = (f"cluster.ranks_per_node={ranks}", f"accumulation.steps={steps}")
+        helpers.call(*growing, *more, f"run.dir={tmp_path / str(ranks)}", timeout=390, code=0)
+    sizes = [100, 100, 100, 150, 150, 150, 150, 124, 333, 333, 333]  # epochs of 1,024
+    lines = helpers.records(tmp_path / "2")
+    assert [line["samples"] for line in lines] == sizes
+    assert lines[-1]["learning_rate"] == pytest.approx(3.33 * lines[0]["learning_rate"])
+    found = helpers.compare(tmp_path / "2", tmp_path / "1")
+    assert found["max_relative_difference"] <= 1e-5
+
+
+def test_a_branch_goes_on_from_the_state_of_another_run(tmp_path):
+    same = (
+        "job=line", "optimizer=adam", "schedule.base_lr=0.1", "accumulation.global_batch=100",
+        "tracker=none", "cluster.nodes=1",
+    )  # fmt: skip
+    two, whole, run = "cluster.ranks_per_node=2", tmp_path / "whole", tmp_path / "run"
+    every = ("train.updates=8", "train.checkpoint_every=5")
+    helpers.call(*same, two, *every, f"run.dir={whole}", timeout=390, code=0)
+    begins = f"train.initial_state={whole}@5"
+    helpers.call(*same, two, begins, "train.updates=3", f"run.dir={run}", timeout=390, code=0)
+    assert helpers.result(run)["weights_sha256"] == helpers.result(whole)["weights_sha256"]
+    torchs = ("job._target_=tests.tiny_job.Tiny", begins, "tracker=none", f"run.dir={run}2")
+    done = helpers.call(*torchs, "train.updates=1", "job.samples=1024")
+    assert done.returncode
+    said = "".join((done.stdout + done.stderr).split())
+    assert "itsoptimizerismindspore" in said
+    assert "begin" in said
+
+
 TRAIN = """\
 import json, os, sys
 import mindspore as ms, numpy as np

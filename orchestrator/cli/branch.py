@@ -1,0 +1,107 @@
+"""Branches: the state of another run's checkpoint, in a new run (`train.initial_state`)."""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from orchestrator.cli.resume import plan_of_run
+from orchestrator.config.program import is_program
+from orchestrator.config.reading import read_config
+from orchestrator.config.schema import Config
+from orchestrator.errors import ConfigError, RunFolderError, UsageError, expand_user
+from orchestrator.plan.order import INITIAL_STATE, Branch
+from orchestrator.plan.plan import Plan
+from orchestrator.rundir.checkpoints import (
+    PREFIX,
+    STATE,
+    file_sha256,
+    folder_of,
+    list_checkpoints,
+    load,
+    newest,
+    split_reference,
+)
+from orchestrator.rundir.folder import BRANCH, RunDir
+
+
+def branch_of(config: Config) -> Branch | None:
+    """Return the checkpoint at which a new run is to begin, and its place in the data.
+
+    Raises:
+        ConfigError: there is none, or no place in its data is known.
+    """
+    stated = config.train.initial_state
+    if stated is None:
+        return None
+    try:
+        return _branch(*split_reference(stated))
+    except UsageError as error:
+        raise ConfigError(f"{INITIAL_STATE}={stated}: {error}") from error
+
+
+def _branch(folder: str, updates: int | None) -> Branch:
+    run = RunDir(expand_user(folder)).existing()
+    config = read_config(run.read_config())
+    if is_program(config.job):
+        raise RunFolderError("that run is of a program, whose checkpoints are its own")
+    kept = [int(path.name.removeprefix(PREFIX)) for path in list_checkpoints(run.checkpoints)]
+    if not kept:
+        raise RunFolderError("that run has no checkpoint yet")
+    if updates is not None and updates not in kept:
+        names = ", ".join(f"{folder}@{number}" for number in kept)
+        raise RunFolderError(
+            f"there is no checkpoint after update {updates}; there are {names} "
+            f"(train.keep_checkpoints={config.train.keep_checkpoints})"
+        )
+    if updates is None:
+        # The files are checked when they are copied.
+        found, _ = newest(run.checkpoints, run.identity, contents=False)
+        updates = kept[-1] if found is None else found.updates
+    plan = plan_of_run(config, run.read_plan())
+    if not isinstance(plan, Plan) or plan.length.dataset_samples is None:
+        raise RunFolderError(f"{run.plan} does not say how many samples its data set has")
+    epoch, position = plan.order.place(updates)
+    return Branch(
+        run=folder,
+        updates=updates,
+        epoch=epoch,
+        position=position,
+        global_batch=plan.order.batch_of(plan.order.updates_before_epoch(epoch)),
+        seed=plan.order.seed,
+        dataset_samples=plan.length.dataset_samples,
+    )
+
+
+def keep_initial_state(branch: Branch | None, run: RunDir) -> dict[str, Any]:
+    """Copy the checkpoint into the new run's folder, so that the run is whole without the other.
+
+    Returns:
+        For submission.json: the copy's digest, the other run's identity and its optimizer; nothing
+        without a branch.
+
+    Raises:
+        ConfigError: it is damaged, or was removed in the meantime.
+    """
+    if branch is None:
+        return {}
+    other = RunDir(expand_user(branch.run))
+    source = folder_of(other.checkpoints, branch.updates)
+    run.initial_state.mkdir(mode=0o700)
+    try:
+        for path in sorted(source.iterdir()):
+            copy = run.initial_state / path.name
+            shutil.copyfile(path, copy)
+            copy.chmod(0o600)
+        load(run.initial_state, other.identity)
+        optimizer = (other.read_environment() or {}).get("optimizer")
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{INITIAL_STATE}={branch.run}: {source} was removed while it was copied, since the "
+            "run saves newer ones; type the same line again"
+        ) from error
+    except UsageError as error:
+        raise ConfigError(f"{INITIAL_STATE}={branch.run}: {error}") from error
+    digest = file_sha256(run.initial_state / STATE)
+    begun = {"sha256": digest, "identity": other.identity, "optimizer": optimizer}
+    return {BRANCH: {"run": branch.run, "updates": branch.updates, **begun}}
