@@ -177,8 +177,8 @@ class TorchEngine(Engine):
         self._scale_before: dict[str, float] = {}
         self._forward_before: ForwardState | None = None
         # Rank 0 may leave a window to save what was before it.
-        has_buffers = any(True for _ in self.model.buffers())
-        self._restores_forward = settings.survive or (group.rank == 0 and has_buffers)
+        self._buffers = [name for name, _ in self.model.named_buffers()]
+        self._restores_forward = settings.survive or (group.rank == 0 and bool(self._buffers))
         self._is_first = True  # this process has not ended a window yet
         self._probed = self._is_sum = False
         self._warnings = norms + machine_warning(self.gather, settings.reduction)
@@ -356,7 +356,7 @@ class TorchEngine(Engine):
         sums = HeldOutSums(data, settings.metric_names, to_floats)
         counted = len(share.pieces) - share.padding
         with (
-            buffers_of_writer(group, self.model),
+            buffers_of_writer(group, self.model, self._buffers),
             self._evaluation("loss() changed %s in an evaluation: change it in after_update()"),
             kept_random_state(),
             self._job_state.isolated(),

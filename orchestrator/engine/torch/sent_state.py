@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -71,12 +71,17 @@ def take_buffers(group: BaseGroup, model: Module, buffers: Mapping[str, Tensor])
 
 
 @contextmanager
-def buffers_of_writer(group: BaseGroup, model: Module) -> Generator[None]:
+def buffers_of_writer(group: BaseGroup, model: Module, names: Sequence[str]) -> Generator[None]:
     """Within it, all ranks have rank 0's buffers; each gets its own back afterwards, also where a
     forward within changes them. Collective, on entry.
+
+    Args:
+        names: of the buffers that the model was built with, the same on all ranks. A forward may
+            have registered others on some ranks alone.
     """
     with kept_state(model):
-        buffers = {n: buffer for n, buffer in model.named_buffers() if not is_opaque(buffer)}
+        held = dict(model.named_buffers())
+        buffers = {name: held[name] for name in names if not is_opaque(held[name])}
         if buffers and group.size > 1:
             digests = [digest_of(buffer) for buffer in buffers.values()]
             rows = gather_numbers(group, [float(folded(digests))])

@@ -118,6 +118,8 @@ class Normed(Curve):
 
             def forward(self, x):
                 self.calls = torch.cat([self.calls, torch.ones(1)])
+                if len(self.calls) == 5:  # on some ranks alone
+                    self.register_buffer("cache", torch.zeros(1), persistent=False)
                 return super().forward(x)
 
         return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(0.5), Counting())
