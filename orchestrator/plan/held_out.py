@@ -18,7 +18,7 @@ from orchestrator.plan.split import even_parts
 from orchestrator.plan.window import MicroBatch
 
 COMMON_RANKS = 4
-"""Up to so many ranks a piece has the same size, also where no micro-batch is stated."""
+"""Up to so many ranks pieces have the same size in any mode."""
 
 NO_UPDATE = -1
 """The update of held-out micro-batches: their random numbers are the same in each evaluation."""
@@ -54,19 +54,21 @@ class HeldOutShare:
             yield MicroBatch(update=NO_UPDATE, start=start, indices=indices)
 
 
-def piece_size(batch: Batch, ranks: int) -> int:
-    """Return the most samples of a piece: no more than the training has in a micro-batch.
+def piece_size(batch: Batch, ranks: int, *, reduction: str = "fast") -> int:
+    """Return the most samples of a piece: no more than memory is known to hold.
 
-    A stated micro-batch is the size, for any number of ranks. Otherwise it is the micro-batch that
-    the training would have on `COMMON_RANKS` ranks, or on the next power of two above these.
+    In reproducible mode it is the leaf's size. Otherwise it is the size of the micro-batches on
+    `COMMON_RANKS` ranks, or on the next power of two that `ranks` do not exceed.
 
     >>> [piece_size(Batch(global_batch=256, steps=4, micro_batch_cap=None), r) for r in (1, 4, 5)]
     [16, 16, 8]
     """
-    if batch.micro_batch_cap is not None:
-        return batch.micro_batch_cap
+    cap = batch.micro_batch_cap or batch.global_batch
+    if reduction == "reproducible":
+        return min(cap, batch.global_batch)
+    steps = batch.steps if batch.micro_batch_cap is None else 1
     common = max(COMMON_RANKS, 1 << (ranks - 1).bit_length())
-    return max(1, batch.global_batch // (common * batch.steps))
+    return max(1, min(cap, batch.global_batch // (common * steps)))
 
 
 def cut_held_out(lengths: Sequence[int], size: int) -> tuple[HeldOutPiece, ...]:

@@ -99,7 +99,8 @@ class HeldOutEvaluation:
     ) -> None:
         self._data, self._engine, self._before_piece = data, engine, before_piece
         # The size for the plan's ranks, so that figures do not change where some are lost.
-        pieces = cut_held_out(data.lengths, piece_size(plan.batch, plan.ranks))
+        size = piece_size(plan.batch, plan.ranks, reduction=plan.reduction)
+        pieces = cut_held_out(data.lengths, size)
         self._share = share_of(pieces, rank, ranks, shard_ranks=engine.shard_ranks)
         self._batches: Iterator[Any] | None = None
 

@@ -50,18 +50,19 @@ def test_figures_have_the_same_bits_on_three_ranks_and_their_collective_is_count
     assert all(line["bytes_on_wire"] > 0 for line in evaluations(run).values())
 
 
-def test_the_others_evaluate_again_where_a_rank_is_lost_in_an_evaluation(run, alone):
+@pytest.mark.parametrize("lost", [0, 1])
+def test_the_others_evaluate_again_where_a_rank_is_lost_in_an_evaluation(run, alone, lost):
     ranks = range(3)
     process, hold = begin_held(
         run, 4, *BITS, "cluster.nodes=3", "cluster.ranks_per_node=1", ranks=ranks
     )
     assert list(evaluations(run)) == [2], "they are held in the second evaluation"
     assert len(helpers.records(run)) == 4
-    os.kill(helpers.rank_pid(run, 1), signal.SIGKILL)
+    os.kill(helpers.rank_pid(run, lost), signal.SIGKILL)
     hold.release()
     helpers.await_exit(process, 0)
     assert figures(run) == alone
-    assert helpers.result(run)["survived"][0]["gone"] == [1]
+    assert helpers.result(run)["survived"][0]["gone"] == [lost]
 
 
 def test_a_run_that_ended_in_an_evaluation_begins_with_it_when_it_is_resumed(run, alone):

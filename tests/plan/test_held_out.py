@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from orchestrator.errors import PlanError
-from orchestrator.plan.batch import Batch
+from orchestrator.plan.batch import Batch, resolve_batch
 from orchestrator.plan.held_out import NO_UPDATE, cut_held_out, piece_size, share_of
+from orchestrator.plan.split import split_for
 
 
 @given(
@@ -51,10 +52,40 @@ def test_pieces_can_be_dealt_by_cost():
             share_of(pieces, 0, 3, pieces_per_rank=wrong)
 
 
-def test_a_piece_is_no_larger_than_a_stated_micro_batch_or_than_that_of_more_ranks():
-    stated = Batch(global_batch=256, steps=4, micro_batch_cap=12)
-    assert {piece_size(stated, ranks) for ranks in (1, 3, 100)} == {12}
-    free = Batch(global_batch=256, steps=1, micro_batch_cap=None)
-    assert [piece_size(free, ranks) for ranks in (1, 2, 3, 4, 5, 8, 100, 1000)] == [
-        64, 64, 64, 64, 32, 32, 2, 1,
-    ]  # fmt: skip
+@pytest.mark.parametrize(
+    ("steps", "cap", "sizes"),
+    [
+        (1, None, [64, 64, 64, 64, 32, 32, 2, 1]),
+        (4, None, [16, 16, 16, 16, 8, 8, 1, 1]),
+        (4, 12, [12, 12, 12, 12, 12, 12, 2, 1]),
+        (1, 1000, [64, 64, 64, 64, 32, 32, 2, 1]),
+    ],
+)
+def test_pieces_have_one_size_on_few_ranks_and_that_of_leaves_on_any(steps, cap, sizes):
+    batch = Batch(global_batch=256, steps=steps, micro_batch_cap=cap)
+    ranks = (1, 2, 3, 4, 5, 8, 100, 1000)
+    assert [piece_size(batch, r) for r in ranks] == sizes
+    if cap is not None:
+        leaves = {piece_size(batch, r, reduction="reproducible") for r in ranks}
+        assert leaves == {min(cap, 256)}
+
+
+@given(
+    global_batch=st.integers(1, 300),
+    micro_batch=st.none() | st.integers(1, 100),
+    steps=st.integers(1, 5),
+    ranks=st.integers(1, 40),
+)
+def test_a_piece_is_no_larger_than_the_trainings_micro_batches_may_be(
+    global_batch, micro_batch, steps, ranks
+):
+    batch = resolve_batch(
+        global_batch=global_batch,
+        steps=steps if micro_batch is None else None,
+        micro_batch=micro_batch,
+        ranks=ranks,
+    )
+    split = split_for(global_batch, ranks, batch=batch)
+    largest = max(size for sizes in split.micro_batches for size in sizes)
+    size = piece_size(batch, ranks)
+    assert size <= largest or (size == micro_batch and global_batch >= ranks * size)

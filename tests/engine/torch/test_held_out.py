@@ -47,11 +47,11 @@ class Sentences(Job):
         return Loss(total, weight=int(counts.sum()), metrics={"right": right})
 
 
-def on(ranks, job, data, then=validate, **more):
+def on(ranks, job, data, then=validate, settings=None, **more):
     """Return what `then(engine, group, data, ...)` gives on each of some ranks after an update."""
 
     def rank(group):
-        engine = engine_of(job(), group, precision="float64")
+        engine = engine_of(job(), group, precision="float64", **(settings or {}))
         split = split_leaves(24, group.size, 2)
         run(engine, [window_of(split, group.rank, 0)])
         return then(engine, group, data, **more)
@@ -93,6 +93,13 @@ def test_several_data_sets_have_figures_of_their_own_and_ranks_may_be_idle():
         assert own.figures == {n: whole.figures[f"{name}.{n}"] for n in ("loss", "right")}
     for report in on(7, Sentences, HeldOutData(parts), size=SIZE):  # of five pieces
         assert report.figures == whole.figures
+
+
+def test_ranks_with_a_part_of_the_optimizer_evaluate_as_others():
+    data = HeldOutData({"": Sentences().dataset(9)})
+    [alone] = on(1, Sentences, data)
+    for report in on(3, Sentences, data, settings={"shard_optimizer": True}):
+        assert report.figures == pytest.approx(alone.figures, rel=1e-12)
 
 
 def test_pieces_that_only_keep_ranks_in_step_count_nothing():
